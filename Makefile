@@ -1,0 +1,41 @@
+# Two commands for a fresh machine: `make demo` and `make test`. The rest is for developers.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# What a machine without a GPU should get: the CPU build of torch, never gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+
+.PHONY: help demo test check format protos clean
+
+help:  ## list targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml scripts/gen_protos.py $(wildcard protos/quire/v1/*.proto)
+	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python scripts/gen_protos.py
+	touch $@
+
+demo: $(STAMP)  ## install, start the whole stack, stream one chat answer, stop
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP)  ## checks and all tests
+	scripts/check $(BIN)
+	scripts/test $(BIN)
+
+check: $(STAMP)  ## lint, types, import contracts, proto lint
+	scripts/check $(BIN)
+
+format: $(STAMP)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(STAMP)  ## regenerate the stubs
+	$(BIN)/python scripts/gen_protos.py --force
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The Quire SDK and command."""

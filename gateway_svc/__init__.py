@@ -1,0 +1,1 @@
+"""The stateless gateway: public gRPC API, tokenizing and detokenizing."""

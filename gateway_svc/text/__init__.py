@@ -1,0 +1,1 @@
+"""Text without I/O: tokenizer, chat template, incremental detokenizer, stop strings."""

@@ -1,0 +1,1 @@
+"""Version 1 of the wire protocol; stubs are generated beside the .proto files."""

@@ -1,0 +1,169 @@
+"""What goes into the core and what comes out: plain data, no protobuf.
+
+Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+
+U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+
+EMPTY: U32 = np.empty(0, dtype=np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCapacity:
+    """What one worker can hold. Immutable for one `worker_epoch`; a restarted worker is a new one."""
+
+    worker_id: str
+    worker_epoch: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    pipeline_depth: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A committed block of an adopted pool, from ListBlocks."""
+
+    block_id: int
+    digest: bytes  # 16 bytes
+    token_ids: U32  # [block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpen:
+    """A sequence gets a row of a worker. `group` gives sampling parameters, which the core never reads."""
+
+    row: int
+    group: SequenceGroup
+    sample_index: int
+    token_ids: U32  # [num_tokens] prompt then output; empty when forked
+    prompt_len: int
+    block_table: U32
+    num_computed_tokens: int
+    fork_of_row: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step of one worker: columns of length B over rows, and the changes since the step before.
+
+    The worker applies, in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
+    """
+
+    worker_id: str
+    step_id: int
+    rows: U32  # [B]
+    query_lens: U32  # [B]
+    context_lens: U32  # [B] tokens in KV before this step
+    sample_mask: Bools  # [B]
+    slot_mapping: U32  # [sum(query_lens)]
+    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
+    fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
+    close_rows: U32 = field(default_factory=lambda: EMPTY)
+    opens: list[RowOpen] = field(default_factory=list)
+    table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
+    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] equal to the table's length: append
+    table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
+    copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
+    commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """One row failed in a step (NaN, bad input); the others are not harmed."""
+
+    row: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """A worker's answer to one StepBatch."""
+
+    worker_id: str
+    step_id: int
+    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows
+    token_ids: U32  # [S]
+    failures: list[RowFailure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sample is complete. Counters are those of Usage in the protocol."""
+
+    group: SequenceGroup
+    sample_index: int
+    reason: FinishReason
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
+    stop_token_id: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """What one `update` (or an abort) produced: columns of length N, one new token each, and what ended.
+
+    `owners` and `handles` are the caller's own numbers from SequenceGroup: the core never looks inside.
+    A finish comes after the tokens of the same message.
+    """
+
+    owners: U32  # [N] which gateway
+    handles: U32  # [N] which request of it
+    sample_indices: U32  # [N]
+    offsets: U32  # [N] output position
+    token_ids: U32  # [N]
+    finished: list[Finished] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvent:
+    """A block became a cached prefix on a worker, or stopped being one."""
+
+    worker_id: str
+    worker_epoch: int
+    digest: bytes
+    is_cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker's occupancy. free + cached + used = num_blocks."""
+
+    worker_id: str
+    rows_used: int
+    rows_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_used: int
+    steps: int
+    steps_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counters since start, and what is queued now."""
+
+    num_waiting: int
+    num_running: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    workers: list[WorkerStats]

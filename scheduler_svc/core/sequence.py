@@ -1,0 +1,134 @@
+"""Sequences and their life: the readable face of what the columns store while a sequence runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U32 = npt.NDArray[np.uint32]
+
+
+class SequenceStatus(Enum):
+    """WAITING holds no blocks, RUNNING holds a row and blocks, FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class SequenceStage(Enum):
+    """PREFILL while more than the newest token is still to be computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; the same set as in the protocol. Preemption is an event, never a reason."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
+    SequenceStatus.WAITING: {SequenceStatus.RUNNING, SequenceStatus.FINISHED},
+    SequenceStatus.RUNNING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.FINISHED: set(),
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A status change that the table does not allow: a bug of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCondition:
+    """When a sequence ends, in tokens. `max_tokens` counts output; 0 computes the prompt and returns nothing."""
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class SequenceData:
+    """What must survive preemption: the output so far. The prompt is the group's, stored once."""
+
+    prompt: U32  # [num_prompt_tokens], shared by all samples of the group
+    output: U32  # [num_output_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def token_ids(self) -> U32:
+        """Prompt and output in one array."""
+        return np.concatenate((self.prompt, self.output))
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request. While it runs, its tokens and blocks live in its worker's columns (`rows.py`)."""
+
+    group: SequenceGroup
+    sample_index: int
+    data: SequenceData
+    seq_id: int
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    worker_id: str | None = None
+    row: int | None = None
+    digests: list[bytes] = field(default_factory=list)  # chain digests of its full blocks, as far as computed
+    forks: list[Sequence] = field(default_factory=list)  # samples that start from this one's prompt
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_computed_peak: int = 0  # most tokens ever computed: what a return from preemption computes again
+    num_preemptions: int = 0
+    is_admitted_before: bool = False
+    blocked_since: float | None = None  # first time it was passed over for lack of room
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """The only way to change status; raises IllegalTransitionError with both names."""
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransitionError(f"sequence {self.seq_id}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Who comes first: priority, then arrival, then number."""
+        return (self.group.priority, self.group.arrival, self.seq_id)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """One request: n samples that share a prompt.
+
+    `owner` and `handle` name the request for the caller (which gateway, which of its requests) and come back in
+    Deltas. `sampling` is opaque to the core and reaches the worker in RowOpen. `root_key` separates hash chains
+    (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
+    """
+
+    request_id: str
+    prompt: U32
+    stop: StopCondition
+    owner: int = 0
+    handle: int = 0
+    n: int = 1
+    priority: int = 0
+    root_key: bytes = b""
+    sampling: Any = None
+    outputs: Seq[U32] = ()
+    arrival: float = 0.0
+    sequences: list[Sequence] = field(default_factory=list)

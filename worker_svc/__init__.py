@@ -1,0 +1,1 @@
+"""The worker service: holds the KV pool and runs the model."""

@@ -1,0 +1,1 @@
+"""The model side of a worker: torch, no gRPC."""
