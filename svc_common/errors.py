@@ -1,0 +1,175 @@
+"""Errors that a client may see, and their gRPC codes.
+
+    QuireError                  INTERNAL             a bug of ours
+      InvalidRequestError       INVALID_ARGUMENT     the caller's mistake: field, value, limit
+      NotFoundError             NOT_FOUND            no such model or request
+      AlreadyExistsError        ALREADY_EXISTS       the request id is in flight
+      OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; says when to try again
+      UnavailableError          UNAVAILABLE          nobody there to do it now
+      UnimplementedError        UNIMPLEMENTED        a field that is not served yet
+      StaleEpochError           FAILED_PRECONDITION  a fence: somebody else owns this worker now
+
+A handler just raises; `ErrorInterceptor` turns these into statuses with google.rpc details.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+log = logging.getLogger(__name__)
+
+MAX_DETAIL_CHARS = 2000  # metadata is limited to 16 KB for everything
+
+
+class QuireError(Exception):
+    """Base of everything that is told to a client. `field` is the request field at fault, if one is."""
+
+    code = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message[:MAX_DETAIL_CHARS]
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(QuireError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFoundError(QuireError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExistsError(QuireError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class OverloadedError(QuireError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnavailableError(QuireError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class UnimplementedError(QuireError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class StaleEpochError(QuireError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+BY_CODE: dict[int, type[QuireError]] = {
+    kind.code.value[0]: kind
+    for kind in (
+        QuireError,
+        InvalidRequestError,
+        NotFoundError,
+        AlreadyExistsError,
+        OverloadedError,
+        UnavailableError,
+        UnimplementedError,
+        StaleEpochError,
+    )
+}
+
+
+def error_from_code(code: int, message: str, *, field: str = "", retry_after_s: float | None = None) -> QuireError:
+    """The error another service meant by a gRPC status code number."""
+    return BY_CODE.get(code, QuireError)(message, field=field, retry_after_s=retry_after_s)
+
+
+def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata of an error: google.rpc details, and the retry pushback that gRPC clients know."""
+    status = Status(code=error.code.value[0], message=error.message)
+    if error.field:
+        _pack(status, BadRequest(field_violations=[{"field": error.field, "description": error.message}]))
+    metadata: list[tuple[str, str | bytes]] = []
+    if error.retry_after_s is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        _pack(status, retry)
+        metadata.append(("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))))
+    if status.details:
+        metadata.append(("grpc-status-details-bin", status.SerializeToString()))
+    return tuple(metadata)
+
+
+def _pack(status: Status, detail: Any) -> None:
+    packed = AnyProto()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
+    """End the call with the error's code, message and details."""
+    await context.abort(error.code, error.message, trailing_metadata=status_metadata(error))
+
+
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns QuireError into its status, and anything unforeseen into INTERNAL with a loud log."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        serializers = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.request_streaming and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method), **serializers)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), **serializers)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method), **serializers)
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **serializers)
+
+
+def _unary(behaviour: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except QuireError as error:
+            await abort(context, error)
+        except Exception as error:
+            await _abort_unforeseen(context, method, error)
+
+    return call
+
+
+def _streaming(behaviour: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except QuireError as error:
+            await abort(context, error)
+        except Exception as error:
+            await _abort_unforeseen(context, method, error)
+
+    return call
+
+
+async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    log.exception("%s failed", method)
+    await abort(context, QuireError(f"internal error in {method}: {type(error).__name__}; the server's log has it"))

@@ -1,0 +1,119 @@
+"""Run one gRPC service: health, reflection, errors, drain on SIGTERM, clean exit.
+
+server = GrpcServer(listen="0.0.0.0:50051", service_names=[...])
+add_FooServicer_to_server(Foo(), server.grpc)
+await server.start()                  # port is bound: server.address
+server.set_serving(True)
+await server.run_until_stopped(drain) # SIGTERM or SIGINT: NOT_SERVING, drain(), stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from svc_common.errors import ErrorInterceptor
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A client may ping every 10 s during a long silent prefill without being cut off (too_many_pings).
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted peer is back in a moment: do not wait minutes before dialling it again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel between our own services, with their keepalive and message limits."""
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+class BindError(RuntimeError):
+    """The address cannot be listened on."""
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection; owns the process's signals while it runs."""
+
+    def __init__(self, *, listen: str, service_names: Iterable[str]) -> None:
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self.stopping = asyncio.Event()
+        self._listen = listen
+        self._names = ["", *service_names]
+        self._health = health.aio.HealthServicer()
+        self.address = ""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+
+    async def start(self) -> str:
+        """Bind and accept calls. Health says NOT_SERVING until `set_serving`. Returns host:port."""
+        host = self._listen.rpartition(":")[0]
+        try:
+            port = self.grpc.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise BindError(f"cannot listen on {self._listen}: {error}") from None
+        self.address = f"{host}:{port}"
+        await self.set_serving(False)
+        await self.grpc.start()
+        return self.address
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Tell health checks and load balancers whether requests are welcome."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def run_until_stopped(self, drain: Callable[[], Awaitable[None]], *, grace_s: float = 5.0) -> None:
+        """Wait for SIGTERM, SIGINT or `stopping`; then NOT_SERVING, `drain()`, stop with `grace_s` for open calls.
+
+        A second signal skips the drain.
+        """
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self.stopping.set)
+        await self.stopping.wait()
+        await self.set_serving(False)
+        log.info("draining; a second signal stops at once")
+        hurried = asyncio.Event()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, hurried.set)
+        await _first_of(drain(), hurried.wait())
+        await self.grpc.stop(0 if hurried.is_set() else grace_s)
+        log.info("stopped")
+
+
+async def _first_of(*awaitables: Awaitable[Any]) -> None:
+    tasks = [asyncio.ensure_future(a) for a in awaitables]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        if task.exception() is not None:
+            log.error("drain failed", exc_info=task.exception())
