@@ -1,0 +1,101 @@
+"""What goes into a step and what comes out: plain data, no protobuf.
+
+Arrays are numpy columns. A *row* is a slot of the worker's persistent batch: opened once, then fed by deltas.
+A slot of the KV pool is block_id * block_size + offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+
+EMPTY: U32 = np.empty(0, dtype=np.uint32)
+
+
+class BadBatchError(ValueError):
+    """Columns that contradict each other or the pool. Nothing was applied; the whole step is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row picks its tokens. A temperature below 1e-5 is greedy; top_k 0, top_p 1 and min_p 0 mean off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int  # 64 bits unsigned
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpen:
+    """A sequence gets a row: everything the engine must know, once."""
+
+    row: int
+    token_ids: U32  # [num_tokens] prompt then output; empty when forked
+    prompt_len: int
+    block_table: U32
+    num_computed_tokens: int
+    sampling: SamplingParams
+    sample_index: int
+    fork_of_row: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: columns of length B over rows, and what changed since the step before.
+
+    Applied in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
+    """
+
+    step_id: int
+    rows: U32  # [B]
+    query_lens: U32  # [B]
+    context_lens: U32  # [B] tokens in KV before this step
+    sample_mask: Bools  # [B]
+    slot_mapping: U32  # [sum(query_lens)]
+    close_rows: U32 = field(default_factory=lambda: EMPTY)
+    opens: list[RowOpen] = field(default_factory=list)
+    table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
+    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] equal to the table's length: append
+    table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
+    copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C] blocks, copied in order
+    copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
+    commit_hashes: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
+    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
+    fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
+
+
+class RowErrorCode(Enum):
+    """Why one row failed in one step."""
+
+    NAN = "nan"  # its logits hold NaN, +inf or no finite number
+    BAD_INPUT = "bad_input"  # what the batch says of the row contradicts its table, its history or the pool
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """One row failed in one step; the others are not harmed."""
+
+    row: int
+    code: RowErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced."""
+
+    step_id: int
+    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows; failed ones left out
+    token_ids: U32  # [S]
+    errors: list[RowError]
+    forward_us: int  # microseconds from batch to tokens

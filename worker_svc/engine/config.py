@@ -1,0 +1,78 @@
+"""What can be set on an engine, and what it says of itself once loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from worker_svc.engine.batch import SamplingParams
+
+Dtype = Literal["float32", "bfloat16", "auto"]
+Determinism = Literal["exact", "best_effort"]
+
+MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. Values are checked at construction; ValueError names the field.
+
+    num_blocks None: as many as fit `kv_cache_memory` bytes; that None: 1 GiB, or half of the free RAM if that is less.
+    max_model_len None: the model's own, capped by what the pool can hold.
+    threads None: one per core this process may use.
+    """
+
+    model_dir: Path
+    dtype: Dtype = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_model_len: int | None = None
+    determinism: Determinism = "exact"
+    threads: int | None = None
+    backend: str = "cpu"
+    quantize: str | None = None
+    kv_cache_memory: int | None = None
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("float32", "bfloat16", "auto"))
+        _check_choice("determinism", self.determinism, ("exact", "best_effort"))
+        size = self.block_size
+        if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+            raise ValueError(f"block_size must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}")
+        for name in ("num_blocks", "max_model_len", "threads", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.quantize is not None:
+            raise ValueError(f"quantize={self.quantize!r} is not available in this build; leave it unset")
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a loaded engine is: announced at registration, and what callers may rely on."""
+
+    model: str
+    revision: str  # hex digest of configuration, tensor names, shapes and the dtype in use
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams  # what generation_config.json says; seed 0
+    dtype: Literal["float32", "bfloat16"]
+    determinism: Determinism
+    backend: str
