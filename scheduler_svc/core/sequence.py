@@ -94,6 +94,7 @@ class Sequence:
     num_preemptions: int = 0
     is_admitted_before: bool = False
     blocked_since: float | None = None  # first time it was passed over for lack of room
+    refused_by: tuple[str, int] | None = None  # who had no room for it last, and how many rows had ended there
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
@@ -130,5 +131,6 @@ class SequenceGroup:
     root_key: bytes = b""
     sampling: Any = None
     outputs: Seq[U32] = ()
+    finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
     arrival: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)

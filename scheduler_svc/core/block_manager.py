@@ -1,0 +1,193 @@
+"""The KV blocks of one worker: who uses them, which prefix each holds, which goes next.
+
+A block is in exactly one place:
+
+    empty    holds nothing                     taken first, oldest first
+    cached   holds a prefix nobody uses now    taken last, least recently used first
+    used     ref count > 0                     never taken
+
+A block that holds a prefix is *pending* from the moment its step is planned until that step is acknowledged: it may
+be shared with sequences of the same worker (steps run in order), but it is not announced. `commit` makes it cached
+content.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+U32 = npt.NDArray[np.uint32]
+
+
+class BlockManager:
+    """Owns ref counts, free lists and the digest map of one pool.
+
+    The caller frees a table from its tail to its head, so that heads, which more sequences can share, live longest.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = np.zeros(num_blocks, dtype=np.int32)
+        self._empty: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._tokens = np.zeros((num_blocks, block_size), dtype=np.uint32)
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._committed: set[int] = set()
+        self._events: list[tuple[bytes, bool]] = []
+
+    # -- how much there is -------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated: empty or cached."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def num_unused(self, blocks: Iterable[int]) -> int:
+        """How many of these hits are free now: taking them costs capacity."""
+        return sum(block in self._cached for block in blocks)
+
+    # -- the prefix cache ---------------------------------------------------------------------------------------------
+
+    def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> list[int]:
+        """Blocks that hold the longest cached prefix of `token_ids`, at most `max_blocks`; tokens are compared."""
+        blocks: list[int] = []
+        for digest in digests[:max_blocks]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        if not blocks:
+            return blocks
+        wanted = token_ids[: len(blocks) * self.block_size].reshape(len(blocks), self.block_size)
+        same = (self._tokens[blocks] == wanted).all(axis=1)
+        return blocks if same.all() else blocks[: int(same.argmin())]
+
+    def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
+        """Number of leading digests held here, for placement; `match` decides."""
+        held = self._block_of
+        for i, digest in enumerate(digests[:max_blocks]):
+            if digest not in held:
+                return i
+        return min(len(digests), max_blocks)
+
+    def register(self, block: int, digest: bytes, block_tokens: U32) -> bool:
+        """A planned step fills this block: it may be shared from now on. False if another block holds the prefix."""
+        if digest in self._block_of:
+            return False
+        self._digest_of[block] = digest
+        self._block_of[digest] = block
+        self._tokens[block] = block_tokens
+        return True
+
+    def commit(self, block: int, digest: bytes) -> bool:
+        """The step that fills it is acknowledged: announce it. False if it lost its digest meanwhile."""
+        if self._digest_of.get(block) != digest or block in self._committed:
+            return False
+        self._committed.add(block)
+        self._events.append((digest, True))
+        return True
+
+    def holds(self, block: int, digest: bytes) -> bool:
+        return self._digest_of.get(block) == digest
+
+    def is_pending(self, block: int) -> bool:
+        """Registered, but its step is not acknowledged."""
+        return block in self._digest_of and block not in self._committed
+
+    def forget(self, block: int) -> None:
+        """The block does not hold what its digest says (its step failed, or it gets new content)."""
+        digest = self._digest_of.pop(block, None)
+        if digest is None:
+            return
+        del self._block_of[digest]
+        if block in self._committed:
+            self._committed.remove(block)
+            self._events.append((digest, False))
+
+    def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
+        """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
+        if block in self._digest_of or self.refs[block] or not self.register(block, digest, block_tokens):
+            return False
+        self.commit(block, digest)
+        self._empty.remove(block)
+        self._cached[block] = None
+        return True
+
+    def take_events(self) -> list[tuple[bytes, bool]]:
+        """(digest, is_cached) since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def cached_digests(self) -> list[bytes]:
+        """Every announced prefix block, for an index that must be filled again."""
+        return [self._digest_of[block] for block in self._committed]
+
+    # -- use ----------------------------------------------------------------------------------------------------------
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more sequence uses these blocks (a hit, a fork)."""
+        for block in blocks:
+            self._cached.pop(block, None)
+        self.refs[blocks] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
+        if count > self.num_free:
+            raise RuntimeError(f"asked for {count} blocks with {self.num_free} free: a bug in the caller's check")
+        blocks = [self._take_one() for _ in range(count)]
+        self.refs[blocks] = 1
+        return blocks
+
+    def _take_one(self) -> int:
+        if self._empty:
+            return self._empty.popleft()
+        block, _ = self._cached.popitem(last=False)
+        self.forget(block)
+        return block
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """One sequence less uses these blocks; pass a table tail first."""
+        for block in blocks:
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        if block in self._committed:
+            self._cached[block] = None
+            return
+        self.forget(block)
+        self._empty.append(block)
+
+    # -- tests --------------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        empty, cached = set(self._empty), set(self._cached)
+        used = set(np.flatnonzero(self.refs).tolist())
+        assert len(empty) == len(self._empty), "a block is twice in the empty list"
+        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or lost"
+        assert empty | cached | used == set(range(self.num_blocks)), "a block that does not exist"
+        assert (self.refs >= 0).all(), "negative ref count"
+        assert {d: b for b, d in self._digest_of.items()} == self._block_of, "digest maps disagree"
+        assert cached <= self._committed <= set(self._digest_of), "cached without commit, or commit without digest"
+        assert not empty & set(self._digest_of), "an empty block has a digest"

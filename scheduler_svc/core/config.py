@@ -1,0 +1,28 @@
+"""What a deployment may turn on the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Policy of one scheduler. Raises ValueError with the setting's name."""
+
+    max_waiting: int = 1024  # sequences that may wait before new requests are refused
+    watermark: float = 0.01  # part of a pool that admissions leave free
+    aging_s: float = 2.0  # a sequence passed over for longer lets nobody pass any more
+    max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
+    placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
+    max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
+    expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
+    eos_token_ids: frozenset[int] = frozenset()
+    root_salt: bytes = b""  # enters every hash chain: model revision, dtype
+
+    def __post_init__(self) -> None:
+        if self.max_waiting < 1:
+            raise ValueError(f"max_waiting is {self.max_waiting}; must be at least 1")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}; must be from 0 to below 1")
+        if self.max_pending_prefill_steps < 1:
+            raise ValueError(f"max_pending_prefill_steps is {self.max_pending_prefill_steps}; must be at least 1")

@@ -1,0 +1,39 @@
+"""What the core refuses.
+
+SchedulerError
+  QueueFullError          too many wait: try again later
+  NeverFitsError          no worker could ever hold it
+  DuplicateRequestError   the request id is in flight
+  WorkerMismatchError     a worker that does not fit to the others
+  UnexpectedStepError     an answer to a step that is not the oldest in flight
+"""
+
+from __future__ import annotations
+
+
+class SchedulerError(Exception):
+    """Base of everything the core refuses; the message is for the caller."""
+
+
+class QueueFullError(SchedulerError):
+    pass
+
+
+class NeverFitsError(SchedulerError):
+    """`field` is the request field to change."""
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class DuplicateRequestError(SchedulerError):
+    pass
+
+
+class WorkerMismatchError(SchedulerError):
+    pass
+
+
+class UnexpectedStepError(SchedulerError):
+    pass

@@ -1,0 +1,137 @@
+"""The running sequences of one worker as columns: what steady decode touches instead of objects.
+
+A *row* is a slot of the worker's persistent batch. For a row in use:
+
+    |<------------- num_tokens (known) ------------->|<- pending ->|
+    |<------- computed (planned or done) ------->|    todo = min(num_tokens + pending, compute_limit) - computed
+
+`pending` counts samples of steps in flight. In steady decode `todo` is 1: the newest token, known here or not yet (the
+worker feeds its own last sample). `todo` above 1 is prefill. At 0 nothing is left to compute: the answer in flight
+ends the sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.sequence import Sequence, SequenceStage
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+
+class RowTable:
+    """Storage of running sequences. Big columns are allocated untouched: pages cost memory only once used."""
+
+    def __init__(self, capacity: WorkerCapacity) -> None:
+        rows, length = capacity.max_num_seqs, capacity.max_model_len
+        self.block_size = capacity.block_size
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.generation = np.zeros(rows, dtype=np.int64)  # +1 whenever a row is closed: answers to older ones are void
+        self.tokens = np.zeros((rows, length), dtype=np.uint32)
+        self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
+        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self.num_tokens = np.zeros(rows, dtype=np.int64)
+        self.computed = np.zeros(rows, dtype=np.int64)
+        self.pending = np.zeros(rows, dtype=np.int64)
+        self.prompt_len = np.zeros(rows, dtype=np.int64)
+        self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
+        self.compute_limit = np.zeros(rows, dtype=np.int64)  # the last token needs no KV
+        self.saved_blocks = np.zeros(rows, dtype=np.int64)  # of its table, shared with others at admission
+        self.owner = np.zeros(rows, dtype=np.uint32)
+        self.handle = np.zeros(rows, dtype=np.uint32)
+        self.sample_index = np.zeros(rows, dtype=np.uint32)
+        self.priority = np.zeros(rows, dtype=np.int64)
+        self.ignore_eos = np.zeros(rows, dtype=np.bool_)
+        self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self._free = list(range(rows - 1, -1, -1))
+        self._order: dict[int, None] = {}  # rows in use, in order of admission
+        self._active: I64 | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._order)
+
+    def active(self) -> I64:
+        """Rows in use, in order of admission."""
+        if self._active is None:
+            self._active = np.fromiter(self._order, dtype=np.int64, count=len(self._order))
+        return self._active
+
+    def todo(self, rows: I64) -> I64:
+        """Tokens each row could compute now."""
+        known = self.num_tokens[rows] + self.pending[rows]
+        todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.computed[rows]
+        return todo
+
+    def pending_prefill(self) -> int:
+        """Tokens of prompts that are admitted and not computed."""
+        return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
+
+    def stage(self, row: int) -> SequenceStage:
+        todo = self.todo(np.array([row]))[0]
+        return SequenceStage.PREFILL if todo > 1 else SequenceStage.DECODE
+
+    def open(self, seq: Sequence, token_ids: U32, blocks: list[int], num_computed: int, limit: int) -> int:
+        """Give `seq` a row; the caller has checked `num_free`."""
+        row = self._free.pop()
+        self._order[row] = None
+        self._active = None
+        group = seq.group
+        self.sequences[row] = seq
+        self.tokens[row, : len(token_ids)] = token_ids
+        self.table[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+        self.num_tokens[row] = len(token_ids)
+        self.computed[row] = num_computed
+        self.pending[row] = 0
+        self.prompt_len[row] = len(group.prompt)
+        self.limit[row] = limit
+        # max_tokens = 0 computes the whole prompt; otherwise the last token is never computed.
+        self.compute_limit[row] = limit if group.stop.max_tokens == 0 else limit - 1
+        self.saved_blocks[row] = 0
+        self.owner[row] = group.owner
+        self.handle[row] = group.handle
+        self.sample_index[row] = seq.sample_index
+        self.priority[row] = group.priority
+        self.ignore_eos[row] = group.stop.ignore_eos
+        self.has_stop_ids[row] = bool(group.stop.stop_token_ids)
+        return row
+
+    def close(self, row: int) -> None:
+        self.generation[row] += 1
+        self.sequences[row] = None
+        del self._order[row]
+        self._active = None
+        self._free.append(row)
+
+    def sequence(self, row: int) -> Sequence:
+        seq = self.sequences[row]
+        if seq is None:
+            raise RuntimeError(f"row {row} holds no sequence: a bug in the bookkeeping")
+        return seq
+
+    def blocks(self, row: int) -> list[int]:
+        """The row's block table."""
+        table: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        return table
+
+    def known_tokens(self, row: int) -> U32:
+        """Prompt and output so far (a view)."""
+        return self.tokens[row, : self.num_tokens[row]]
+
+    def output_tokens(self, row: int) -> U32:
+        """Output so far (a copy: it outlives the row)."""
+        return self.tokens[row, self.prompt_len[row] : self.num_tokens[row]].copy()
+
+    def slots(self, rows: I64, positions: I64) -> U32:
+        """Slot of each (row, position): block_id * block_size + offset."""
+        blocks = self.table[rows, positions // self.block_size]
+        return (blocks * np.uint32(self.block_size) + (positions % self.block_size)).astype(np.uint32)

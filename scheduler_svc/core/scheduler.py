@@ -1,0 +1,574 @@
+"""The scheduler: which sequence computes which tokens on which worker in the next step.
+
+Like raft's Step and Ready: facts go in (`add_group`, `update`, `remove_worker` ...), decisions come out (`schedule`),
+and the caller does the I/O. What the caller owes:
+
+- every StepBatch that `schedule` returns is sent once, to its worker, in the order of its step ids;
+- every one is reported once with `update`, in the same order, or the worker is removed;
+- prefix events are published after the outputs that caused them;
+- `now` never goes back. Units: seconds.
+
+State is `computed` catching up with `num_tokens`: there is no prefill phase. Every step gives each running sequence the
+tokens it lacks, decodes first, then chunks of prompts, under the worker's token budget; waiting sequences fill what is
+left.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+import numpy as np
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import (
+    DuplicateRequestError,
+    NeverFitsError,
+    QueueFullError,
+    UnexpectedStepError,
+    WorkerMismatchError,
+)
+from scheduler_svc.core.messages import (
+    EMPTY,
+    CachedBlock,
+    Deltas,
+    Finished,
+    PrefixEvent,
+    RowFailure,
+    SchedulerStats,
+    StepBatch,
+    StepOutput,
+    WorkerCapacity,
+)
+from scheduler_svc.core.policy import ceil_div, placement_score
+from scheduler_svc.core.sequence import (
+    FinishReason,
+    Sequence,
+    SequenceData,
+    SequenceGroup,
+    SequenceStatus,
+)
+from scheduler_svc.core.worker_state import I64, Flight, StepPlan, WorkerState
+
+MEAN_OUTPUT_WEIGHT = 0.05  # of the newest answer in the running mean of answer lengths
+
+
+class Scheduler:
+    """Owns every sequence and the blocks of every worker. One caller, no threads."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._workers: dict[str, WorkerState] = {}
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[Sequence] = []  # in order of Sequence.order
+        self._eos = np.array(sorted(config.eos_token_ids), dtype=np.uint32)
+        self._mean_output = float(config.expected_output_tokens)
+        self._next_seq_id = 0
+        self._lost_events: list[PrefixEvent] = []
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._steps = 0
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def add_worker(
+        self, capacity: WorkerCapacity, now: float, blocks: Iterable[CachedBlock] = (), next_step_id: int = 1
+    ) -> None:
+        """A worker joins, with the prefixes that its pool already holds.
+
+        Raises ValueError for sizes that cannot work, WorkerMismatchError if it differs from the others.
+        """
+        if capacity.worker_id in self._workers:
+            raise ValueError(f"worker {capacity.worker_id} is here already; remove it first")
+        if capacity.max_num_batched_tokens < capacity.max_num_seqs:
+            raise ValueError(
+                f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}, below "
+                f"max_num_seqs {capacity.max_num_seqs}: a step could not give every running sequence one token"
+            )
+        for other in self._workers.values():
+            _check_same("block_size", capacity, other.capacity)
+            _check_same("max_model_len", capacity, other.capacity)
+        worker = WorkerState(capacity, self.config.root_salt, next_step_id)
+        worker.adopt(blocks)
+        self._workers[capacity.worker_id] = worker
+
+    def remove_worker(self, worker_id: str, now: float) -> None:
+        """A worker is lost: its sequences wait again, with their tokens."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return
+        for row in worker.rows.active().tolist():
+            self._requeue(worker.preempt(row))
+        epoch = worker.capacity.worker_epoch
+        self._take_events(worker)
+        gone = worker.pool.cached_digests()
+        self._lost_events += [PrefixEvent(worker_id, epoch, digest, is_cached=False) for digest in gone]
+
+    def drain_worker(self, worker_id: str) -> None:
+        """The worker takes no new sequences; those it runs go on."""
+        if worker_id in self._workers:
+            self._workers[worker_id].is_draining = True
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs."""
+        return bool(self._groups)
+
+    def add_group(self, group: SequenceGroup, now: float) -> Deltas:
+        """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none).
+
+        Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError; then nothing has changed.
+        """
+        self._check_group(group)
+        group.arrival = now
+        group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
+        self._groups[group.request_id] = group
+        finished = [self._end_early(seq) for seq in group.sequences if self._is_complete(seq)]
+        fresh = [seq for seq in group.sequences if not seq.is_finished and not len(seq.data.output)]
+        if fresh:
+            fresh[0].forks = fresh[1:]
+        queued = [seq for seq in group.sequences if not seq.is_finished and seq not in fresh[1:]]
+        for seq in queued:
+            insort(self._waiting, seq, key=_order)
+        self._forget_if_done(group)
+        return _finishes(finished)
+
+    def _check_group(self, group: SequenceGroup) -> None:
+        if group.request_id in self._groups:
+            raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
+        num_waiting = len(self._waiting)
+        if num_waiting >= self.config.max_waiting:
+            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self.config.max_waiting}; try later")
+        if not len(group.prompt):
+            raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
+        if self._workers:
+            self._check_size(group, len(group.prompt) + group.stop.max_tokens)
+
+    def _check_size(self, group: SequenceGroup, num_tokens: int) -> None:
+        asked = f"prompt of {len(group.prompt)} tokens + max_tokens {group.stop.max_tokens}"
+        capacities = [worker.capacity for worker in self._workers.values()]
+        max_len = capacities[0].max_model_len
+        if num_tokens > max_len:
+            raise NeverFitsError(f"{asked} is above max_model_len {max_len}", field="stop.max_tokens")
+        held = len(group.prompt) + max(1, group.stop.max_tokens)
+        if not any(worker.can_ever_hold(held) for worker in self._workers.values()):
+            pool = max(c.num_blocks * c.block_size for c in capacities)
+            raise NeverFitsError(f"{asked} is above the {pool} tokens of the largest pool", field="stop.max_tokens")
+        max_n = max(c.max_num_seqs for c in capacities)
+        if group.n > max_n:
+            raise NeverFitsError(f"n is {group.n}, above max_num_seqs {max_n}", field="sampling.n")
+
+    def _make_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
+        output = group.outputs[sample_index] if sample_index < len(group.outputs) else EMPTY
+        self._next_seq_id += 1
+        return Sequence(group, sample_index, SequenceData(group.prompt, output), self._next_seq_id)
+
+    def _is_complete(self, seq: Sequence) -> bool:
+        """A Continuation already holds the token that ends it."""
+        output, stop = seq.data.output, seq.group.stop
+        if not len(output):
+            return False
+        last = int(output[-1])
+        is_eos = last in self.config.eos_token_ids and not stop.ignore_eos
+        return is_eos or last in stop.stop_token_ids or len(output) >= stop.max_tokens
+
+    def _end_early(self, seq: Sequence) -> Finished:
+        seq.move_to(SequenceStatus.FINISHED)
+        reason, stop_id = self._why(seq.group, int(seq.data.output[-1]))
+        return self._finished(seq, reason, stop_id)
+
+    def abort_group(self, request_id: str, reason: FinishReason, now: float, message: str = "") -> Deltas:
+        """End a request in any state; its blocks are free once the steps that name them are answered."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return _finishes([])
+        live = [seq for seq in group.sequences if not seq.is_finished]
+        finished = [self._end(seq, reason, message=message, keep_forks=False) for seq in live]
+        return _finishes(finished)
+
+    def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason, now: float) -> Deltas:
+        """End one sample: the gateway matched a stop string in its text."""
+        group = self._groups.get(request_id)
+        live = [s for s in group.sequences if s.sample_index == sample_index and not s.is_finished] if group else []
+        return _finishes([self._end(seq, reason) for seq in live])
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        message: str = "",
+        keep_forks: bool = True,
+    ) -> Finished:
+        """The one way out for a sequence in any state."""
+        forks = seq.forks
+        if seq.worker_id is not None and seq.row is not None:
+            self._workers[seq.worker_id].finish(seq.row)
+        else:
+            self._leave_queue(seq)
+            seq.move_to(SequenceStatus.FINISHED)
+        seq.forks = []
+        if forks and keep_forks:
+            forks[0].forks = forks[1:]
+            insort(self._waiting, forks[0], key=_order)
+        self._forget_if_done(seq.group)
+        return self._finished(seq, reason, stop_token_id, message)
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+            return
+        for leader in seq.group.sequences:  # it waited to fork off another sample
+            if seq in leader.forks:
+                leader.forks.remove(seq)
+                if leader.worker_id is not None:
+                    self._workers[leader.worker_id].num_reserved_rows -= 1
+
+    def _forget_if_done(self, group: SequenceGroup) -> None:
+        if all(seq.is_finished for seq in group.sequences):
+            self._groups.pop(group.request_id, None)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._preemptions += 1
+        insort(self._waiting, seq, key=_order)
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> list[StepBatch]:
+        """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
+        batches: list[StepBatch] = []
+        while new := self._schedule_once(now):
+            batches += new
+        return batches
+
+    def _schedule_once(self, now: float) -> list[StepBatch]:
+        ready = [worker for worker in self._workers.values() if worker.can_send]
+        if not ready:
+            return []
+        placed = self._place(now)
+        batches = [self._schedule_worker(worker, placed.get(worker.capacity.worker_id, []), now) for worker in ready]
+        return [batch for batch in batches if batch is not None]
+
+    def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
+        self._displace(worker, candidates)
+        plan = worker.begin_step()
+        decode, prefill, has_preempted = self._secure_blocks(worker, plan)
+        worker.plan_running(plan, decode, prefill)
+        if not has_preempted:
+            self._admit(worker, plan, candidates, now)
+        batch = worker.finish_plan(plan)
+        self._steps += batch is not None
+        return batch
+
+    def _secure_blocks(self, worker: WorkerState, plan: StepPlan) -> tuple[I64, I64, bool]:
+        """Give every decoding row the block it writes next; preempt the least urgent until that works.
+
+        Blocks of a victim may still be named by steps in flight: then rows that got none sit this step out.
+        """
+        has_preempted = False
+        while True:
+            decode, prefill = worker.split_by_stage()
+            needy = worker.rows_that_need_a_block(decode) if len(decode) else decode
+            if len(needy) <= worker.pool.num_free + worker.num_limbo:
+                break
+            has_preempted = True
+            self._preempt_one(worker)
+        if not len(needy):
+            return decode, prefill, has_preempted
+        by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)
+        served = by_urgency[: worker.pool.num_free]
+        for row in served:
+            worker.give_block(row, plan)
+        starved = by_urgency[len(served) :]
+        return decode[~np.isin(decode, starved)], prefill, has_preempted
+
+    def _preempt_one(self, worker: WorkerState) -> None:
+        victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
+        self._requeue(worker.preempt(victim))
+
+    def _displace(self, worker: WorkerState, candidates: list[Sequence]) -> None:
+        """An urgent sequence that finds no room takes that of less urgent ones."""
+        if not candidates:
+            return
+        urgent = candidates[0]
+        needed = ceil_div(urgent.data.num_tokens, worker.capacity.block_size)
+        while not worker.has_space(1 + len(urgent.forks), needed) and self._may_displace(urgent, worker):
+            self._preempt_one(worker)
+
+    def _admit(self, worker: WorkerState, plan: StepPlan, candidates: list[Sequence], now: float) -> None:
+        num_passed = 0
+        for seq in candidates:
+            if plan.budget < 1 or num_passed > self.config.max_bypass:
+                return
+            is_first = not seq.is_admitted_before
+            refusal = (worker.capacity.worker_id, worker.num_closed)
+            if seq.refused_by != refusal and worker.admit(seq, plan, self.config.watermark, self._mean_output):
+                self._waiting.remove(seq)
+                self._count_hits(seq, is_first)
+                continue
+            seq.refused_by = refusal  # asked again when a row of this worker has ended
+            num_passed += 1
+            if self._note_blocked(seq, now):
+                return
+
+    def _count_hits(self, seq: Sequence, is_first: bool) -> None:
+        if is_first:
+            self._prefix_query_tokens += seq.data.num_tokens
+            self._prefix_hit_tokens += seq.num_cached_tokens
+
+    def _note_blocked(self, seq: Sequence, now: float) -> bool:
+        """It was passed over. True once that lasted too long: then nobody passes it any more."""
+        if seq.blocked_since is None:
+            seq.blocked_since = now
+        return now - seq.blocked_since >= self.config.aging_s
+
+    # -- placement ----------------------------------------------------------------------------------------------------
+
+    def _place(self, now: float) -> dict[str, list[Sequence]]:
+        """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made."""
+        placed: dict[str, list[Sequence]] = {}
+        if not self._waiting:
+            return placed
+        open_workers = [worker for worker in self._workers.values() if not worker.is_draining]
+        load = {w.capacity.worker_id: w.rows.pending_prefill() for w in open_workers}
+        rows = {w.capacity.worker_id: w.num_free_rows for w in open_workers}
+        num_passed = 0
+        for seq in self._waiting:
+            worker = self._best_worker(seq, open_workers, load, rows)
+            if worker is not None:
+                name = worker.capacity.worker_id
+                placed.setdefault(name, []).append(seq)
+                load[name] += self._uncached(seq, worker)
+                rows[name] -= 1 + len(seq.forks)
+                continue
+            num_passed += 1
+            if self._note_blocked(seq, now) or num_passed > self.config.max_bypass:
+                break
+        return placed
+
+    def _best_worker(
+        self, seq: Sequence, workers: list[WorkerState], load: dict[str, int], rows: dict[str, int]
+    ) -> WorkerState | None:
+        able = [w for w in workers if self._has_room(seq, w, load[w.capacity.worker_id], rows[w.capacity.worker_id])]
+        if not able:
+            return None
+        able[0].ensure_digests(seq, seq.data.token_ids())  # block_size is everybody's
+        if len(able) == 1:
+            return able[0]
+        refused_by = seq.refused_by[0] if seq.refused_by else None
+        willing = [w for w in able if w.capacity.worker_id != refused_by]
+
+        def cost(worker: WorkerState) -> tuple[float, float]:
+            pending = load[worker.capacity.worker_id]
+            score = placement_score(pending, self._uncached(seq, worker), self.config.placement_alpha)
+            return score, (worker.pool.num_used + pending / worker.capacity.block_size) / worker.capacity.num_blocks
+
+        return min(willing or able, key=cost)
+
+    def _has_room(self, seq: Sequence, worker: WorkerState, load: int, rows: int) -> bool:
+        if not worker.can_ever_hold(len(seq.group.prompt) + max(1, seq.group.stop.max_tokens)):
+            return False
+        if load >= self.config.max_pending_prefill_steps * worker.capacity.max_num_batched_tokens:
+            return False
+        return rows >= 1 + len(seq.forks) or self._may_displace(seq, worker)
+
+    def _may_displace(self, seq: Sequence, worker: WorkerState) -> bool:
+        priorities = worker.rows.priority[worker.rows.active()]
+        return bool((priorities > seq.group.priority).any())
+
+    def _uncached(self, seq: Sequence, worker: WorkerState) -> int:
+        num_tokens, bs = seq.data.num_tokens, worker.capacity.block_size
+        return num_tokens - bs * worker.pool.match_len(seq.digests, (num_tokens - 1) // bs)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def update(self, output: StepOutput, now: float) -> Deltas:
+        """A worker answered its oldest step: new tokens, and what ended.
+
+        Answers of workers that are gone are ignored. Raises UnexpectedStepError if the step is not the oldest one in
+        flight: the caller then removes the worker.
+        """
+        worker = self._workers.get(output.worker_id)
+        if worker is None:
+            return _finishes([])
+        if not worker.flights or worker.flights[0].step_id != output.step_id:
+            expected = worker.flights[0].step_id if worker.flights else None
+            raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, not {expected}")
+        flight = worker.flights[0]
+        failures = self._check_answer(flight, output)
+        worker.flights.popleft()
+        failed = self._fail_rows(worker, flight, failures)
+        rows, deltas = self._append_tokens(worker, flight, output)
+        worker.commit_fills(flight)
+        deltas.finished.extend(failed)
+        self._finish_rows(worker, rows, deltas)
+        self._finish_prompt_only(worker, flight, deltas)
+        worker.free_released(flight)
+        return deltas
+
+    def _check_answer(self, flight: Flight, output: StepOutput) -> list[RowFailure]:
+        """Every row that was to sample must have a token or a failure; one that has neither failed too."""
+        expected = flight.sampled
+        if not output.failures and len(output.rows) == len(expected) and (output.rows == expected).all():
+            return []
+        told = {failure.row: failure for failure in output.failures}
+        if not np.isin(output.rows, expected).all() or any(row >= len(flight.generation) for row in told):
+            raise UnexpectedStepError(f"worker {output.worker_id} answered rows that step {flight.step_id} did not ask")
+        silent = set(expected.tolist()) - set(output.rows.tolist()) - set(told)
+        return [*told.values(), *(RowFailure(row, "the worker returned no token for this row") for row in silent)]
+
+    def _append_tokens(self, worker: WorkerState, flight: Flight, output: StepOutput) -> tuple[I64, Deltas]:
+        """Store the samples of rows that are still what they were when the step was sent."""
+        r = worker.rows
+        rows, token_ids = output.rows.astype(np.int64), output.token_ids
+        is_live = flight.generation[rows] == r.generation[rows]
+        if not is_live.all():
+            rows, token_ids = rows[is_live], token_ids[is_live]
+        positions = r.num_tokens[rows]
+        r.tokens[rows, positions] = token_ids
+        r.num_tokens[rows] = positions + 1
+        r.pending[rows] -= 1
+        return rows, Deltas(
+            owners=r.owner[rows],
+            handles=r.handle[rows],
+            sample_indices=r.sample_index[rows],
+            offsets=(positions - r.prompt_len[rows]).astype(np.uint32),
+            token_ids=token_ids,
+        )
+
+    def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas) -> None:
+        """End the rows whose newest token ends them."""
+        r, token_ids = worker.rows, deltas.token_ids
+        ends = r.num_tokens[rows] >= r.limit[rows]
+        for eos in self._eos:
+            ends |= (token_ids == eos) & ~r.ignore_eos[rows]
+        has_stop_ids = r.has_stop_ids[rows]
+        for i in np.flatnonzero(has_stop_ids & ~ends).tolist():
+            ends[i] = int(token_ids[i]) in r.sequence(int(rows[i])).group.stop.stop_token_ids
+        for i in np.flatnonzero(ends).tolist():
+            seq = r.sequence(int(rows[i]))
+            reason, stop_id = self._why(seq.group, int(token_ids[i]))
+            deltas.finished.append(self._end(seq, reason, stop_token_id=stop_id))
+            if reason is not FinishReason.LENGTH:
+                self._mean_output += MEAN_OUTPUT_WEIGHT * (len(seq.data.output) - self._mean_output)
+
+    def _why(self, group: SequenceGroup, last_token: int) -> tuple[FinishReason, int | None]:
+        if last_token in self.config.eos_token_ids and not group.stop.ignore_eos:
+            return FinishReason.EOS, None
+        if last_token in group.stop.stop_token_ids:
+            return FinishReason.STOP, last_token
+        return FinishReason.LENGTH, None
+
+    def _finish_prompt_only(self, worker: WorkerState, flight: Flight, deltas: Deltas) -> None:
+        for row in flight.prompt_only:
+            if flight.generation[row] == worker.rows.generation[row] and worker.rows.sequences[row] is not None:
+                deltas.finished.append(self._end(worker.rows.sequence(row), FinishReason.LENGTH))
+
+    def _fail_rows(self, worker: WorkerState, flight: Flight, failures: list[RowFailure]) -> list[Finished]:
+        """A failed row ends; rows that share what it was to compute are recomputed."""
+        finished: list[Finished] = []
+        for failure in failures:
+            if flight.generation[failure.row] != worker.rows.generation[failure.row]:
+                continue
+            self._recompute_tainted(worker, failure.row)
+            finished.append(self._end(worker.rows.sequence(failure.row), FinishReason.ERROR, message=failure.message))
+        return finished
+
+    def _recompute_tainted(self, worker: WorkerState, row: int) -> None:
+        tainted = worker.rows_tainted_by(row)
+        while tainted:
+            other = tainted.pop()
+            if worker.rows.sequences[other] is None:
+                continue
+            tainted += [again for again in worker.rows_tainted_by(other) if again != row]
+            self._requeue(worker.preempt(other))
+
+    def _finished(
+        self, seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = ""
+    ) -> Finished:
+        seq.finish_reason = reason
+        return Finished(
+            group=seq.group,
+            sample_index=seq.sample_index,
+            reason=reason,
+            num_output_tokens=len(seq.data.output),
+            num_cached_tokens=seq.num_cached_tokens,
+            num_recomputed_tokens=seq.num_recomputed_tokens,
+            num_preemptions=seq.num_preemptions,
+            stop_token_id=stop_token_id,
+            message=message,
+        )
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    def take_prefix_events(self) -> list[PrefixEvent]:
+        """Blocks that became cached prefixes or ceased to be, since the last call."""
+        for worker in self._workers.values():
+            self._take_events(worker)
+        events, self._lost_events = self._lost_events, []
+        return events
+
+    def _take_events(self, worker: WorkerState) -> None:
+        c = worker.capacity
+        self._lost_events += [
+            PrefixEvent(c.worker_id, c.worker_epoch, digest, is_cached)
+            for digest, is_cached in worker.pool.take_events()
+        ]
+
+    def cached_prefixes(self) -> list[PrefixEvent]:
+        """Everything an index should hold now: for filling it again."""
+        return [
+            PrefixEvent(w.capacity.worker_id, w.capacity.worker_epoch, digest, is_cached=True)
+            for w in self._workers.values()
+            for digest in w.pool.cached_digests()
+        ]
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=len(self._waiting),
+            num_running=sum(worker.rows.num_used for worker in self._workers.values()),
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            preemptions=self._preemptions,
+            steps=self._steps,
+            workers=[worker.stats() for worker in self._workers.values()],
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if any books disagree. For tests."""
+        for worker in self._workers.values():
+            worker.check_invariants()
+        assert self._waiting == sorted(self._waiting, key=_order), "the queue is out of order"
+        assert len(set(map(id, self._waiting))) == len(self._waiting), "a sequence waits twice"
+        for group in self._groups.values():
+            for seq in group.sequences:
+                self._check_place(seq)
+
+    def _check_place(self, seq: Sequence) -> None:
+        """A live sequence is in exactly one place: queue, row, or behind the sample it will fork off."""
+        places = [seq in self._waiting]
+        places.append(seq.worker_id is not None and self._workers[seq.worker_id].rows.sequences[seq.row or 0] is seq)
+        places.append(any(seq in other.forks for other in seq.group.sequences))
+        assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
+        if seq.status is SequenceStatus.WAITING:
+            assert not places[1], f"sequence {seq.seq_id} waits and holds a row"
+
+
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.order
+
+
+def _finishes(finished: list[Finished]) -> Deltas:
+    return Deltas(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, finished)
+
+
+def _check_same(name: str, capacity: WorkerCapacity, other: WorkerCapacity) -> None:
+    mine, theirs = getattr(capacity, name), getattr(other, name)
+    if mine != theirs:
+        raise WorkerMismatchError(
+            f"worker {capacity.worker_id} has {name} {mine}, but {other.worker_id} has {theirs}; start it with the same"
+        )

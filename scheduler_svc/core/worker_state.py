@@ -1,0 +1,470 @@
+"""One worker as the scheduler sees it: its blocks, its rows, its steps in flight, and the making of its next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.hashing import block_digest, extend_digests, root_digest
+from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
+from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+NO_ROWS: I64 = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in the making. Rows are planned once; everything else is a consequence."""
+
+    budget: int  # tokens that may still be added
+    rows: list[I64] = field(default_factory=list)
+    query_lens: list[I64] = field(default_factory=list)
+    opens: list[RowOpen] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
+    tables: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index, block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    fills: list[tuple[int, bytes]] = field(default_factory=list)  # blocks of known tokens that this step completes
+
+    def add(self, rows: I64, query_lens: I64) -> None:
+        self.rows.append(rows)
+        self.query_lens.append(query_lens)
+        self.budget -= int(query_lens.sum())
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was sent and not answered, with what its answer will be checked against."""
+
+    step_id: int
+    rows: I64
+    context_lens: I64
+    query_lens: I64
+    sampled: U32  # rows whose tokens the answer must hold, in its order
+    generation: I64  # of all rows of the worker when it was sent
+    fills: list[tuple[int, bytes]]
+    prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
+    releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
+
+
+class WorkerState:
+    """Books of one worker. The Scheduler decides who comes; this class knows how a step is made and undone."""
+
+    def __init__(self, capacity: WorkerCapacity, root_salt: bytes, next_step_id: int) -> None:
+        self.capacity = capacity
+        self.pool = BlockManager(capacity.num_blocks, capacity.block_size)
+        self.rows = RowTable(capacity)
+        self.flights: deque[Flight] = deque()
+        self.is_draining = False
+        self.num_reserved_rows = 0  # for samples that will fork off a running prompt
+        self.num_closed = 0  # rows that have ended so far
+        self.steps = 0
+        self._root_salt = root_salt
+        self._next_step_id = next_step_id
+        self._closed: list[int] = []
+        self._commits: list[tuple[int, bytes]] = []
+
+    @property
+    def can_send(self) -> bool:
+        return len(self.flights) < self.capacity.pipeline_depth
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.rows.num_free - self.num_reserved_rows
+
+    @property
+    def num_limbo(self) -> int:
+        """Blocks that become free when steps in flight are answered."""
+        return sum(len(flight.releases) for flight in self.flights)
+
+    def has_space(self, num_rows: int, num_blocks: int) -> bool:
+        """So many rows and blocks are free, or will be when the steps in flight are answered."""
+        return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_limbo
+
+    def adopt(self, blocks: Iterable[CachedBlock]) -> None:
+        """Take over what the worker's pool already holds."""
+        for block in blocks:
+            if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
+                raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
+            self.pool.adopt(block.block_id, block.digest, block.token_ids)
+
+    def ensure_digests(self, seq: Sequence, token_ids: U32) -> None:
+        """Digests of all full blocks of what a waiting sequence knows; computed once."""
+        extend_digests(seq.digests, self._root(seq), token_ids, self.capacity.block_size)
+
+    def _root(self, seq: Sequence) -> bytes:
+        return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """A sequence of this final length fits into the empty pool (its last token needs no KV)."""
+        return ceil_div(num_tokens - 1, self.capacity.block_size) <= self.capacity.num_blocks
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def admit(self, seq: Sequence, plan: StepPlan, watermark: float, mean_output: float) -> bool:
+        """Give a waiting sequence a row, its blocks and its first tokens of this step; False if there is no room."""
+        token_ids = seq.data.token_ids()
+        bs = self.capacity.block_size
+        if self.num_free_rows < 1 + len(seq.forks):
+            return False
+        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
+        needed = ceil_div(len(token_ids), bs) - len(hits)
+        unused = self.pool.num_unused(hits)
+        if needed + unused > self.pool.num_free:
+            return False
+        limit = len(seq.group.prompt) + seq.group.stop.max_tokens
+        saved = len(hits) - unused
+        if not self._peak_fits(seq, len(token_ids), limit, saved, watermark, mean_output):
+            return False
+        self.pool.share(hits)
+        blocks = hits + self.pool.allocate(needed)
+        row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
+        self.rows.saved_blocks[row] = saved
+        self.num_reserved_rows += len(seq.forks)
+        self._count_cached(seq, len(hits) * bs)
+        self._plan_chunk(row, plan)
+        return True
+
+    def _peak_fits(
+        self, seq: Sequence, num_tokens: int, limit: int, saved: int, watermark: float, mean_output: float
+    ) -> bool:
+        r = self.rows
+        rows = r.active()
+        rows = rows[r.priority[rows] <= seq.group.priority]  # the others would make room
+        if not len(rows):
+            return True  # alone it fits, or it would have been refused
+        num_new = 1 + len(seq.forks)
+        shared_prompt = len(seq.group.prompt) // self.capacity.block_size
+        tokens = np.concatenate((r.num_tokens[rows], np.full(num_new, num_tokens)))
+        limits = np.concatenate((r.limit[rows], np.full(num_new, limit))) - tokens
+        outputs = tokens - np.concatenate((r.prompt_len[rows], np.full(num_new, len(seq.group.prompt))))
+        stops = ~r.ignore_eos[rows] | r.has_stop_ids[rows]
+        new_stops = not seq.group.stop.ignore_eos or bool(seq.group.stop.stop_token_ids)
+        may_stop = np.concatenate((stops, np.full(num_new, new_stops)))
+        saves = np.concatenate((r.saved_blocks[rows], [saved], np.full(num_new - 1, shared_prompt)))
+        remaining = expected_remaining(limits, outputs, may_stop, mean_output)
+        peak = projected_peak(tokens, remaining, saves, self.capacity.block_size)
+        return peak <= self.capacity.num_blocks * (1 - watermark)
+
+    def _open_row(
+        self, seq: Sequence, token_ids: U32, blocks: list[int], num_computed: int, limit: int, plan: StepPlan
+    ) -> int:
+        row = self.rows.open(seq, token_ids, blocks, num_computed, limit)
+        seq.move_to(SequenceStatus.RUNNING)
+        seq.worker_id, seq.row, seq.blocked_since, seq.refused_by = self.capacity.worker_id, row, None, None
+        plan.opens.append(
+            RowOpen(
+                row=row,
+                group=seq.group,
+                sample_index=seq.sample_index,
+                token_ids=token_ids,
+                prompt_len=len(seq.group.prompt),
+                block_table=np.array(blocks, dtype=np.uint32),
+                num_computed_tokens=num_computed,
+            )
+        )
+        return row
+
+    def _count_cached(self, seq: Sequence, num_cached: int) -> None:
+        if seq.is_admitted_before:
+            seq.num_recomputed_tokens += max(0, seq.num_computed_peak - num_cached)
+            return
+        seq.is_admitted_before = True
+        for sample in (seq, *seq.forks):
+            sample.num_cached_tokens = min(num_cached, len(seq.group.prompt))
+
+    # -- planning a step ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> StepPlan:
+        return StepPlan(budget=self.capacity.max_num_batched_tokens)
+
+    def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
+        """Decodes first, then chunks of prefills, in the same step."""
+        if len(decode):
+            plan.add(decode, np.ones(len(decode), dtype=np.int64))
+            if self.num_reserved_rows:  # a prompt whose last token alone was uncached completes here
+                for row in decode.tolist():
+                    self._fork_if_complete(row, 1, plan)
+        for row in prefill.tolist():
+            self._plan_chunk(row, plan)
+
+    def split_by_stage(self) -> tuple[I64, I64]:
+        """Rows with one token to compute, and rows with more."""
+        rows = self.rows.active()
+        todo = self.rows.todo(rows)
+        if (todo == 1).all():
+            return rows, NO_ROWS
+        return rows[todo == 1], rows[todo > 1]
+
+    def rows_that_need_a_block(self, decode: I64) -> I64:
+        """Decoding rows that open a new block, or would write into one that they share (copy on write)."""
+        r = self.rows
+        index = r.computed[decode] // self.capacity.block_size
+        opens = index >= r.num_blocks[decode]
+        tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
+        return decode[opens | (self.pool.refs[tail] > 1)]
+
+    def give_block(self, row: int, plan: StepPlan) -> None:
+        """Append a block to the row's table, or replace a shared one by a copy."""
+        r = self.rows
+        index = int(r.computed[row]) // self.capacity.block_size
+        if index >= r.num_blocks[row]:
+            block = self.pool.allocate(1)[0]
+            r.num_blocks[row] = index + 1
+        else:
+            shared = int(r.table[row, index])
+            if self.pool.refs[shared] == 1:
+                return  # the others took copies: it is ours
+            block = self.pool.allocate(1)[0]
+            plan.copies.append((shared, block))
+            self.pool.free([shared])  # others hold it: it cannot become free here
+        r.table[row, index] = block
+        plan.tables.append((row, index, block))
+
+    def _plan_chunk(self, row: int, plan: StepPlan) -> None:
+        todo = int(self.rows.todo(np.array([row]))[0])
+        count = min(todo, plan.budget)
+        if count < 1:
+            return
+        plan.add(np.array([row]), np.array([count]))
+        self._register_fills(row, count, plan)
+        if self.num_reserved_rows:
+            self._fork_if_complete(row, count, plan)
+
+    def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
+        """Blocks of known tokens that this chunk completes may be shared from now on."""
+        r, bs = self.rows, self.capacity.block_size
+        start = int(r.computed[row])
+        digests = r.sequence(row).digests
+        for index in range(start // bs, min((start + count) // bs, len(digests))):
+            block = int(r.table[row, index])
+            if self.pool.register(block, digests[index], r.tokens[row, index * bs : (index + 1) * bs]):
+                plan.fills.append((block, digests[index]))
+
+    def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
+        """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
+        r, seq = self.rows, self.rows.sequence(row)
+        if not seq.forks or r.computed[row] + count < r.num_tokens[row]:
+            return
+        prompt, blocks = seq.group.prompt, r.blocks(row)
+        for sample in seq.forks:
+            self.pool.share(blocks)
+            child = r.open(sample, prompt, blocks, len(prompt), int(r.limit[row]))
+            r.saved_blocks[child] = len(prompt) // self.capacity.block_size
+            r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
+            sample.move_to(SequenceStatus.RUNNING)
+            sample.worker_id, sample.row, sample.is_admitted_before = self.capacity.worker_id, child, True
+            sample.digests = list(seq.digests)
+            table = np.array(blocks, dtype=np.uint32)
+            plan.opens.append(
+                RowOpen(child, seq.group, sample.sample_index, EMPTY, len(prompt), table, len(prompt), fork_of_row=row)
+            )
+            plan.forks.append((child, row))
+        self.num_reserved_rows -= len(seq.forks)
+        seq.forks = []
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def finish_plan(self, plan: StepPlan) -> StepBatch | None:
+        """Turn a plan into the batch to send and remember it as in flight; None if there is nothing to tell."""
+        has_news = bool(self._closed or self._commits)
+        if not plan.rows and (self.flights or not has_news):
+            return None
+        r = self.rows
+        rows = np.concatenate(plan.rows) if plan.rows else NO_ROWS
+        query_lens = np.concatenate(plan.query_lens) if plan.rows else NO_ROWS
+        context_lens = r.computed[rows]
+        slots = self._slot_mapping(rows, query_lens, context_lens)
+        known = r.num_tokens[rows] + r.pending[rows]
+        reaches_end = context_lens + query_lens == known
+        sample_mask = reaches_end & (known < r.limit[rows])
+        r.computed[rows] += query_lens
+        r.pending[rows[sample_mask]] += 1
+        prompt_only = rows[reaches_end & (r.compute_limit[rows] == r.limit[rows])].tolist()
+        sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
+        flight = Flight(
+            step_id=self._next_step_id,
+            rows=rows,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            sampled=np.concatenate((rows[sample_mask], [row for row, _ in sampling_forks])).astype(np.uint32),
+            generation=r.generation.copy(),
+            fills=plan.fills,
+            prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
+        )
+        plan.forks = sampling_forks
+        batch = self._make_batch(plan, flight, sample_mask, slots)
+        self.flights.append(flight)
+        self._next_step_id += 1
+        self.steps += 1
+        return batch
+
+    def _slot_mapping(self, rows: I64, query_lens: I64, context_lens: I64) -> U32:
+        if len(rows) == int(query_lens.sum()):
+            return self.rows.slots(rows, context_lens)
+        starts = np.cumsum(query_lens) - query_lens
+        positions = np.arange(int(query_lens.sum())) + np.repeat(context_lens - starts, query_lens)
+        return self.rows.slots(np.repeat(rows, query_lens), positions)
+
+    def _make_batch(
+        self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
+    ) -> StepBatch:
+        closed, self._closed = self._closed, []
+        commits = [(block, digest) for block, digest in self._commits if self.pool.holds(block, digest)]
+        self._commits = []
+        return StepBatch(
+            worker_id=self.capacity.worker_id,
+            step_id=flight.step_id,
+            rows=flight.rows.astype(np.uint32),
+            query_lens=flight.query_lens.astype(np.uint32),
+            context_lens=flight.context_lens.astype(np.uint32),
+            sample_mask=sample_mask,
+            slot_mapping=slot_mapping,
+            fork_rows=_column(row for row, _ in plan.forks),
+            fork_parents=_column(parent for _, parent in plan.forks),
+            close_rows=_column(closed),
+            opens=plan.opens,
+            table_rows=_column(t[0] for t in plan.tables),
+            table_indices=_column(t[1] for t in plan.tables),
+            table_blocks=_column(t[2] for t in plan.tables),
+            copy_src=_column(c[0] for c in plan.copies),
+            copy_dst=_column(c[1] for c in plan.copies),
+            commit_blocks=_column(block for block, _ in commits),
+            commit_digests=[digest for _, digest in commits],
+        )
+
+    # -- after an answer ----------------------------------------------------------------------------------------------
+
+    def commit_fills(self, flight: Flight) -> None:
+        """The step is acknowledged: what it completed is a cached prefix from now on."""
+        for block, digest in flight.fills:
+            self._commit(block, digest)
+        for row, end in self._decoded_block_ends(flight):
+            self._commit_decoded_block(row, end)
+
+    def _decoded_block_ends(self, flight: Flight) -> list[tuple[int, int]]:
+        """(row, tokens computed) of open rows that completed a block with a single token."""
+        ends = flight.context_lens + 1
+        done = (flight.query_lens == 1) & (ends % self.capacity.block_size == 0)
+        if not done.any():
+            return []
+        done &= flight.generation[flight.rows] == self.rows.generation[flight.rows]
+        return list(zip(flight.rows[done].tolist(), ends[done].tolist(), strict=True))
+
+    def _commit_decoded_block(self, row: int, end: int) -> None:
+        bs, seq = self.capacity.block_size, self.rows.sequence(row)
+        index = end // bs - 1
+        tokens = self.rows.tokens[row, end - bs : end]
+        if index == len(seq.digests):  # its last token was sampled: unknown until now
+            parent = seq.digests[-1] if seq.digests else self._root(seq)
+            seq.digests.append(block_digest(parent, tokens))
+        block, digest = int(self.rows.table[row, index]), seq.digests[index]
+        if self.pool.register(block, digest, tokens):
+            self._commit(block, digest)
+
+    def _commit(self, block: int, digest: bytes) -> None:
+        if self.pool.commit(block, digest):
+            self._commits.append((block, digest))
+
+    def free_released(self, flight: Flight) -> None:
+        """Blocks that this step was the last to name."""
+        self.pool.free(flight.releases)
+
+    # -- rows end -----------------------------------------------------------------------------------------------------
+
+    def preempt(self, row: int) -> Sequence:
+        """Back to waiting with its tokens; its blocks are free once the steps that name them are answered."""
+        seq = self.rows.sequence(row)
+        seq.data.output = self.rows.output_tokens(row)
+        seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.computed[row]))
+        seq.num_preemptions += 1
+        seq.move_to(SequenceStatus.WAITING)
+        self._close(row)
+        return seq
+
+    def finish(self, row: int) -> Sequence:
+        """The sequence's last step: its row and blocks are given back."""
+        seq = self.rows.sequence(row)
+        seq.data.output = self.rows.output_tokens(row)
+        seq.move_to(SequenceStatus.FINISHED)
+        self._close(row)
+        return seq
+
+    def _close(self, row: int) -> None:
+        seq = self.rows.sequence(row)
+        self.num_reserved_rows -= len(seq.forks)
+        seq.worker_id = seq.row = None
+        self._release(self.rows.blocks(row)[::-1])
+        self.rows.close(row)
+        self.num_closed += 1
+        self._closed.append(row)
+
+    def _release(self, blocks: list[int]) -> None:
+        if self.flights:
+            self.flights[-1].releases.extend(blocks)
+        else:
+            self.pool.free(blocks)
+
+    def rows_tainted_by(self, row: int) -> list[int]:
+        """Rows that share a block whose content `row` was still to compute; such blocks are forgotten."""
+        pending = [block for block in self.rows.blocks(row) if self.pool.is_pending(block)]
+        for block in pending:
+            self.pool.forget(block)
+        if not pending:
+            return []
+        others = [other for other in self.rows.active().tolist() if other != row]
+        return [other for other in others if not set(pending).isdisjoint(self.rows.blocks(other))]
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            worker_id=self.capacity.worker_id,
+            rows_used=self.rows.num_used,
+            rows_total=self.capacity.max_num_seqs,
+            blocks_free=self.pool.num_empty,
+            blocks_cached=self.pool.num_cached,
+            blocks_used=self.pool.num_used,
+            steps=self.steps,
+            steps_in_flight=len(self.flights),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if rows, tables and blocks disagree."""
+        self.pool.check_invariants()
+        rows, r = self.rows.active(), self.rows
+        assert len(self.flights) <= self.capacity.pipeline_depth, "too many steps in flight"
+        refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)
+        for row in rows.tolist():
+            self._check_row(row)
+            np.add.at(refs, r.blocks(row), 1)
+        for flight in self.flights:
+            np.add.at(refs, flight.releases, 1)
+        assert (refs == self.pool.refs).all(), "ref counts disagree with tables and steps in flight"
+        reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
+        assert reserved == self.num_reserved_rows, "reserved rows disagree with samples to fork"
+
+    def _check_row(self, row: int) -> None:
+        r, seq = self.rows, self.rows.sequence(row)
+        assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
+        assert (seq.worker_id, seq.row) == (self.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
+        assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block twice in one table"
+        assert r.computed[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
+        assert r.computed[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
+        assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: beyond limit"
+        write = int(r.computed[row]) // r.block_size
+        shared = (self.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
+        assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
+
+
+def _column(values: Iterable[int]) -> U32:
+    column = np.array(list(values), dtype=np.uint32)
+    return column if len(column) else EMPTY
