@@ -1,1 +1,80 @@
-"""The Quire SDK and command."""
+"""The Quire SDK and command.
+
+from quire_client import Client
+
+with Client.connect("localhost:50051") as client:
+    print(client.chat("What does os.path.join do?").text)
+"""
+
+from quire_client.aio import AsyncClient, AsyncGenerateStream
+from quire_client.client import Client, GenerateStream
+from quire_client.errors import (
+    AlreadyExists,
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    FieldViolation,
+    GenerationFailed,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PermissionDenied,
+    QuireError,
+    StreamCorrupted,
+    Unauthenticated,
+    Unimplemented,
+)
+from quire_client.requests import ChatOptions, GenerateOptions
+from quire_client.retry import RetryPolicy
+from quire_client.types import (
+    AbortResult,
+    Delta,
+    FinishReason,
+    GenerateResult,
+    Message,
+    ModelInfo,
+    Sample,
+    SchedulerStatus,
+    Status,
+    TokenizeResult,
+    Usage,
+    WorkerStatus,
+)
+
+__all__ = [
+    "AbortResult",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "Cancelled",
+    "ChatOptions",
+    "Client",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "Delta",
+    "FieldViolation",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerateResult",
+    "GenerateStream",
+    "GenerationFailed",
+    "InternalError",
+    "InvalidRequest",
+    "Message",
+    "ModelInfo",
+    "ModelNotFound",
+    "Overloaded",
+    "PermissionDenied",
+    "QuireError",
+    "RetryPolicy",
+    "Sample",
+    "SchedulerStatus",
+    "Status",
+    "StreamCorrupted",
+    "TokenizeResult",
+    "Unauthenticated",
+    "Unimplemented",
+    "Usage",
+    "WorkerStatus",
+]

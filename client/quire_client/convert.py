@@ -1,0 +1,121 @@
+"""Protos to the SDK's types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+
+from quire_client.types import (
+    AbortResult,
+    FinishReason,
+    ModelInfo,
+    Sample,
+    SchedulerStatus,
+    Status,
+    TokenizeResult,
+    Usage,
+    WorkerStatus,
+)
+
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_EOS: FinishReason.EOS,
+    types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    types_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
+    types_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample:
+    """A finished sample. A reason that this client does not know (a newer server's) counts as ERROR."""
+    matched: int | str | None = None
+    if finished.WhichOneof("matched") == "stop_token_id":
+        matched = finished.stop_token_id
+    elif finished.WhichOneof("matched") == "stop":
+        matched = finished.stop
+    return Sample(
+        index=finished.index,
+        token_ids=tuple(token_ids),
+        text=text,
+        finish_reason=FINISH_REASONS.get(finished.reason, FinishReason.ERROR),
+        matched=matched,
+        usage=usage(finished.usage),
+        preemptions=finished.preemptions,
+        message=finished.message,
+    )
+
+
+def usage(message: types_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        output_tokens=message.output_tokens,
+        recomputed_tokens=message.recomputed_tokens,
+    )
+
+
+def tokenize_result(response: pb.TokenizeResponse) -> TokenizeResult:
+    return TokenizeResult(tuple(response.ids), response.max_model_len)
+
+
+def abort_result(response: pb.AbortResponse) -> AbortResult:
+    return AbortResult(tuple(response.aborted_ids), tuple(response.unknown_ids))
+
+
+def model_info(model: pb.Model) -> ModelInfo:
+    info = model.info
+    return ModelInfo(
+        name=info.model,
+        revision=info.revision,
+        ready_workers=model.ready_workers,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        block_size=info.block_size,
+        max_num_blocks=info.max_num_blocks,
+        max_num_seqs=info.max_num_seqs,
+        dtype=info.dtype,
+        determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
+    )
+
+
+def models(response: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
+    return tuple(model_info(model) for model in response.models)
+
+
+def status(response: pb.GetStatusResponse) -> Status:
+    return Status(tuple(scheduler_status(s) for s in response.schedulers), response.open_streams)
+
+
+def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
+    return SchedulerStatus(
+        address=message.address,
+        model=message.model,
+        connected=message.connected,
+        num_waiting=message.num_waiting,
+        max_waiting=message.max_waiting,
+        num_running=message.num_running,
+        prefix_query_tokens=message.prefix_query_tokens,
+        prefix_hit_tokens=message.prefix_hit_tokens,
+        preemptions=message.preemptions,
+        prefix_index=message.prefix_index,
+        steps=message.steps,
+        workers=tuple(worker_status(w) for w in message.workers),
+    )
+
+
+def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=message.worker_id,
+        address=message.address,
+        state=message.state,
+        rows_used=message.rows_used,
+        rows_total=message.rows_total,
+        blocks_free=message.blocks_free,
+        blocks_cached=message.blocks_cached,
+        blocks_used=message.blocks_used,
+        steps=message.steps,
+        worker_epoch=message.worker_epoch,
+    )

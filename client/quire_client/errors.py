@@ -1,0 +1,220 @@
+"""Everything the SDK raises.
+
+QuireError                the base: code, message, request_id, details
+  ConnectionFailed        UNAVAILABLE          nobody answers, or nobody can serve it now; safe to try again
+  DeadlineExceeded        DEADLINE_EXCEEDED    timeout_s is over
+  Cancelled               CANCELLED            this client or the server ended it
+  InvalidRequest          INVALID_ARGUMENT     your mistake: field_violations says which field and limit
+  ModelNotFound           NOT_FOUND            no such model
+  AlreadyExists           ALREADY_EXISTS       this request_id is in flight
+  Overloaded              RESOURCE_EXHAUSTED   a limit is reached: retry_after_s says when to come back
+  Unauthenticated         UNAUTHENTICATED      no or a wrong API key
+  PermissionDenied        PERMISSION_DENIED    this key may not do that
+  Unimplemented           UNIMPLEMENTED        a field or call that this server does not serve yet
+  InternalError           INTERNAL and others  a bug on the server's side
+    GenerationFailed      a sample ended with ERROR; `result` holds what there is
+    StreamCorrupted       DATA_LOSS            events are missing, doubled or out of order
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from quire_client import protobuf_wire
+
+if TYPE_CHECKING:
+    from quire_client.types import GenerateResult
+
+DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """A request field at fault and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class QuireError(Exception):
+    """Base of all errors. `details` holds the raw google.rpc details as type URL -> bytes."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode | None = None,
+        request_id: str = "",
+        details: dict[str, bytes] | None = None,
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.request_id = request_id
+        self.details = details or {}
+        self.field_violations = field_violations
+        self.retry_after_s = retry_after_s
+
+
+class ConnectionFailed(QuireError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(QuireError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(QuireError):
+    code = grpc.StatusCode.CANCELLED
+
+
+class InvalidRequest(QuireError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ModelNotFound(QuireError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(QuireError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Overloaded(QuireError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unauthenticated(QuireError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(QuireError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class Unimplemented(QuireError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class InternalError(QuireError):
+    code = grpc.StatusCode.INTERNAL
+
+
+class StreamCorrupted(InternalError):
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class GenerationFailed(InternalError):
+    """A sample ended with ERROR. `result` holds all samples, with the tokens they got."""
+
+    def __init__(self, message: str, *, result: GenerateResult) -> None:
+        super().__init__(message, request_id=result.request_id)
+        self.result = result
+
+
+KINDS: tuple[type[QuireError], ...] = (
+    ConnectionFailed,
+    DeadlineExceeded,
+    Cancelled,
+    InvalidRequest,
+    ModelNotFound,
+    AlreadyExists,
+    Overloaded,
+    Unauthenticated,
+    PermissionDenied,
+    Unimplemented,
+    InternalError,
+)
+BY_CODE = {kind.code: kind for kind in KINDS} | {grpc.StatusCode.OUT_OF_RANGE: InvalidRequest}
+
+
+def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
+    """The typed error of a failed call, with its google.rpc details decoded. Never raises."""
+    code = _call(error, "code", grpc.StatusCode.UNKNOWN)
+    message = _call(error, "details", "") or f"the call failed with {code.name}"
+    metadata = {str(key): value for key, value in _call(error, "trailing_metadata", None) or ()}
+    details = _status_details(metadata.get(DETAILS_KEY, b""))
+    violations = _field_violations(details.get("google.rpc.BadRequest", b""))
+    retry_after_s = _retry_delay_s(details.get("google.rpc.RetryInfo"))
+    if retry_after_s is None:
+        retry_after_s = _pushback_s(metadata.get(PUSHBACK_KEY))
+    return BY_CODE.get(code, InternalError)(
+        message,
+        code=code,
+        request_id=request_id,
+        details=details,
+        field_violations=violations,
+        retry_after_s=retry_after_s,
+    )
+
+
+def cannot_connect(target: str, error: QuireError) -> ConnectionFailed:
+    """What `connect` raises when nobody answers."""
+    return ConnectionFailed(
+        f"no gateway answers at {target} ({error.message}); start one with `quire up`, or set QUIRE_TARGET=host:port"
+    )
+
+
+def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
+    method = getattr(error, name, None)
+    value = method() if callable(method) else None
+    return default if value is None else value
+
+
+def _status_details(data: str | bytes) -> dict[str, bytes]:
+    """google.rpc.Status {3: repeated Any {1: type_url, 2: value}} as type name -> value."""
+    found: dict[str, bytes] = {}
+    for packed in _repeated(data, 3):
+        entry = dict(_fields(packed))
+        found[_text(entry.get(1)).rpartition("/")[2]] = _bytes(entry.get(2))
+    return found
+
+
+def _field_violations(data: bytes) -> tuple[FieldViolation, ...]:
+    """google.rpc.BadRequest {1: repeated FieldViolation {1: field, 2: description}}."""
+    entries = [dict(_fields(violation)) for violation in _repeated(data, 1)]
+    return tuple(FieldViolation(_text(entry.get(1)), _text(entry.get(2))) for entry in entries)
+
+
+def _retry_delay_s(data: bytes | None) -> float | None:
+    """google.rpc.RetryInfo {1: Duration {1: seconds, 2: nanos}}."""
+    if data is None:
+        return None
+    duration = dict(_fields(_bytes(dict(_fields(data)).get(1))))
+    seconds, nanos = duration.get(1, 0), duration.get(2, 0)
+    if not isinstance(seconds, int) or not isinstance(nanos, int):
+        return None
+    return seconds + nanos * 1e-9
+
+
+def _pushback_s(value: str | bytes | None) -> float | None:
+    text = _text(value) if isinstance(value, bytes) else value
+    return int(text) / 1000 if text and text.isdigit() else None
+
+
+def _repeated(data: str | bytes, number: int) -> list[bytes]:
+    return [_bytes(value) for found, value in _fields(_bytes(data)) if found == number]
+
+
+def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """Fields of a message; none when a server sent something else: details are extra, never a second error."""
+    try:
+        return list(protobuf_wire.fields(data))
+    except ValueError:
+        return []
+
+
+def _bytes(value: str | int | bytes | None) -> bytes:
+    return value if isinstance(value, bytes) else b""
+
+
+def _text(value: int | bytes | None) -> str:
+    return _bytes(value).decode("utf-8", "replace")

@@ -1,0 +1,199 @@
+"""Builds requests out of keyword options, the same for both clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from google.protobuf.message import Message as ProtoMessage
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+
+from quire_client.errors import FieldViolation, InvalidRequest
+from quire_client.types import Message
+
+MessageLike = Message | Mapping[str, str] | tuple[str, str]
+Messages = str | Iterable[MessageLike]
+
+DETERMINISM = {
+    "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
+    "exact": types_pb2.DETERMINISM_EXACT,
+}
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a chat template is given besides the messages."""
+
+    template_kwargs: Mapping[str, Any]  # extra variables, e.g. {"enable_thinking": True}
+    tools: Sequence[Mapping[str, Any]]
+    continue_final_message: bool  # leave the last message open instead of starting an answer
+
+
+class GenerateOptions(ChatOptions, total=False):
+    """Keyword options of every generation. What is not given takes the model's own default, then the server's."""
+
+    model: str  # not needed while the gateway serves one model
+    request_id: str  # at most 64 characters of [A-Za-z0-9._:-]; the server chooses one
+    # How tokens are chosen
+    temperature: float  # 0 is greedy; range [0, 2]
+    top_p: float  # range (0, 1]
+    top_k: int  # 0 is off
+    min_p: float  # range [0, 1]
+    seed: int  # the same seed gives the same tokens; the server draws one and tells it in the result
+    n: int  # samples of one prompt
+    # When to end
+    max_tokens: int  # default: the rest of the model's length
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_in_output: bool
+    # What to send
+    send_text: bool  # default True
+    send_token_ids: bool  # default True
+    skip_special_tokens: bool  # default True
+    # How to queue
+    priority: int  # lower runs first; range [-1000, 1000]
+    cache_salt: str  # requests with different salts share no cached blocks
+    determinism: str  # exact or best_effort
+    # How long: None waits for ever
+    timeout_s: float | None
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+STOP = ("max_tokens", "ignore_eos", "include_stop_in_output")
+CHAT = frozenset(ChatOptions.__annotations__)
+KNOWN = frozenset(GenerateOptions.__annotations__) - {"timeout_s"}
+
+
+def generate_request(
+    prompt: str | None,
+    token_ids: Iterable[int] | None,
+    messages: Messages | None,
+    options: Mapping[str, Any],
+) -> pb.GenerateRequest:
+    """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong kind."""
+    unknown = set(options) - KNOWN
+    if unknown:
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known are {', '.join(sorted(KNOWN))}")
+    request = pb.GenerateRequest()
+    request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
+    _assign(request, "model", options)
+    _assign(request, "request_id", options)
+    for name in SAMPLING:
+        _assign(request.sampling, name, options)
+    for name in STOP:
+        _assign(request.stop, name, options)
+    stop = options.get("stop", ())
+    _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop)
+    _extend(request.stop, "stop_token_ids", options.get("stop_token_ids", ()))
+    _assign(request.output, "text", options, "send_text")
+    _assign(request.output, "token_ids", options, "send_token_ids")
+    _assign(request.output, "skip_special_tokens", options)
+    _assign(request.scheduling, "priority", options)
+    _assign(request.scheduling, "cache_salt", options)
+    if "determinism" in options:
+        request.scheduling.determinism = _determinism(options["determinism"])
+    return request
+
+
+def prompt_message(
+    prompt: str | None,
+    token_ids: Iterable[int] | None,
+    messages: Messages | None,
+    options: Mapping[str, Any],
+) -> pb.Prompt:
+    """A Prompt out of exactly one of its three kinds."""
+    given = [
+        name
+        for name, value in (("prompt", prompt), ("token_ids", token_ids), ("messages", messages))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise invalid(
+            "prompt", f"give exactly one of prompt, token_ids and messages; got {' and '.join(given) or 'none'}"
+        )
+    chat_options = sorted(CHAT & set(options))
+    if chat_options and messages is None:
+        raise invalid(chat_options[0], f"{chat_options[0]} needs messages: only a chat has a template")
+    request = pb.Prompt()
+    if messages is not None:
+        _fill_chat(request.chat, messages, options)
+    elif token_ids is not None:
+        request.tokens.SetInParent()
+        _extend(request.tokens, "ids", token_ids, "token_ids")
+    else:
+        _assign(request, "text", {"text": prompt})
+    return request
+
+
+def tokenize_request(
+    prompt: str | None, messages: Messages | None, model: str, add_special_tokens: bool | None, options: ChatOptions
+) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    request.prompt.CopyFrom(prompt_message(prompt, None, messages, options))
+    return request
+
+
+def detokenize_request(ids: Iterable[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    _extend(request, "ids", ids)
+    return request
+
+
+def _fill_chat(chat: pb.Chat, messages: Messages, options: Mapping[str, Any]) -> None:
+    chat.SetInParent()
+    for message in [Message("user", messages)] if isinstance(messages, str) else messages:
+        role, content = _role_and_content(message)
+        entry = chat.messages.add()
+        _assign(entry, "role", {"role": role})
+        _assign(entry, "content", {"content": content})
+    if options.get("template_kwargs"):
+        chat.template_kwargs_json = json.dumps(options["template_kwargs"])
+    if options.get("tools"):
+        chat.tools_json = json.dumps(options["tools"])
+    chat.continue_final_message = bool(options.get("continue_final_message", False))
+
+
+def _role_and_content(message: MessageLike) -> tuple[str, str]:
+    if isinstance(message, Message):
+        return message.role, message.content
+    if isinstance(message, tuple) and len(message) == 2:
+        return message
+    if isinstance(message, Mapping) and set(message) == {"role", "content"}:
+        return message["role"], message["content"]
+    raise invalid("messages", f'a message is {{"role": ..., "content": ...}}, a pair or a Message; got {message!r}')
+
+
+def _determinism(value: str) -> types_pb2.Determinism.ValueType:
+    if value not in DETERMINISM:
+        raise invalid("determinism", f"determinism is exact or best_effort; got {value!r}")
+    return DETERMINISM[value]
+
+
+def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option: str = "") -> None:
+    """Set a scalar field if the option is there. protobuf refuses what the field cannot hold (-1, a str, ...)."""
+    option = option or name
+    value = options.get(option)
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise invalid(option, f"{option}={value!r} is not possible: {error}") from None
+
+
+def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str = "") -> None:
+    option = option or name
+    values = list(values)
+    if not values:
+        return  # touching the field would mark its message as set
+    try:
+        getattr(message, name).extend(values)
+    except (TypeError, ValueError) as error:
+        raise invalid(option, f"{option} holds an impossible value: {error}") from None
+
+
+def invalid(field: str, message: str) -> InvalidRequest:
+    """The caller's mistake, found before anything was sent."""
+    return InvalidRequest(message, field_violations=(FieldViolation(field, message),))

@@ -1,0 +1,56 @@
+"""When a failed call is tried again, and after how long."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from quire_client.errors import ConnectionFailed, Overloaded, QuireError
+
+
+class Deadline:
+    """Counts down the time of one call over all its attempts. None never ends."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter.
+
+    Only calls that produced nothing yet are tried again: on UNAVAILABLE, and on RESOURCE_EXHAUSTED when the server
+    said when to come back. `max_attempts` counts the first one too; 1 switches retries off.
+    """
+
+    max_attempts: int = 4
+    initial_s: float = 0.1
+    max_s: float = 5.0
+    multiplier: float = 2.0
+
+    def delay_s(self, error: QuireError, attempt: int, remaining_s: float | None, rng: random.Random) -> float | None:
+        """Seconds to wait before attempt `attempt + 1`, or None: give up.
+
+        `attempt` is the number of the one that failed, from 1; `remaining_s` the time left until the deadline.
+        """
+        if attempt >= self.max_attempts or not _is_retryable(error):
+            return None
+        ceiling_s = min(self.max_s, self.initial_s * self.multiplier ** (attempt - 1))
+        delay_s = (error.retry_after_s or 0.0) + rng.uniform(0.0, ceiling_s)
+        if remaining_s is not None and delay_s >= remaining_s:
+            return None
+        return delay_s
+
+
+def _is_retryable(error: QuireError) -> bool:
+    if isinstance(error, Overloaded):
+        return error.retry_after_s is not None
+    return isinstance(error, ConnectionFailed)
+
+
+# A gateway that is just starting: knock until connect_timeout_s is over.
+CONNECT_RETRY = RetryPolicy(max_attempts=1_000_000, max_s=0.5)

@@ -1,0 +1,148 @@
+"""A gateway without a model, for tests of programs that use the SDK.
+
+with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.target) as client:
+    assert client.chat("What is 1 + 1?").text == "2"
+
+It speaks real gRPC on a free port of this machine, so it serves both clients, the `quire` command and other
+languages. One token is one character, its id the code point. Subclass it to play errors and broken streams.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import Any, Self
+
+import grpc
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+from quire_client.assembly import load_digest
+
+MAX_MODEL_LEN = 4096
+HEALTH_SERVING = b"\x08\x01"
+
+Answers = Mapping[str, str] | Callable[[str], str]
+
+
+class FakeGateway(InferenceServiceServicer):
+    """Answers prompts (for a chat: its last message) from a table or a function; unknown prompts are echoed.
+
+    `requests` holds the GenerateRequests that arrived, in order.
+    """
+
+    def __init__(self, answers: Answers = {}, *, model: str = "fake") -> None:  # noqa: B006 - never changed
+        self.requests: list[pb.GenerateRequest] = []
+        self.aborted_ids: list[str] = []
+        self.target = ""
+        self._answers = answers
+        self._model = model
+        self._server: grpc.Server | None = None
+
+    def __enter__(self) -> Self:
+        server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        add_InferenceServiceServicer_to_server(self, server)
+        health: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
+            lambda request, context: HEALTH_SERVING
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": health}),)
+        )
+        self.target = f"localhost:{server.add_insecure_port('localhost:0')}"
+        server.start()
+        self._server = server
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._server is not None:
+            self._server.stop(None).wait()
+
+    def answer(self, prompt: str) -> str:
+        """The answer to a prompt."""
+        if callable(self._answers):
+            return self._answers(prompt)
+        return self._answers.get(prompt, prompt)
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        prompt = prompt_text(request.prompt)
+        answer = self.answer(prompt)[: _max_tokens(request)]
+        events = [
+            pb.GenerateResponse(
+                accepted=pb.Accepted(
+                    request_id=request.request_id or f"fake-{len(self.requests)}",
+                    seed=request.sampling.seed,
+                    model=self._model,
+                    prompt_tokens=len(prompt),
+                )
+            )
+        ]
+        for index in range(max(1, request.sampling.n)):
+            events.extend(sample_events(index, answer, num_prompt_tokens=len(prompt)))
+        for event_seq, event in enumerate(events):
+            event.event_seq = event_seq
+            yield event
+
+    def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        self.aborted_ids.extend(request.request_ids)
+        return pb.AbortResponse(aborted_ids=request.request_ids)
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(ids=map(ord, prompt_text(request.prompt)), max_model_len=MAX_MODEL_LEN)
+
+    def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text="".join(map(chr, request.ids)))
+
+    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._proto_model()])
+
+    def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        if request.model not in ("", self._model):
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model!r}; there is {self._model!r}")
+        return pb.GetModelResponse(model=self._proto_model())
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        worker = pb.WorkerInfo(worker_id="w0", address="localhost:0", state="ready", rows_total=8, blocks_free=64)
+        scheduler = pb.SchedulerStatus(
+            address="localhost:0", model=self._model, connected=True, prefix_index="memory", workers=[worker]
+        )
+        return pb.GetStatusResponse(schedulers=[scheduler])
+
+    def _proto_model(self) -> pb.Model:
+        info = types_pb2.ModelInfo(
+            model=self._model, max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, block_size=16, dtype="float32"
+        )
+        return pb.Model(info=info, ready_workers=1)
+
+
+def prompt_text(prompt: pb.Prompt) -> str:
+    """The text of a prompt; of a chat its last message."""
+    kind = prompt.WhichOneof("kind")
+    if kind == "chat":
+        return prompt.chat.messages[-1].content if prompt.chat.messages else ""
+    return "".join(map(chr, prompt.tokens.ids)) if kind == "tokens" else prompt.text
+
+
+def sample_events(index: int, answer: str, *, num_prompt_tokens: int = 0) -> Iterator[pb.GenerateResponse]:
+    """Chunks of one sample, a character each, and its Finished; event_seq is left to the caller."""
+    ids = [ord(char) for char in answer]
+    text_offset = 0
+    for offset, char in enumerate(answer):
+        chunk = pb.Chunk(index=index, offset=offset, token_ids=[ord(char)], text=char, text_offset=text_offset)
+        text_offset += len(char.encode())
+        yield pb.GenerateResponse(chunk=chunk)
+    digest = load_digest()
+    yield pb.GenerateResponse(
+        finished=pb.Finished(
+            index=index,
+            reason=types_pb2.FINISH_REASON_EOS,
+            usage=types_pb2.Usage(prompt_tokens=num_prompt_tokens, output_tokens=len(ids)),
+            output_digest=digest(struct.pack(f"<{len(ids)}I", *ids)) if digest else 0,
+        )
+    )
+
+
+def _max_tokens(request: pb.GenerateRequest) -> int | None:
+    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None

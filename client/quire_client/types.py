@@ -1,0 +1,177 @@
+"""What the SDK gives back: frozen dataclasses, never protos."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended."""
+
+    EOS = "eos"  # the model said it is done
+    STOP = "stop"  # a stop string or stop token id matched; `Sample.matched` tells which
+    LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
+    ABORTED = "aborted"  # cancelled by a client, by abort() or by a deadline
+    ERROR = "error"  # the server could not finish it; `Sample.message` says why
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one sample.
+
+    `offset` is the output position of the first of `token_ids`. `text` holds whole characters only and may lag
+    behind the tokens: half a character or a possible stop string is held back until it is decided.
+    """
+
+    index: int
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens a sample (or a whole request) consumed."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    output_tokens: int = 0
+    recomputed_tokens: int = 0  # computed again after a preemption or a move to another worker
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One complete answer."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched: int | str | None = None  # the stop token id or stop string, when finish_reason is STOP
+    usage: Usage = field(default_factory=Usage)
+    preemptions: int = 0
+    message: str = ""  # why, when finish_reason is ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A complete request: one sample, or `n` of them in order of their index.
+
+    `text`, `token_ids` and `finish_reason` are those of the first sample; `usage` counts the whole request.
+    """
+
+    request_id: str
+    model: str
+    seed: int  # send it again, with the same parameters, for the same tokens
+    samples: tuple[Sample, ...]
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.samples[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt is counted once, output and recomputed tokens over all samples."""
+        first = self.samples[0].usage
+        return Usage(
+            prompt_tokens=first.prompt_tokens,
+            cached_tokens=first.cached_tokens,
+            output_tokens=sum(s.usage.output_tokens for s in self.samples),
+            recomputed_tokens=sum(s.usage.recomputed_tokens for s in self.samples),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResult:
+    """Token ids of a prompt, and the longest prompt + output of the model to compare their number with."""
+
+    ids: tuple[int, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that can be asked for."""
+
+    name: str
+    revision: str
+    ready_workers: int  # 0: known, but nobody can serve it now
+    max_model_len: int  # prompt + output, in tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int  # tokens per KV block
+    max_num_blocks: int  # KV blocks of the largest pool
+    max_num_seqs: int  # largest n of one request
+    dtype: str  # float32 or bfloat16
+    determinism: str  # exact or best_effort
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as its scheduler sees it."""
+
+    worker_id: str
+    address: str
+    state: str  # loading, ready, draining or lost
+    rows_used: int
+    rows_total: int
+    blocks_free: int
+    blocks_cached: int  # hold a prefix and belong to no sequence
+    blocks_used: int
+    steps: int
+    worker_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatus:
+    """A scheduler and its workers."""
+
+    address: str
+    model: str  # empty while it cannot be reached
+    connected: bool
+    num_waiting: int
+    max_waiting: int
+    num_running: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prefix_index: str  # memory, redis, or redis (down)
+    steps: int
+    workers: tuple[WorkerStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything behind one gateway."""
+
+    schedulers: tuple[SchedulerStatus, ...]
+    open_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResult:
+    """What became of the requests to end."""
+
+    aborted_ids: tuple[str, ...]
+    unknown_ids: tuple[str, ...]
