@@ -1,0 +1,95 @@
+"""BlockManager: what may be shared, what goes first, what is compared."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.block_manager import BlockManager
+
+A, B = bytes(16), bytes([1] * 16)
+
+
+def u32(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.uint32)
+
+
+def test_equal_digest_with_other_tokens_is_no_hit() -> None:
+    pool = BlockManager(4, 2)
+    (block,) = pool.allocate(1)
+    pool.register(block, A, u32(1, 2))
+    assert pool.match([A], u32(1, 2, 9), 1) == [block]
+    assert pool.match([A], u32(1, 3, 9), 1) == []
+
+
+def test_pending_blocks_are_shared_but_not_announced() -> None:
+    pool = BlockManager(4, 2)
+    (block,) = pool.allocate(1)
+    pool.register(block, A, u32(1, 2))
+    assert pool.is_pending(block)
+    assert pool.take_events() == []
+    assert pool.commit(block, A)
+    assert pool.take_events() == [(A, True)]
+    assert not pool.commit(block, A)
+
+
+def test_a_block_freed_before_its_step_is_acknowledged_keeps_nothing() -> None:
+    pool = BlockManager(2, 2)
+    (block,) = pool.allocate(1)
+    pool.register(block, A, u32(1, 2))
+    pool.free([block])
+    assert pool.match([A], u32(1, 2), 1) == []
+    assert not pool.commit(block, A)
+    pool.check_invariants()
+
+
+def test_empty_blocks_go_first_then_the_least_recently_used() -> None:
+    pool = BlockManager(3, 1)
+    one, two = pool.allocate(2)
+    for block, digest in ((one, A), (two, B)):
+        pool.register(block, digest, u32(block))
+        pool.commit(block, digest)
+    pool.free([two, one])
+    pool.take_events()
+    assert pool.allocate(1) == [2]
+    assert pool.allocate(1) == [two]
+    assert pool.take_events() == [(B, False)]
+    pool.check_invariants()
+
+
+def test_a_hit_on_a_free_block_costs_capacity_and_on_a_used_one_does_not() -> None:
+    pool = BlockManager(3, 1)
+    (block,) = pool.allocate(1)
+    pool.register(block, A, u32(7))
+    pool.commit(block, A)
+    assert pool.num_unused([block]) == 0
+    pool.free([block])
+    assert pool.num_unused([block]) == 1
+    pool.share([block])
+    assert (pool.num_free, int(pool.refs[block])) == (2, 1)
+
+
+def test_one_prefix_is_held_once() -> None:
+    pool = BlockManager(3, 1)
+    one, two = pool.allocate(2)
+    assert pool.register(one, A, u32(7))
+    assert not pool.register(two, A, u32(7))
+    pool.commit(one, A)
+    pool.free([one, two])
+    assert (pool.num_cached, pool.num_empty) == (1, 2)
+
+
+def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
+    pool = BlockManager(3, 2)
+    assert pool.adopt(1, A, u32(1, 2))
+    assert not pool.adopt(1, B, u32(3, 4))
+    assert not pool.adopt(2, A, u32(1, 2))
+    assert pool.match([A], u32(1, 2), 1) == [1]
+    assert pool.take_events() == [(A, True)]
+    pool.check_invariants()
+
+
+def test_allocating_too_much_is_a_bug_that_says_so() -> None:
+    pool = BlockManager(2, 1)
+    with pytest.raises(RuntimeError, match="asked for 3 blocks with 2 free"):
+        pool.allocate(3)
+    with pytest.raises(ValueError, match="0 blocks"):
+        BlockManager(0, 16)
