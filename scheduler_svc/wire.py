@@ -1,0 +1,414 @@
+"""Between the protocol and the core's plain data; every check of what another process sent stands here.
+
+Hot messages are columns: one `tobytes` or `frombuffer` per column, nothing per sequence in steady decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+
+from scheduler_svc.core.messages import (
+    CachedBlock,
+    Deltas,
+    Finished,
+    RowFailure,
+    RowOpen,
+    StepBatch,
+    StepOutput,
+    WorkerCapacity,
+)
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from svc_common.errors import InvalidRequestError, QuireError, UnimplementedError
+
+U32 = npt.NDArray[np.uint32]
+
+DIGEST_BYTES = 16
+MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_BYTES = 4096
+
+REASON_TO_PROTO = {
+    FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items()}
+
+# Fields that a later version serves; a request that sets one must hear of it.
+UNSERVED_SAMPLING = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "beam_width",
+    "json_schema",
+    "regex",
+    "grammar",
+)
+MAX_TEMPERATURE = 2.0
+
+
+class WireError(Exception):
+    """Another service sent something that breaks the protocol: its bug, and the end of its stream."""
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def u32_to_bytes(column: U32) -> bytes:
+    """A column as packed little-endian u32."""
+    return column.astype("<u4", copy=False).tobytes()
+
+
+def u32_from_bytes(data: bytes, name: str) -> U32:
+    """Packed little-endian u32 as a read-only column; raises WireError when the length is not a multiple of 4."""
+    if len(data) % 4:
+        raise WireError(f"{name} has {len(data)} bytes, which is no whole number of u32")
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2.StepBatch:
+    """One step for the worker that `fence` names."""
+    return worker_pb2.StepBatch(
+        step_id=batch.step_id,
+        fence=fence,
+        close_rows=u32_to_bytes(batch.close_rows),
+        opens=[_row_open_to_proto(row_open) for row_open in batch.opens],
+        table_rows=u32_to_bytes(batch.table_rows),
+        table_indices=u32_to_bytes(batch.table_indices),
+        table_blocks=u32_to_bytes(batch.table_blocks),
+        copy_src=u32_to_bytes(batch.copy_src),
+        copy_dst=u32_to_bytes(batch.copy_dst),
+        commit_blocks=u32_to_bytes(batch.commit_blocks),
+        commit_hashes=b"".join(batch.commit_digests),
+        rows=u32_to_bytes(batch.rows),
+        query_lens=b"" if (batch.query_lens == 1).all() else u32_to_bytes(batch.query_lens),
+        context_lens=u32_to_bytes(batch.context_lens),
+        sample_mask=b"" if batch.sample_mask.all() else batch.sample_mask.astype(np.uint8).tobytes(),
+        slot_mapping=u32_to_bytes(batch.slot_mapping),
+        fork_rows=u32_to_bytes(batch.fork_rows),
+        fork_parents=u32_to_bytes(batch.fork_parents),
+    )
+
+
+def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
+    return worker_pb2.RowOpen(
+        row=row_open.row,
+        token_ids=u32_to_bytes(row_open.token_ids),
+        prompt_len=row_open.prompt_len,
+        block_table=u32_to_bytes(row_open.block_table),
+        num_computed_tokens=row_open.num_computed_tokens,
+        sampling=row_open.group.sampling,
+        sample_index=row_open.sample_index,
+        fork_of_row=row_open.fork_of_row,
+    )
+
+
+def step_output_from_proto(
+    message: worker_pb2.StepOutput, *, worker_id: str, worker_epoch: int, step_id: int
+) -> StepOutput:
+    """The answer to step `step_id`. Raises WireError when it is another step's, another epoch's or malformed."""
+    if message.worker_epoch != worker_epoch:
+        raise WireError(f"answer of worker epoch {message.worker_epoch:#x}, leased is {worker_epoch:#x}")
+    if message.step_id != step_id:
+        raise WireError(f"answer to step {message.step_id}, the oldest in flight is {step_id}")
+    rows = u32_from_bytes(message.rows, "rows")
+    token_ids = u32_from_bytes(message.token_ids, "token_ids")
+    if len(rows) != len(token_ids):
+        raise WireError(f"step {step_id}: {len(rows)} rows but {len(token_ids)} token_ids")
+    failures = [RowFailure(error.row, _row_error_text(error)) for error in message.errors]
+    return StepOutput(worker_id, step_id, rows, token_ids, failures)
+
+
+def _row_error_text(error: worker_pb2.RowError) -> str:
+    code = worker_pb2.RowErrorCode.Name(error.code).removeprefix("ROW_ERROR_CODE_").lower()
+    return f"{code}: {error.message}" if error.message else code
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *, owner: int) -> SequenceGroup:
+    """A request as the core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
+
+    Whether it fits a pool and whether its id is free is for the core to say. `arrival` is set by the step loop.
+    """
+    if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id has {len(submit.request_id)} characters; use 1 to {MAX_REQUEST_ID_CHARS}", field="request_id"
+        )
+    _check_sampling(submit.sampling)
+    prompt = _prompt(submit.prompt_token_ids, info.vocab_size)
+    stop = _stop_condition(submit.stop, info.vocab_size)
+    n = submit.sampling.n if submit.sampling.HasField("n") else 1
+    _check_sizes(n, len(prompt), stop.max_tokens, info)
+    outputs, finished = _continuation(submit.continuation, n, stop.max_tokens, info.vocab_size)
+    return SequenceGroup(
+        request_id=submit.request_id,
+        prompt=prompt,
+        stop=stop,
+        owner=owner,
+        handle=submit.handle,
+        n=n,
+        priority=submit.priority,
+        root_key=_root_key(submit.cache_salt),
+        sampling=submit.sampling,
+        outputs=outputs,
+        finished_samples=finished,
+    )
+
+
+def _prompt(data: bytes, vocab_size: int) -> U32:
+    if not data:
+        raise InvalidRequestError("prompt_token_ids is empty; a prompt needs at least 1 token", field="prompt_token_ids")
+    try:
+        prompt = u32_from_bytes(data, "prompt_token_ids")
+    except WireError as error:
+        raise InvalidRequestError(str(error), field="prompt_token_ids") from None
+    _check_vocab(prompt, vocab_size, "prompt_token_ids")
+    return prompt
+
+
+def _check_vocab(token_ids: U32, vocab_size: int, field: str) -> None:
+    highest = int(token_ids.max(initial=0))
+    if highest >= vocab_size:
+        raise InvalidRequestError(f"{field} holds {highest}; ids must be below vocab_size {vocab_size}", field=field)
+
+
+def _root_key(cache_salt: str) -> bytes:
+    key = cache_salt.encode()
+    if len(key) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(
+            f"cache_salt has {len(key)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
+        )
+    return key
+
+
+def _check_sampling(sampling: types_pb2.SamplingParams) -> None:
+    for name in UNSERVED_SAMPLING:
+        if sampling.HasField(name):  # type: ignore[arg-type]
+            raise UnimplementedError(f"sampling.{name} is not served yet; leave it unset", field=f"sampling.{name}")
+    if sampling.logit_bias:
+        raise UnimplementedError("sampling.logit_bias is not served yet; leave it unset", field="sampling.logit_bias")
+    _check_number(sampling.temperature, 0.0, MAX_TEMPERATURE, "sampling.temperature")
+    _check_number(sampling.min_p, 0.0, 1.0, "sampling.min_p")
+    _check_number(sampling.top_p, 0.0, 1.0, "sampling.top_p")
+    if sampling.HasField("top_p") and sampling.top_p == 0.0:
+        raise InvalidRequestError("sampling.top_p is 0; must be above 0 and at most 1", field="sampling.top_p")
+    if not sampling.HasField("seed"):
+        raise InvalidRequestError("sampling.seed is unset; the gateway draws one", field="sampling.seed")
+
+
+def _check_number(value: float, low: float, high: float, field: str) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{field} is {value:g}; must be from {low:g} to {high:g}", field=field)
+
+
+def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopCondition:
+    if not stop.HasField("max_tokens"):
+        raise InvalidRequestError("stop.max_tokens is unset; the gateway fills it in", field="stop.max_tokens")
+    if stop.min_tokens:
+        raise UnimplementedError("stop.min_tokens is not served yet; leave it unset", field="stop.min_tokens")
+    if any(token_id >= vocab_size for token_id in stop.stop_token_ids):
+        raise InvalidRequestError(
+            f"stop.stop_token_ids holds {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
+            field="stop.stop_token_ids",
+        )
+    return StopCondition(
+        max_tokens=stop.max_tokens, stop_token_ids=frozenset(stop.stop_token_ids), ignore_eos=stop.ignore_eos
+    )
+
+
+def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:
+    if not 1 <= n <= info.max_num_seqs:
+        raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
+    if num_prompt > info.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens; max_model_len is {info.max_model_len}", field="prompt_token_ids"
+        )
+    if num_prompt + max_tokens > info.max_model_len:
+        raise InvalidRequestError(
+            f"prompt ({num_prompt} tokens) + max_tokens ({max_tokens}) = {num_prompt + max_tokens} exceeds "
+            f"max_model_len {info.max_model_len}; ask for at most {info.max_model_len - num_prompt} tokens",
+            field="stop.max_tokens",
+        )
+
+
+def _continuation(
+    continuation: types_pb2.Continuation, n: int, max_tokens: int, vocab_size: int
+) -> tuple[Sequence[U32], frozenset[int]]:
+    if not continuation.samples:
+        return (), frozenset()
+    outputs: list[U32] = [np.empty(0, dtype=np.uint32) for _ in range(n)]
+    seen: set[int] = set()
+    for sample in continuation.samples:
+        _check_sample(sample, n, max_tokens, seen)
+        seen.add(sample.index)
+        outputs[sample.index] = np.array(sample.output_token_ids, dtype=np.uint32)
+        _check_vocab(outputs[sample.index], vocab_size, "continuation.samples.output_token_ids")
+    finished = frozenset(sample.index for sample in continuation.samples if sample.finished)
+    if len(finished) == n:
+        raise InvalidRequestError(
+            "continuation says that every sample has finished; nothing is left to do", field="continuation"
+        )
+    return outputs, finished
+
+
+def _check_sample(sample: types_pb2.SampleState, n: int, max_tokens: int, seen: set[int]) -> None:
+    if sample.index >= n:
+        raise InvalidRequestError(
+            f"continuation names sample {sample.index}; the request has n = {n}", field="continuation.samples.index"
+        )
+    if sample.index in seen:
+        raise InvalidRequestError(
+            f"continuation names sample {sample.index} twice", field="continuation.samples.index"
+        )
+    if len(sample.output_token_ids) > max_tokens:
+        raise InvalidRequestError(
+            f"continuation holds {len(sample.output_token_ids)} tokens of sample {sample.index}; "
+            f"max_tokens is {max_tokens}",
+            field="continuation.samples.output_token_ids",
+        )
+
+
+def cancel_reason(cancel: scheduler_pb2.Cancel) -> FinishReason:
+    """Why a gateway ends a request: STOP when a stop string matched, anything else is an abort."""
+    reason = REASON_FROM_PROTO.get(cancel.reason, FinishReason.ABORTED)
+    return FinishReason.STOP if reason is FinishReason.STOP else FinishReason.ABORTED
+
+
+def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
+    """An error as the answer to one Submit."""
+    return scheduler_pb2.Refusal(
+        code=error.code.value[0],
+        message=error.message,
+        field=error.field,
+        retry_after_ms=0 if error.retry_after_s is None else max(1, round(error.retry_after_s * 1000)),
+    )
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
+    """What one or several updates produced for one gateway, in order, as one message."""
+    deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
+    return scheduler_pb2.Deltas(
+        handles=u32_to_bytes(deltas.handles),
+        sample_indices=u32_to_bytes(deltas.sample_indices) if deltas.sample_indices.any() else b"",
+        offsets=u32_to_bytes(deltas.offsets),
+        token_ids=u32_to_bytes(deltas.token_ids),
+        finished=[_finished_to_proto(finished) for finished in deltas.finished],
+    )
+
+
+def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
+    """Columns one after the other; a finish still comes after its tokens, because all finishes come last."""
+    return Deltas(
+        owners=np.concatenate([part.owners for part in parts]),
+        handles=np.concatenate([part.handles for part in parts]),
+        sample_indices=np.concatenate([part.sample_indices for part in parts]),
+        offsets=np.concatenate([part.offsets for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        finished=[finished for part in parts for finished in part.finished],
+    )
+
+
+def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
+    """Per owner. With one owner, the usual case, nothing is copied."""
+    owners = set(np.unique(deltas.owners).tolist()) | {finished.group.owner for finished in deltas.finished}
+    if len(owners) == 1:
+        return {owners.pop(): deltas}
+    return {owner: _of_owner(deltas, owner) for owner in owners}
+
+
+def _of_owner(deltas: Deltas, owner: int) -> Deltas:
+    mine = deltas.owners == owner
+    return Deltas(
+        owners=deltas.owners[mine],
+        handles=deltas.handles[mine],
+        sample_indices=deltas.sample_indices[mine],
+        offsets=deltas.offsets[mine],
+        token_ids=deltas.token_ids[mine],
+        finished=[finished for finished in deltas.finished if finished.group.owner == owner],
+    )
+
+
+def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
+    return scheduler_pb2.SampleFinished(
+        handle=finished.group.handle,
+        sample_index=finished.sample_index,
+        reason=REASON_TO_PROTO[finished.reason],
+        stop_token_id=finished.stop_token_id,
+        usage=types_pb2.Usage(
+            prompt_tokens=len(finished.group.prompt),
+            cached_tokens=finished.num_cached_tokens,
+            output_tokens=finished.num_output_tokens,
+            recomputed_tokens=finished.num_recomputed_tokens,
+        ),
+        message=finished.message,
+        preemptions=finished.num_preemptions,
+    )
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacity:
+    """What a READY worker can hold. Raises InvalidRequestError with the field that cannot be right."""
+    if not request.HasField("capacity"):
+        raise InvalidRequestError("capacity is unset; a worker that is READY must send it", field="capacity")
+    capacity = request.capacity
+    for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth"):
+        if getattr(capacity, name) < 1:
+            raise InvalidRequestError(f"capacity.{name} is 0; must be at least 1", field=f"capacity.{name}")
+    for name in ("max_model_len", "vocab_size"):
+        if getattr(capacity.info, name) < 1:
+            raise InvalidRequestError(f"capacity.info.{name} is 0; must be at least 1", field=f"capacity.info.{name}")
+    return WorkerCapacity(
+        worker_id=request.worker_id,
+        worker_epoch=request.worker_epoch,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=capacity.info.max_model_len,
+        pipeline_depth=capacity.pipeline_depth,
+    )
+
+
+def cached_blocks_from_proto(
+    messages: Iterable[worker_pb2.ListBlocksResponse], *, block_size: int, num_blocks: int
+) -> list[CachedBlock]:
+    """Committed blocks of an adopted pool. Raises WireError when columns disagree or a block lies outside the pool."""
+    blocks: list[CachedBlock] = []
+    for message in messages:
+        block_ids = u32_from_bytes(message.block_ids, "block_ids")
+        tokens = u32_from_bytes(message.token_ids, "token_ids")
+        count = len(block_ids)
+        if len(message.hashes) != count * DIGEST_BYTES or len(tokens) != count * block_size:
+            raise WireError(
+                f"{count} block_ids with {len(message.hashes)} bytes of hashes and {len(tokens)} token_ids; "
+                f"a block has {DIGEST_BYTES} bytes and {block_size} tokens"
+            )
+        if count and int(block_ids.max()) >= num_blocks:
+            raise WireError(f"block {int(block_ids.max())} of a pool of {num_blocks}")
+        per_block = tokens.reshape(count, block_size)
+        blocks.extend(
+            CachedBlock(block_id, message.hashes[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], per_block[i])
+            for i, block_id in enumerate(block_ids.tolist())
+        )
+    return blocks
+
+
+def root_salt(info: types_pb2.ModelInfo) -> bytes:
+    """What KV depends on besides tokens: enters the root of every hash chain."""
+    return f"{info.revision}|{info.dtype}|{info.determinism}".encode()
