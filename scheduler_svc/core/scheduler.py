@@ -226,7 +226,7 @@ class Scheduler:
             if seq in leader.forks:
                 leader.forks.remove(seq)
                 if leader.worker_id is not None:
-                    self._workers[leader.worker_id].num_reserved_rows -= 1
+                    self._workers[leader.worker_id].unreserve_row()
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if all(seq.is_finished for seq in group.sequences):
@@ -305,12 +305,12 @@ class Scheduler:
             if plan.budget < 1 or num_passed > self.config.max_bypass:
                 return
             is_first = not seq.is_admitted_before
-            refusal = (worker.capacity.worker_id, worker.num_closed)
+            refusal = (worker.capacity.worker_id, worker.room_version)
             if seq.refused_by != refusal and worker.admit(seq, plan, self.config.watermark, self._mean_output):
                 self._waiting.remove(seq)
                 self._count_hits(seq, is_first)
                 continue
-            seq.refused_by = refusal  # asked again when a row of this worker has ended
+            seq.refused_by = refusal  # asked again when rows or blocks of this worker became free
             num_passed += 1
             if self._note_blocked(seq, now):
                 return

@@ -94,7 +94,7 @@ class Sequence:
     num_preemptions: int = 0
     is_admitted_before: bool = False
     blocked_since: float | None = None  # first time it was passed over for lack of room
-    refused_by: tuple[str, int] | None = None  # who had no room for it last, and how many rows had ended there
+    refused_by: tuple[str, int] | None = None  # who had no room for it last, at which room_version
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""

@@ -65,7 +65,7 @@ class WorkerState:
         self.flights: deque[Flight] = deque()
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
-        self.num_closed = 0  # rows that have ended so far
+        self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
         self.steps = 0
         self._root_salt = root_salt
         self._next_step_id = next_step_id
@@ -79,6 +79,11 @@ class WorkerState:
     @property
     def num_free_rows(self) -> int:
         return self.rows.num_free - self.num_reserved_rows
+
+    def unreserve_row(self) -> None:
+        """A sample that was to fork off a running prompt has ended before."""
+        self.num_reserved_rows -= 1
+        self.room_version += 1
 
     @property
     def num_limbo(self) -> int:
@@ -377,6 +382,7 @@ class WorkerState:
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""
         self.pool.free(flight.releases)
+        self.room_version += bool(flight.releases)
 
     # -- rows end -----------------------------------------------------------------------------------------------------
 
@@ -404,7 +410,7 @@ class WorkerState:
         seq.worker_id = seq.row = None
         self._release(self.rows.blocks(row)[::-1])
         self.rows.close(row)
-        self.num_closed += 1
+        self.room_version += 1
         self._closed.append(row)
 
     def _release(self, blocks: list[int]) -> None:
