@@ -1,1 +1,1 @@
-"""Text without I/O: tokenizer, chat template, incremental detokenizer, stop strings."""
+"""The gateway's text side: tokenizer, chat template, incremental detokenization, stop strings. No I/O."""

@@ -1,0 +1,243 @@
+"""The text side of a model, built from the files of its bundle.
+
+    tokenizer.json               required for text; without it a model still takes and gives token ids
+    tokenizer_config.json        special tokens, add_bos_token, chat_template
+    special_tokens_map.json      special tokens of older checkpoints
+    chat_template.jinja          wins over the one in tokenizer_config.json
+    additional_chat_templates/   named templates, e.g. tool_use
+    generation_config.json       sampling defaults
+
+Everything is read as transformers reads it, so that ids are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from gateway_svc.text.chat import ChatMessages, ChatTemplate, ChatTemplateError
+from gateway_svc.text.detokenizer import Detokenizer, DetokenizerFactory
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+TEMPLATE_FOLDER = "additional_chat_templates/"
+
+
+class BundleError(ValueError):
+    """A file of the bundle cannot be used; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What generation_config.json says about sampling. None: it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    unserved: tuple[str, ...] = ()  # settings of the checkpoint that this server does not apply
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What a bundle holds. `tokenizer` is None for a checkpoint without tokenizer.json."""
+
+    tokenizer: Tokenizer | None
+    defaults: SamplingDefaults
+
+
+def model_text_from_files(files: Mapping[str, bytes]) -> ModelText:
+    """Build everything from file names and bytes. Raises BundleError."""
+    tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
+    return ModelText(tokenizer, _sampling_defaults(_json_object(files, "generation_config.json")))
+
+
+class Tokenizer:
+    """Text to ids and back for one model. Safe to use from several threads."""
+
+    def __init__(self, backend: Backend, templates: Mapping[str, ChatTemplate]) -> None:
+        self._backend = backend
+        self._templates = dict(templates)
+        self._detokenizers = DetokenizerFactory(backend)
+        self.max_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
+        """Build from the files of a model folder, by name. Raises BundleError."""
+        config = _json_object(files, "tokenizer_config.json")
+        legacy = _json_object(files, "special_tokens_map.json")
+        try:
+            backend = Backend.from_buffer(files["tokenizer.json"])
+        except Exception as error:  # the library raises bare Exception
+            raise BundleError(f"tokenizer.json cannot be read: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        named = _named_tokens({**legacy, **config})
+        _add_missing_tokens(backend, named, {**legacy, **config})
+        _update_post_processor(backend, config, named)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        sources = _template_sources(files, config)
+        return cls(backend, {name: ChatTemplate(source, named) for name, source in sources.items()})
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Special tokens written in the text become their ids, as in transformers."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids; incomplete characters become U+FFFD, ids without a token nothing."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(
+        self,
+        messages: ChatMessages,
+        *,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises ChatTemplateError."""
+        text = self.render_chat(
+            messages, tools=tools, template_kwargs=template_kwargs, continue_final_message=continue_final_message
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: ChatMessages,
+        *,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The conversation as the text that `encode_chat` tokenizes. Raises ChatTemplateError."""
+        return self._template(has_tools=tools is not None).render(
+            messages, tools=tools, template_kwargs=template_kwargs or {}, continue_final_message=continue_final_message
+        )
+
+    def new_detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A detokenizer for one stream of ids."""
+        return self._detokenizers.new(skip_special_tokens=skip_special_tokens)
+
+    def _template(self, *, has_tools: bool) -> ChatTemplate:
+        template = self._templates.get("tool_use") if has_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            have = f" (it has only: {', '.join(sorted(self._templates))})" if self._templates else ""
+            raise ChatTemplateError(f"the model has no chat template{have}; send prompt.text or prompt.tokens")
+        return template
+
+
+def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name].decode("utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BundleError(f"{name} holds a JSON {type(value).__name__}; it must hold an object")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+    return {name: text for name, text in named.items() if text}
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)
+
+
+def _add_missing_tokens(backend: Backend, named: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Special tokens that only the configuration knows, and those it marks special."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder") or {}
+    listed = [(int(id_), entry) for id_, entry in decoder.items() if isinstance(entry, dict)]
+    for _, entry in sorted(listed, key=lambda item: item[0]):
+        if entry.get("content") and entry["content"] not in known:
+            backend.add_tokens([_added_token(entry)])
+    extra: list[Any] = []
+    for key in EXTRA_TOKENS:
+        value = config.get(key) or []
+        extra += list(value.values()) if isinstance(value, dict) else list(value)
+    for text in [*named.values(), *map(_token_text, extra)]:
+        present = known.get(text)
+        if text and (present is None or not present.special):
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in entry}
+    return AddedToken(str(entry["content"]), special=bool(entry.get("special", False)), **flags)
+
+
+def _update_post_processor(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """add_bos_token and add_eos_token, where the configuration names them, win over tokenizer.json."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
+    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    pair = f"{single}{f' {bos}:1' if bos else ''} $B:1{f' {eos}:1' if eos else ''}"
+    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
+
+
+def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    inline = config.get("chat_template")
+    if isinstance(inline, str):
+        sources["default"] = inline
+    elif isinstance(inline, list):
+        sources.update({str(entry["name"]): str(entry["template"]) for entry in inline if isinstance(entry, dict)})
+    separate = {
+        name.removeprefix(TEMPLATE_FOLDER).removesuffix(".jinja"): name
+        for name in files
+        if name.startswith(TEMPLATE_FOLDER) and name.endswith(".jinja")
+    }
+    if "chat_template.jinja" in files:
+        separate["default"] = "chat_template.jinja"
+    for key, name in separate.items():
+        try:
+            sources[key] = files[name].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{name} is not UTF-8: {error}") from None
+    return sources
+
+
+def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
+    top_k = _number(config, "top_k", -1, 2**32 - 1)
+    return SamplingDefaults(
+        temperature=0.0 if config.get("do_sample") is False else _number(config, "temperature", 0, 2),
+        top_p=_number(config, "top_p", 0, 1) or None,
+        top_k=None if top_k is None else max(int(top_k), 0),
+        min_p=_number(config, "min_p", 0, 1),
+        unserved=tuple(_unserved(config)),
+    )
+
+
+def _number(config: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise BundleError(f"generation_config.json: {name} is {value!r}; it must be a number")
+    if not low <= value <= high:
+        raise BundleError(f"generation_config.json: {name} is {value}; it must be from {low:g} to {high:g}")
+    return value
+
+
+def _unserved(config: Mapping[str, Any]) -> list[str]:
+    neutral = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "num_beams": 1}
+    return [f"{key}={config[key]}" for key, value in neutral.items() if config.get(key) not in (None, value)]

@@ -1,0 +1,169 @@
+"""Chat templates: the checkpoint's Jinja source rendered in a sandbox, as transformers renders it.
+
+A template is data of a checkpoint, so it runs sandboxed and immutable, and whatever it raises becomes a
+ChatTemplateError with the template's own words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+ChatMessages: TypeAlias = Sequence[Mapping[str, Any]]
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space: shows whether the template strips the content
+
+
+class ChatTemplateError(ValueError):
+    """A conversation cannot be rendered; the message says why, in the template's words where it has some."""
+
+
+class ChatTemplate:
+    """One compiled template. A broken source raises only when a chat is asked for: token prompts still work."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._problem = ""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            self._problem = f"the model's chat template is broken at line {error.lineno}: {error.message}"
+
+    def render(
+        self,
+        messages: ChatMessages,
+        *,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The conversation as text: ready for an assistant turn, or with the last message left open.
+
+        Messages are mappings with role and content. Raises ChatTemplateError.
+        """
+        if self._problem:
+            raise ChatTemplateError(self._problem)
+        variables = {**self._special_tokens, **(template_kwargs or {})}
+        taken = [name for name in RESERVED if name in variables and name != "documents"]
+        if taken:
+            raise ChatTemplateError(f"template variable {taken[0]!r} is set by the server; leave it out")
+        if not continue_final_message:
+            return self._render(messages, tools, variables, add_generation_prompt=True)
+        return self._render_open(messages, tools, variables)
+
+    def _render(
+        self, messages: ChatMessages, tools: Sequence[Any] | None, variables: dict[str, Any], **flags: bool
+    ) -> str:
+        variables = {"documents": None, **variables}
+        try:
+            return self._template.render(messages=[dict(m) for m in messages], tools=tools, **variables, **flags)
+        except jinja2.exceptions.SecurityError as error:
+            raise ChatTemplateError(f"the model's chat template does something forbidden: {error}") from None
+        except jinja2.exceptions.UndefinedError as error:
+            raise ChatTemplateError(f"the model's chat template misses a value: {error}") from None
+        except jinja2.exceptions.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template refuses this chat: {error}") from None
+        except Exception as error:  # templates call arbitrary string and list methods
+            kind = type(error).__name__
+            raise ChatTemplateError(f"the model's chat template failed with {kind}: {error}") from None
+
+    def _render_open(self, messages: ChatMessages, tools: Sequence[Any] | None, variables: dict[str, Any]) -> str:
+        """Render with a tag behind the last content and cut there, so that the template's closing words go."""
+        final = str(messages[-1].get("content", ""))
+        tagged = [*messages[:-1], {**messages[-1], "content": final + CONTINUE_TAG}]
+        text = self._render(tagged, tools, variables, add_generation_prompt=False)
+        bare_tag = CONTINUE_TAG.strip()
+        if bare_tag not in text or final.strip() not in text:
+            raise ChatTemplateError(
+                "continue_final_message: the model's chat template changes or drops the last message's content, "
+                "so it cannot be left open"
+            )
+        cut = text.rindex(bare_tag)
+        is_spacing_kept = text[cut : cut + len(CONTINUE_TAG)] == CONTINUE_TAG
+        return text[:cut] if is_spacing_kept else text[:cut].rstrip()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _TemplateDict()
+    environment.globals["namespace"] = _TemplateNamespace
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own tojson escapes HTML, which would change the prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _TemplateDict:
+    """`dict` without the class object, whose attributes lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace` that keeps no underscore names, for the same reason."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} starts with an underscore")
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; for serving it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())

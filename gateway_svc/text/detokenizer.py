@@ -1,0 +1,265 @@
+"""Incremental detokenization: ids in, whole characters out, at a constant cost per token.
+
+For every stream: the concatenation of all deltas and the flush equals `decode` of all ids at once. How much must
+be held back for that depends on the tokenizer's decoder:
+
+    ByteLevel              bytes of one incomplete character (at most 3)
+    ByteFallback family    the current run of byte tokens: decode shows a run whole or as U+FFFD, never in part
+    anything else          a window of ids that is decoded again, as far as the text still may change
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+
+REPLACEMENT = "\ufffd"
+WINDOW = 32  # ids that the generic detokenizer keeps at most before it lets a text go
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer(Protocol):
+    """One stream's text."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new ids, return the text that they complete."""
+
+    def flush(self) -> str:
+        """The end: what was held back, with U+FFFD for an incomplete character."""
+
+
+class DetokenizerFactory:
+    """Makes detokenizers for one tokenizer; what is known of single tokens is computed once and shared."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        decoder = json.loads(backend.to_str()).get("decoder")
+        self._special_ids = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
+        self._caches: dict[bool, dict[int, Any]] = {False: {}, True: {}}
+
+    def new(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A detokenizer at the start of a stream."""
+        cache = self._caches[skip_special_tokens]
+        if self._is_byte_level:
+            return _ByteLevel(_Pieces(cache, self._reader(skip_special_tokens, _bytes_of_token, b"")))
+        if self._plan is not None:
+            return _Pipeline(self._plan, _Pieces(cache, self._reader(skip_special_tokens, self._plan.piece, None)))
+        return _Window(self._backend, self._special_ids if skip_special_tokens else set())
+
+    def _reader(self, skip_special_tokens: bool, convert: Callable[[str], Any], nothing: Any) -> Callable[[int], Any]:
+        def read(id_: int) -> Any:
+            if skip_special_tokens and id_ in self._special_ids:
+                return nothing
+            token = self._backend.id_to_token(id_)
+            return nothing if token is None else convert(token)
+
+        return read
+
+
+class _Pieces:
+    """What single ids contribute, remembered in a dict that all streams of a tokenizer share."""
+
+    __slots__ = ("_cache", "_read")
+
+    def __init__(self, cache: dict[int, Any], read: Callable[[int], Any]) -> None:
+        self._cache = cache
+        self._read = read
+
+    def of(self, ids: Iterable[int]) -> list[Any]:
+        cache = self._cache
+        try:
+            return [cache[id_] for id_ in ids]
+        except KeyError:
+            for id_ in ids:
+                if id_ not in cache:
+                    cache[id_] = self._read(id_)
+            return [cache[id_] for id_ in ids]
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(kept)]
+    table = {chr(byte): byte for byte in kept}
+    table.update({chr(256 + i): byte for i, byte in enumerate(moved)})
+    return table
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+def _bytes_of_token(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # an added token is plain text
+        return token.encode()
+
+
+class _ByteLevel:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, Tekken): a stream of bytes that are UTF-8 where they can be."""
+
+    __slots__ = ("_decoder", "_pieces")
+
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(self._pieces.of(ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Plan:
+    """A decoder of per-token steps: Replace, Metaspace, ByteFallback, Fuse, and a Strip of the text's start."""
+
+    def __init__(self, steps: list[dict[str, Any]]) -> None:
+        kinds = [step["type"] for step in steps]
+        split = kinds.index("ByteFallback") if "ByteFallback" in kinds else len(steps)
+        self.has_byte_fallback = split < len(steps)
+        self._before = [_text_step(step) for step in steps[:split] if step["type"] == "Replace"]
+        self._after = [_text_step(step) for step in steps[split + 1 :] if step["type"] == "Replace"]
+        self.drops_first_space = any(s["type"] == "Metaspace" and s.get("prepend_scheme") != "never" for s in steps)
+        self.metaspace = next((str(s.get("replacement", "▁")) for s in steps if s["type"] == "Metaspace"), "")
+        strip: dict[str, Any] = next((s for s in steps if s["type"] == "Strip"), {"content": " ", "start": 0})
+        self.strip_char = str(strip["content"])
+        self.strip_count = int(strip["start"])
+
+    def piece(self, token: str) -> str | int:
+        """A token as text, or as the byte it stands for."""
+        for step in self._before:
+            token = step(token)
+        match = BYTE_TOKEN.fullmatch(token) if self.has_byte_fallback else None
+        return int(match[1], 16) if match else self.finish(token)
+
+    def finish(self, text: str) -> str:
+        """The steps behind ByteFallback."""
+        for step in self._after:
+            text = step(text)
+        return text
+
+
+def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
+    old, new = step["pattern"]["String"], step["content"]
+    return lambda text: text.replace(old, new)
+
+
+def _pipeline_plan(decoder: dict[str, Any] | None) -> _Plan | None:
+    """The plan of a decoder that works token by token, or None."""
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    is_known = all(_is_step_known(step) for step in steps)
+    is_repeated = any(kinds.count(kind) > 1 for kind in ("ByteFallback", "Strip", "Metaspace", "Fuse"))
+    is_metaspace_alone = "Metaspace" not in kinds or len(kinds) == 1
+    is_strip_last = "Strip" not in kinds or kinds[-2:] == ["Fuse", "Strip"]
+    is_fuse_late = "Fuse" not in kinds or not set(kinds[kinds.index("Fuse") + 1 :]) - {"Strip"}
+    if not is_known or is_repeated or not (is_metaspace_alone and is_strip_last and is_fuse_late):
+        return None
+    return _Plan(steps)
+
+
+def _is_step_known(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]
+    if step["type"] == "Strip":
+        return bool(step["stop"] == 0)
+    return step["type"] in ("ByteFallback", "Fuse", "Metaspace")
+
+
+class _Pipeline:
+    """SentencePiece-style tokenizers (Llama 2, Mistral, Gemma): text pieces and runs of byte tokens."""
+
+    __slots__ = ("_is_first", "_pieces", "_plan", "_run", "_to_strip")
+
+    def __init__(self, plan: _Plan, pieces: _Pieces) -> None:
+        self._plan = plan
+        self._pieces = pieces
+        self._run = bytearray()
+        self._to_strip = plan.strip_count
+        self._is_first = True
+
+    def push(self, ids: Sequence[int]) -> str:
+        parts: list[str] = []
+        for piece in self._pieces.of(ids):
+            if piece is None:
+                continue
+            if isinstance(piece, int):
+                self._run.append(piece)
+                continue
+            if self._run:
+                parts.append(self._end_run())
+            parts.append(self._metaspace(piece) if self._plan.metaspace else piece)
+        return self._strip("".join(parts))
+
+    def flush(self) -> str:
+        return self._strip(self._end_run()) if self._run else ""
+
+    def _end_run(self) -> str:
+        try:
+            text = self._run.decode("utf-8")
+        except UnicodeDecodeError:
+            text = REPLACEMENT * len(self._run)
+        self._run.clear()
+        return self._plan.finish(text)
+
+    def _metaspace(self, piece: str) -> str:
+        is_dropped = self._is_first and self._plan.drops_first_space
+        self._is_first = False
+        return piece.replace(self._plan.metaspace, "" if is_dropped else " ")
+
+    def _strip(self, text: str) -> str:
+        while self._to_strip and text:
+            if not text.startswith(self._plan.strip_char):
+                self._to_strip = 0
+                break
+            text = text[1:]
+            self._to_strip -= 1
+        return text
+
+
+class _Window:
+    """Any other decoder: decode a few recent ids with and without the new ones; the difference is new text."""
+
+    __slots__ = ("_backend", "_ids", "_num_read", "_skipped")
+
+    def __init__(self, backend: Backend, skipped: set[int]) -> None:
+        self._backend = backend
+        self._skipped = skipped
+        self._ids: list[int] = []  # context whose text is out, then ids whose text is not
+        self._num_read = 0  # length of that context
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(self._push_one(id_) for id_ in ids)
+
+    def flush(self) -> str:
+        return self._take()
+
+    def _push_one(self, id_: int) -> str:
+        # Ids without text must not count as context: a decoder treats the first token of a text specially.
+        if id_ in self._skipped or self._backend.id_to_token(id_) is None:
+            return ""
+        self._ids.append(id_)
+        is_open = self._decode(self._ids).endswith(REPLACEMENT)
+        if is_open and len(self._ids) - self._num_read < WINDOW:
+            return ""
+        return self._take()
+
+    def _take(self) -> str:
+        before = self._decode(self._ids[: self._num_read])
+        delta = self._decode(self._ids)[len(before) :]
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        return delta
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)

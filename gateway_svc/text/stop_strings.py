@@ -1,0 +1,108 @@
+"""Stop strings: found across token borders, in output text only, with as little held back as possible.
+
+An Aho-Corasick automaton reads each character once. The match that completes first wins; of several that complete
+at the same character, the one listed first. Its state says exactly how much of the text may still become a match.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The stop strings of one request, compiled; shared by its samples. Strings are not empty."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.first_chars = frozenset(stop[0] for stop in stops)
+        self.edges: list[dict[str, int]] = [{}]
+        self.depths = [0]
+        self.fails = [0]
+        self.matches: list[int | None] = [None]  # index of the first listed stop that ends here
+        for index, stop in enumerate(self.stops):
+            self._insert(index, stop)
+        self._link()
+
+    def new_matcher(self, *, include_stop: bool = False) -> StopMatcher:
+        """A matcher at the start of a text."""
+        return StopMatcher(self, include_stop=include_stop)
+
+    def step(self, node: int, char: str) -> int:
+        """The longest suffix of the text that is a prefix of a stop string, after one more character."""
+        while char not in self.edges[node]:
+            if node == 0:
+                return 0
+            node = self.fails[node]
+        return self.edges[node][char]
+
+    def _insert(self, index: int, stop: str) -> None:
+        node = 0
+        for char in stop:
+            if char not in self.edges[node]:
+                self.edges[node][char] = len(self.edges)
+                self.edges.append({})
+                self.depths.append(self.depths[node] + 1)
+                self.fails.append(0)
+                self.matches.append(None)
+            node = self.edges[node][char]
+        if self.matches[node] is None:
+            self.matches[node] = index
+
+    def _link(self) -> None:
+        queue = deque(self.edges[0].values())
+        while queue:
+            node = queue.popleft()
+            for char, child in self.edges[node].items():
+                self.fails[child] = self.step(self.fails[node], char)
+                queue.append(child)
+            self._inherit_match(node)
+
+    def _inherit_match(self, node: int) -> None:
+        shorter = self.matches[self.fails[node]]
+        own = self.matches[node]
+        if shorter is not None and (own is None or shorter < own):
+            self.matches[node] = shorter
+
+
+class StopMatcher:
+    """One text. `match` is the stop string once it is complete; nothing is released after it."""
+
+    __slots__ = ("_held", "_include_stop", "_node", "_stops", "match")
+
+    def __init__(self, stops: StopStrings, *, include_stop: bool) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._node = 0
+        self._held = ""
+        self.match: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take new text, return what can be released: everything that cannot become part of a match."""
+        if self.match is not None or not text:
+            return ""
+        if self._node == 0 and self._stops.first_chars.isdisjoint(text):
+            return text
+        end = self._scan(text)
+        whole = self._held + text[:end]
+        if self.match is None:
+            cut = len(whole) - self._stops.depths[self._node]
+        else:
+            cut = len(whole) if self._include_stop else len(whole) - len(self.match)
+        self._held = whole[cut:] if self.match is None else ""
+        return whole[:cut]
+
+    def flush(self) -> str:
+        """The end of the text: what was held back is no match."""
+        held, self._held, self._node = self._held, "", 0
+        return held
+
+    def _scan(self, text: str) -> int:
+        """Advance to the end of the text or of the first match; returns how many characters were read."""
+        for position, char in enumerate(text):
+            self._node = self._stops.step(self._node, char)
+            index = self._stops.matches[self._node]
+            if index is not None:
+                self.match = self._stops.stops[index]
+                return position + 1
+        return len(text)

@@ -1,0 +1,81 @@
+"""The tokenizer of a bundle: special tokens, post-processors, broken files, generation defaults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from gateway_svc.text.bundle import BundleError, Tokenizer, model_text_from_files
+from tests.unit.gateway.tokenizer_kinds import byte_fallback, byte_level, bundle_files
+
+
+def test_begin_of_text_is_added_where_the_tokenizer_adds_it() -> None:
+    tokenizer = Tokenizer.from_files(bundle_files(byte_fallback()))
+    assert tokenizer.encode("Hello", add_special_tokens=True)[0] == 1
+    assert tokenizer.encode("Hello", add_special_tokens=False)[0] != 1
+
+
+@pytest.mark.parametrize(("config", "begins"), [({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
+def test_add_bos_token_wins_over_the_post_processor(config: dict[str, bool], begins: bool) -> None:
+    files = bundle_files(byte_fallback(), {"bos_token": "<s>", **config})
+    ids = Tokenizer.from_files(files).encode("Hello", add_special_tokens=True)
+    assert (ids[0] == 1) == begins
+
+
+def test_special_tokens_of_the_configuration_are_added() -> None:
+    backend = byte_level()
+    files = bundle_files(backend, {"eos_token": {"content": "<|end|>"}, "extra_special_tokens": ["<|pad|>"]})
+    tokenizer = Tokenizer.from_files(files)
+    ids = tokenizer.encode("a<|end|><|pad|>", add_special_tokens=False)
+    assert ids[-2:] == [backend.get_vocab_size(), backend.get_vocab_size() + 1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
+    backend = byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    ids = Tokenizer.from_files(bundle_files(backend)).encode("Hello world, how are you", add_special_tokens=True)
+    assert 2 < len(ids) < 50
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"[]", "must hold an object"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("generation_config.json", b'{"top_p": 1.5}', "top_p is 1.5"),
+        ("generation_config.json", b'{"temperature": "hot"}', "temperature is 'hot'"),
+        ("generation_config.json", b'{"min_p": NaN}', "min_p is nan"),
+    ],
+)
+def test_a_broken_file_is_named(name: str, data: bytes, words: str) -> None:
+    files = bundle_files(byte_level()) | {name: data}
+    with pytest.raises(BundleError, match=words):
+        model_text_from_files(files)
+
+
+def test_a_checkpoint_without_tokenizer_has_no_text() -> None:
+    assert model_text_from_files({}).tokenizer is None
+
+
+def test_generation_defaults() -> None:
+    config = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.05}
+    defaults = model_text_from_files({"generation_config.json": json.dumps(config).encode()}).defaults
+    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.6, 0, 0.9, None)
+    assert defaults.unserved == ("repetition_penalty=1.05",)
+
+
+def test_do_sample_false_means_greedy() -> None:
+    config = {"do_sample": False, "temperature": 0.6}
+    assert model_text_from_files({"generation_config.json": json.dumps(config).encode()}).defaults.temperature == 0
+
+
+def test_the_longest_token_bounds_the_bytes_per_token() -> None:
+    backend: Backend = byte_level()
+    backend.add_tokens(["x" * 77])
+    assert Tokenizer.from_files(bundle_files(backend)).max_token_bytes == 77

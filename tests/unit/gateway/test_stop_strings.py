@@ -1,0 +1,103 @@
+"""Stop strings against a plain search over the whole text, and the amount of text that is held back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway_svc.text.output import SampleText
+from gateway_svc.text.stop_strings import StopStrings
+
+
+def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, str | None]:
+    """The definition: the match that ends first wins, then the order of the list."""
+    found = [(text.find(stop) + len(stop), i) for i, stop in enumerate(stops) if stop in text]
+    if not found:
+        return text, None
+    end, index = min(found)
+    return text[: end if include_stop else end - len(stops[index])], stops[index]
+
+
+@given(
+    chunks=st.lists(st.text("abc", max_size=6), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    include_stop=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_any_split_gives_what_a_search_in_the_whole_text_gives(
+    chunks: list[str], stops: list[str], include_stop: bool
+) -> None:
+    matcher = StopStrings(stops).new_matcher(include_stop=include_stop)
+    released = "".join(matcher.push(chunk) for chunk in chunks) + matcher.flush()
+    assert (released, matcher.match) == reference("".join(chunks), stops, include_stop=include_stop)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "released"),
+    [
+        (["END"], "text E", "text "),
+        (["END"], "text EN", "text "),
+        (["END"], "text ENx", "text ENx"),
+        (["\n\n", "Human:"], "line\n", "line"),
+        (["Human:"], "a Hum", "a "),
+        (["aab"], "xaaa", "xa"),
+        (["abc"], "plain", "plain"),
+    ],
+)
+def test_only_what_may_still_become_a_match_is_held(stops: list[str], text: str, released: str) -> None:
+    assert StopStrings(stops).new_matcher().push(text) == released
+
+
+def test_of_matches_that_end_together_the_first_listed_wins() -> None:
+    matcher = StopStrings(["bc", "abc"]).new_matcher()
+    assert matcher.push("xabc") == "xa"
+    assert matcher.match == "bc"
+    matcher = StopStrings(["abc", "bc"]).new_matcher()
+    assert matcher.push("xabc") == "x"
+    assert matcher.match == "abc"
+
+
+def test_the_match_that_completes_first_wins_over_list_order() -> None:
+    matcher = StopStrings(["cde", "bc"]).new_matcher()
+    assert matcher.push("abcde") == "a"
+    assert matcher.match == "bc"
+
+
+def test_nothing_is_released_after_a_match() -> None:
+    matcher = StopStrings(["."]).new_matcher(include_stop=True)
+    assert matcher.push("a.b") == "a."
+    assert matcher.push("c") == ""
+    assert matcher.flush() == ""
+
+
+class Letters:
+    """A detokenizer whose ids are code points; 0 is held until the flush."""
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(chr(id_) for id_ in ids if id_)
+
+    def flush(self) -> str:
+        return "!"
+
+
+def test_ids_past_the_match_do_not_belong_to_the_output() -> None:
+    text = SampleText(Letters(), StopStrings(["cd"]).new_matcher())
+    assert text.push([ord(c) for c in "abc"]) == ("ab", 3)
+    assert text.push([ord(c) for c in "dxyz"]) == ("", 1)
+    assert text.stop == "cd"
+    assert text.flush() == ""
+
+
+def test_the_flush_can_complete_a_stop_string() -> None:
+    text = SampleText(Letters(), StopStrings(["b!"]).new_matcher())
+    assert text.push([ord("a"), ord("b")]) == ("a", 2)
+    assert text.flush() == ""
+    assert text.stop == "b!"
+
+
+def test_without_a_match_the_flush_releases_what_was_held() -> None:
+    text = SampleText(Letters(), StopStrings(["bcd"]).new_matcher())
+    assert text.push([ord("a"), ord("b"), 0]) == ("a", 3)
+    assert text.flush() == "b!"
+    assert text.stop is None
