@@ -29,7 +29,10 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults and keeps the epilog's line breaks."""
+    """Shows defaults that say something and keeps the epilog's line breaks."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyProto
@@ -115,7 +115,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) 
     await context.abort(error.code, error.message, trailing_metadata=status_metadata(error))
 
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

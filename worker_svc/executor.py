@@ -1,0 +1,273 @@
+"""The model's one thread, and the order in which steps enter it.
+
+    event loop: submit -> fence, step id, columns -> queue -> model thread: execute -> answer
+
+The event loop never computes; the model thread never waits for the network while there is a step in its queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from quire.v1 import worker_pb2
+
+from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput
+from worker_svc.engine.config import EngineInfo
+from worker_svc.wire import blocks_to_proto, step_batch_from_proto, step_output_to_proto
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Answer = asyncio.Future[worker_pb2.StepOutput]
+
+NUM_KEPT_ANSWERS = 64
+FIRST_STEP_ID = 1
+EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool cannot be trusted any more
+
+
+class StepOrderError(StaleEpochError):
+    """A step that is neither the next one nor one whose answer is still kept."""
+
+
+class Runner(Protocol):
+    """What the shell needs of `worker_svc.engine.model_runner.ModelRunner`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    def execute(self, batch: StepBatch) -> StepOutput: ...
+    def committed_blocks(self) -> Iterable[tuple[U32, list[bytes], U32]]: ...
+    def reset_rows(self) -> None: ...
+    def rows_used(self) -> int: ...
+
+
+def end_process(error: BaseException) -> None:
+    """Leave at once: what failed may have left the KV pool half written, and a restarted worker is a clean one."""
+    log.critical("the KV pool may be corrupt, so this worker ends (exit code %d)", EXIT_CORRUPT, exc_info=error)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(EXIT_CORRUPT)
+
+
+class Lease:
+    """One scheduler's hold on this worker: its fence, its step numbers, and its last answers."""
+
+    def __init__(self, epoch: int, worker_epoch: int, scheduler_id: str) -> None:
+        self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch)
+        self.scheduler_id = scheduler_id
+        self.next_step_id = FIRST_STEP_ID  # to accept; the event loop's
+        self.next_to_run = FIRST_STEP_ID  # the model thread's
+        self.end_error: QuireError | None = None
+        self._answers: dict[int, Answer] = {}
+        self._on_end: set[Callable[[QuireError], None]] = set()
+
+    @property
+    def epoch(self) -> int:
+        return self.fence.scheduler_epoch
+
+    def answer_of(self, step_id: int) -> Answer | None:
+        """The kept (or coming) answer of a repeated step id; None if it is the next one. StepOrderError otherwise."""
+        if step_id == self.next_step_id:
+            return None
+        if step_id in self._answers:
+            return self._answers[step_id]
+        kept = f", answers of {min(self._answers)} to {max(self._answers)} are kept" if self._answers else ""
+        raise StepOrderError(f"expected step {self.next_step_id}, got {step_id}{kept}", field="batch.step_id")
+
+    def accept(self, step_id: int, answer: Answer) -> None:
+        """Step `step_id` is queued; keep its answer for repetitions."""
+        self.next_step_id = step_id + 1
+        self._answers[step_id] = answer
+        self._answers.pop(step_id - NUM_KEPT_ANSWERS, None)
+        answer.add_done_callback(lambda done: self._take_back_if_refused(step_id, done))
+
+    def _take_back_if_refused(self, step_id: int, answer: Answer) -> None:
+        is_refused = not answer.cancelled() and answer.exception() is not None
+        if not is_refused or self._answers.get(step_id) is not answer:
+            return
+        self.next_step_id = step_id
+        self._answers = {kept: value for kept, value in self._answers.items() if kept < step_id}
+
+    def watch(self, on_end: Callable[[QuireError], None]) -> Callable[[], None]:
+        """Call `on_end` once when this lease is over. Returns how to stop watching."""
+        if self.end_error is not None:
+            on_end(self.end_error)
+        self._on_end.add(on_end)
+        return lambda: self._on_end.discard(on_end)
+
+    def end(self, error: QuireError) -> None:
+        """The lease is over; its streams are told `error`."""
+        self.end_error = error
+        for on_end in list(self._on_end):
+            on_end(error)
+
+
+class StepExecutor:
+    """Owns the runner, the thread that alone may touch it, and the lease in force.
+
+    A step is refused whole (and nothing has changed) for a wrong fence, order or form; it may then be sent again
+    corrected, under the same id. Any other exception of the runner goes to `on_fatal`, which is not expected to return.
+    """
+
+    def __init__(self, *, worker_epoch: int, on_fatal: Callable[[BaseException], None] = end_process) -> None:
+        self.worker_epoch = worker_epoch
+        self.num_in_flight = 0
+        self.rows_used = 0
+        self._on_fatal = on_fatal
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._runner: Runner | None = None
+        self._lease: Lease | None = None
+        self._last_epoch = 0
+        self._idle_since = time.monotonic()
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    async def load(self, make_runner: Callable[[], Runner]) -> EngineInfo:
+        """Make the runner in the model thread. Raises what `make_runner` raises."""
+        self._runner = await self._call(make_runner)
+        return self._runner.info
+
+    def close(self) -> None:
+        """Queued work is dropped; a running step ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise UnavailableError("the worker is still loading its weights; try again", retry_after_s=1.0)
+        return self._runner
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    async def lease(self, epoch: int, scheduler_id: str) -> Lease:
+        """A scheduler takes over: older leases end, all rows are closed, committed blocks stay.
+
+        `epoch` 0 means the last one + 1. Raises StaleEpochError unless it is higher than every one before.
+        """
+        runner = self._loaded()
+        epoch = epoch or self._last_epoch + 1
+        if epoch <= self._last_epoch:
+            raise StaleEpochError(
+                f"scheduler_epoch {epoch} is stale: this worker was leased with {self._last_epoch}; use a higher one",
+                field="scheduler_epoch",
+            )
+        lease = Lease(epoch, self.worker_epoch, scheduler_id)
+        older, self._lease, self._last_epoch = self._lease, lease, epoch
+        if older is not None:
+            older.end(_superseded(older, lease))
+        await self._call(lambda: self._reset_rows(runner))
+        self._check_in_force(lease)
+        return lease
+
+    def _reset_rows(self, runner: Runner) -> None:
+        try:
+            runner.reset_rows()
+        except Exception as error:
+            self._on_fatal(error)
+            raise
+        self.rows_used = 0
+
+    def current_lease(self) -> Lease:
+        """The lease in force; StaleEpochError if there is none."""
+        if self._lease is None:
+            raise StaleEpochError("nobody has leased this worker; call Lease first")
+        return self._lease
+
+    def check_fence(self, fence: worker_pb2.Fence) -> Lease:
+        """The lease that `fence` names. StaleEpochError unless it is the one in force."""
+        if fence.worker_epoch != self.worker_epoch:
+            raise StaleEpochError(
+                f"worker_epoch {fence.worker_epoch:#x} is another start of this worker; now it is "
+                f"{self.worker_epoch:#x}; call Lease again",
+                field="fence.worker_epoch",
+            )
+        lease = self.current_lease()
+        if fence.scheduler_epoch != lease.epoch:
+            raise StaleEpochError(
+                f"scheduler_epoch {fence.scheduler_epoch} does not hold this worker; {lease.epoch} does",
+                field="fence.scheduler_epoch",
+            )
+        return lease
+
+    def _check_in_force(self, lease: Lease) -> None:
+        current = self._lease
+        if current is not None and current is not lease:
+            raise _superseded(lease, current)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def submit(self, message: worker_pb2.StepBatch) -> Answer:
+        """Queue one step; the answer comes when it has run. A repeated step id gets the same answer, without a run.
+
+        Raises StaleEpochError, StepOrderError or InvalidRequestError; so may the answer.
+        """
+        runner = self._loaded()
+        lease = self.check_fence(message.fence)
+        known = lease.answer_of(message.step_id)
+        if known is not None:
+            return known
+        batch = step_batch_from_proto(message)
+        queued_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        answer = loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))
+        self.num_in_flight += 1
+        answer.add_done_callback(self._note_answered)
+        lease.accept(batch.step_id, answer)
+        return answer
+
+    def _run(self, runner: Runner, lease: Lease, batch: StepBatch, queued_at: float) -> worker_pb2.StepOutput:
+        queue_us = int((time.monotonic() - queued_at) * 1e6)
+        self._check_in_force(lease)
+        if batch.step_id != lease.next_to_run:
+            raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
+        output = self._execute(runner, batch)
+        lease.next_to_run += 1
+        self.rows_used = runner.rows_used()
+        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
+
+    def _execute(self, runner: Runner, batch: StepBatch) -> StepOutput:
+        try:
+            return runner.execute(batch)
+        except BadBatchError as error:
+            raise InvalidRequestError(f"step {batch.step_id}: {error}", field="batch") from error
+        except Exception as error:
+            self._on_fatal(error)
+            raise
+
+    def _note_answered(self, answer: Answer) -> None:
+        self.num_in_flight -= 1
+        self._idle_since = time.monotonic()
+        if not answer.cancelled():
+            answer.exception()  # seen: whoever asked may have left
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last step ended; 0 while one is queued or runs."""
+        return 0.0 if self.num_in_flight else time.monotonic() - self._idle_since
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    async def list_blocks(self, fence: worker_pb2.Fence) -> list[worker_pb2.ListBlocksResponse]:
+        """All committed blocks, as they are between two steps."""
+        runner = self._loaded()
+        self.check_fence(fence)
+        return await self._call(lambda: list(_blocks(runner)))
+
+
+def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:
+    return (blocks_to_proto(*columns) for columns in runner.committed_blocks())
+
+
+def _superseded(older: Lease, newer: Lease) -> StaleEpochError:
+    return StaleEpochError(
+        f"the lease of scheduler_epoch {older.epoch} is over: {newer.scheduler_id or 'another scheduler'} "
+        f"took this worker with {newer.epoch}",
+        field="fence.scheduler_epoch",
+    )

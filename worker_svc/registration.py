@@ -1,0 +1,170 @@
+"""Keeps this worker registered with its scheduler, for as long as the process lives.
+
+    LOADING (progress) ... READY (capacity) -> heartbeats ... DRAINING
+
+A scheduler that restarts, or is not there yet, is normal: the stream is opened again with a growing pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import grpc
+from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from worker_svc.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+REFUSED_PAUSE_S = 15.0
+OPEN_TIMEOUT_S = 10.0
+MIN_ACK_TIMEOUT_S = 5.0
+MIN_NEWS_INTERVAL_S = 0.1  # so that load progress does not become a flood
+DEFAULT_HEARTBEAT_S = 2.0
+
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+Call = grpc.aio.StreamStreamCall[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]
+
+
+class SilentSchedulerError(Exception):
+    """The stream is open but nobody answers on it, or its other side has ended it."""
+
+
+class Registration:
+    """One worker's Register stream. `run` never returns by itself: its owner cancels it."""
+
+    def __init__(
+        self,
+        *,
+        channel: grpc.aio.Channel,
+        scheduler: str,
+        worker_id: str,
+        address: str,
+        worker_epoch: int,
+        lifecycle: Lifecycle,
+        refused_pause_s: float = REFUSED_PAUSE_S,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        self._scheduler = scheduler
+        self._worker_id = worker_id
+        self._address = address
+        self._worker_epoch = worker_epoch
+        self._lifecycle = lifecycle
+        self._refused_pause_s = refused_pause_s
+        self._rng = rng or random.Random()
+        self._pause_s = FIRST_PAUSE_S
+        self._last_complaint = ""
+        self._told = asyncio.Condition()
+        self._told_state: scheduler_pb2.WorkerState.ValueType = scheduler_pb2.WORKER_STATE_UNSPECIFIED
+        self.is_connected = False
+
+    async def run(self) -> None:
+        """Register, heartbeat, reconnect; until cancelled."""
+        while True:
+            try:
+                await self._session()
+            except grpc.aio.AioRpcError as error:
+                pause_s = self._note_failure(error.code(), error.details() or "no details")
+            except (SilentSchedulerError, TimeoutError) as error:
+                pause_s = self._note_failure(grpc.StatusCode.UNAVAILABLE, str(error) or "it does not answer")
+            finally:
+                self.is_connected = False
+            # Workers that lost one scheduler together must not come back in step.
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+
+    async def told(self, state: scheduler_pb2.WorkerState.ValueType, timeout_s: float) -> bool:
+        """Wait until the scheduler has acknowledged `state`. False if that takes too long or nobody is there."""
+        if not self.is_connected:
+            return False
+        try:
+            async with asyncio.timeout(timeout_s), self._told:
+                await self._told.wait_for(lambda: self._told_state == state)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _session(self) -> None:
+        call: Call = self._stub.Register()
+        try:
+            await self._follow(call)
+        finally:
+            call.cancel()
+
+    async def _follow(self, call: Call) -> None:
+        call.add_done_callback(lambda _: self._lifecycle.changed.set())  # notice its end before the next heartbeat
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            accepted = await self._exchange(call)
+        interval_s = accepted.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
+        self._note_registered(interval_s)
+        while True:
+            await self._wait_for_news(interval_s)
+            async with asyncio.timeout(max(MIN_ACK_TIMEOUT_S, 3 * interval_s)):
+                await self._exchange(call)
+
+    async def _exchange(self, call: Call) -> scheduler_pb2.RegisterResponse:
+        """Tell the state, get the answer."""
+        self._lifecycle.changed.clear()
+        message = self._message()
+        await call.write(message)
+        response = await call.read()
+        if not isinstance(response, scheduler_pb2.RegisterResponse):
+            raise SilentSchedulerError("it ended the stream")
+        async with self._told:
+            self._told_state = message.state
+            self._told.notify_all()
+        return response
+
+    def _message(self) -> scheduler_pb2.RegisterRequest:
+        return scheduler_pb2.RegisterRequest(
+            worker_id=self._worker_id,
+            address=self._address,
+            worker_epoch=self._worker_epoch,
+            state=self._lifecycle.state,
+            load_progress=self._lifecycle.load_progress,
+            capacity=self._lifecycle.capacity,
+        )
+
+    async def _wait_for_news(self, interval_s: float) -> None:
+        await asyncio.sleep(min(MIN_NEWS_INTERVAL_S, interval_s))
+        try:
+            async with asyncio.timeout(interval_s):
+                await self._lifecycle.changed.wait()
+        except TimeoutError:
+            return
+
+    def _note_registered(self, interval_s: float) -> None:
+        log.info("registered with scheduler %s; a heartbeat every %g s", self._scheduler, interval_s)
+        self.is_connected = True
+        self._pause_s = FIRST_PAUSE_S
+        self._last_complaint = ""
+
+    def _note_failure(self, code: grpc.StatusCode, details: str) -> float:
+        """Log what is new about it; returns how long to wait."""
+        if code in REFUSALS:
+            self._complain(logging.ERROR, f"scheduler {self._scheduler} refuses this worker: {details}")
+            return self._refused_pause_s
+        # Only the code makes it a new complaint: details hold changing addresses and times.
+        self._complain(
+            logging.WARNING, f"scheduler {self._scheduler} is not there ({code.name}); trying again", details
+        )
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        return pause_s
+
+    def _complain(self, level: int, message: str, details: str = "") -> None:
+        if message == self._last_complaint:
+            return
+        self._last_complaint = message
+        log.log(level, "%s", f"{message}: {details}" if details else message)

@@ -1,0 +1,139 @@
+"""WorkerService: decode, hand to the executor, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from quire.v1 import worker_pb2, worker_pb2_grpc
+
+from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
+from worker_svc.bundle import Bundle
+from worker_svc.executor import Answer, StepExecutor
+from worker_svc.lifecycle import Lifecycle
+from worker_svc.wire import pieces
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+BUNDLE_PIECE_BYTES = 1 << 20
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StepInbox:
+    """The answers that one StepStream still owes, in order. Reads at most `depth` steps ahead of what is answered."""
+
+    def __init__(self, executor: StepExecutor, depth: int) -> None:
+        self._executor = executor
+        self._room = asyncio.Semaphore(depth)
+        self._answers: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()
+
+    async def read(self, requests: AsyncIterator[worker_pb2.StepStreamRequest]) -> None:
+        """Submit what comes, until the caller ends or a step is refused."""
+        try:
+            await self._room.acquire()
+            async for request in requests:
+                self._answers.put_nowait(self._executor.submit(request.batch))
+                await self._room.acquire()
+            self._answers.put_nowait(None)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with `error` after the answers that are owed."""
+        self._answers.put_nowait(error)
+
+    async def answers(self) -> AsyncIterator[worker_pb2.StepOutput]:
+        """Answers in the order of the steps. Raises what refused a step or ended the stream."""
+        while (item := await self._answers.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            # Shielded: a caller that leaves must not cancel a step that another stream may ask for again.
+            output = await asyncio.shield(item)
+            self._room.release()
+            yield output
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """The gRPC face of one worker. `drain(timeout_s)` lets it leave and returns the rows that were still open."""
+
+    def __init__(
+        self,
+        *,
+        executor: StepExecutor,
+        lifecycle: Lifecycle,
+        bundle: Bundle,
+        drain: Callable[[float], Awaitable[int]],
+        pipeline_depth: int = 2,
+    ) -> None:
+        self._executor = executor
+        self._lifecycle = lifecycle
+        self._bundle = bundle
+        self._drain = drain
+        self._pipeline_depth = pipeline_depth
+        self._inboxes: set[StepInbox] = set()
+
+    async def Lease(self, request: worker_pb2.LeaseRequest, context: Context) -> worker_pb2.LeaseResponse:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequestError(
+                f"protocol_version is {request.protocol_version}, this worker speaks {PROTOCOL_VERSION}; "
+                "run scheduler and workers of one release",
+                field="protocol_version",
+            )
+        if self._lifecycle.is_draining:
+            raise UnavailableError("the worker is draining; lease another one")
+        lease = await self._executor.lease(request.scheduler_epoch, request.scheduler_id)
+        log.info("leased by scheduler %s, scheduler_epoch %d", lease.scheduler_id or context.peer(), lease.epoch)
+        return worker_pb2.LeaseResponse(fence=lease.fence, next_step_id=lease.next_step_id)
+
+    async def StepStream(
+        self, request_iterator: AsyncIterator[worker_pb2.StepStreamRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.StepStreamResponse]:
+        inbox = StepInbox(self._executor, self._pipeline_depth)
+        unwatch = self._executor.current_lease().watch(inbox.fail)
+        self._inboxes.add(inbox)
+        reader = asyncio.ensure_future(inbox.read(request_iterator))
+        try:
+            async for output in inbox.answers():
+                yield worker_pb2.StepStreamResponse(output=output)
+        finally:
+            unwatch()
+            self._inboxes.discard(inbox)
+            await _cancel(reader)
+
+    async def StepBatch(self, request: worker_pb2.StepBatchRequest, context: Context) -> worker_pb2.StepBatchResponse:
+        output = await asyncio.shield(self._executor.submit(request.batch))
+        return worker_pb2.StepBatchResponse(output=output)
+
+    async def ListBlocks(
+        self, request: worker_pb2.ListBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ListBlocksResponse]:
+        for response in await self._executor.list_blocks(request.fence):
+            yield response
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        if not 0 <= request.timeout_s < float("inf"):
+            raise InvalidRequestError(f"timeout_s is {request.timeout_s}, expected 0 or more", field="timeout_s")
+        return worker_pb2.DrainResponse(rows_left=await self._drain(request.timeout_s))
+
+    async def GetWorkerBundle(
+        self, request: worker_pb2.GetWorkerBundleRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.GetWorkerBundleResponse]:
+        for data in pieces(self._bundle.data, BUNDLE_PIECE_BYTES):
+            yield worker_pb2.GetWorkerBundleResponse(data=data)
+
+    def end_streams(self, error: QuireError) -> None:
+        """End every open StepStream with `error`, after the answers that it is owed."""
+        for inbox in self._inboxes:
+            inbox.fail(error)
+
+
+async def _cancel(task: asyncio.Future[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

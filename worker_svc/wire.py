@@ -1,0 +1,222 @@
+"""Between the protocol and the engine's plain data. Columns come in without a copy, as read-only views of the message.
+
+What is checked here is form: lengths that are whole numbers and agree with each other. A batch that fails here has
+touched nothing. Whether a row, block or slot makes sense is the engine's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+
+from svc_common.errors import InvalidRequestError
+from worker_svc.engine.batch import (
+    EMPTY,
+    U32,
+    Bools,
+    RowError,
+    RowErrorCode,
+    RowOpen,
+    SamplingParams,
+    StepBatch,
+    StepOutput,
+)
+from worker_svc.engine.config import EngineInfo
+
+HASH_BYTES = 16
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+ROW_ERROR_CODES = {
+    RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
+    RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
+    RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
+}
+DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def u32_from_bytes(field: str, data: bytes) -> U32:
+    """A packed little-endian u32[] as a read-only array; InvalidRequestError if it is no whole number of items."""
+    if not data:
+        return EMPTY
+    if len(data) % 4:
+        raise _invalid(field, f"is {len(data)} bytes, expected a multiple of 4")
+    return np.frombuffer(data, dtype="<u4")
+
+
+def u32_to_bytes(values: npt.NDArray[np.integer]) -> bytes:
+    """Any integer array as packed little-endian u32[]."""
+    return np.ascontiguousarray(values, dtype="<u4").tobytes()
+
+
+def _column(field: str, data: bytes, length: int, length_of: str) -> U32:
+    column = u32_from_bytes(field, data)
+    if len(column) != length:
+        raise _invalid(field, f"has {len(column)} items, expected {length} ({length_of})")
+    return column
+
+
+def _invalid(field: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"batch.{field} {problem}", field=f"batch.{field}")
+
+
+# -- steps in --------------------------------------------------------------------------------------------------------
+
+
+def step_batch_from_proto(batch: worker_pb2.StepBatch) -> StepBatch:
+    """One step as the engine takes it. InvalidRequestError names the column, what it has and what was expected."""
+    rows = u32_from_bytes("rows", batch.rows)
+    query_lens = _query_lens(batch.query_lens, len(rows))
+    table_rows = u32_from_bytes("table_rows", batch.table_rows)
+    copy_src = u32_from_bytes("copy_src", batch.copy_src)
+    commit_blocks = u32_from_bytes("commit_blocks", batch.commit_blocks)
+    fork_rows = u32_from_bytes("fork_rows", batch.fork_rows)
+    num_tokens = int(query_lens.sum(dtype=np.uint64))
+    return StepBatch(
+        step_id=batch.step_id,
+        rows=rows,
+        query_lens=query_lens,
+        context_lens=_column("context_lens", batch.context_lens, len(rows), "one per item of rows"),
+        sample_mask=_sample_mask(batch.sample_mask, len(rows)),
+        slot_mapping=_column("slot_mapping", batch.slot_mapping, num_tokens, "the sum of query_lens"),
+        close_rows=u32_from_bytes("close_rows", batch.close_rows),
+        opens=[_row_open_from_proto(f"opens[{i}]", row_open) for i, row_open in enumerate(batch.opens)],
+        table_rows=table_rows,
+        table_indices=_column("table_indices", batch.table_indices, len(table_rows), "one per item of table_rows"),
+        table_blocks=_column("table_blocks", batch.table_blocks, len(table_rows), "one per item of table_rows"),
+        copy_src=copy_src,
+        copy_dst=_column("copy_dst", batch.copy_dst, len(copy_src), "one per item of copy_src"),
+        commit_blocks=commit_blocks,
+        commit_hashes=_hashes(batch.commit_hashes, len(commit_blocks)),
+        fork_rows=fork_rows,
+        fork_parents=_column("fork_parents", batch.fork_parents, len(fork_rows), "one per item of fork_rows"),
+    )
+
+
+def _query_lens(data: bytes, num_rows: int) -> U32:
+    if not data:
+        return np.ones(num_rows, dtype=np.uint32)
+    query_lens = _column("query_lens", data, num_rows, "one per item of rows, or none for all 1")
+    if not query_lens.all():
+        raise _invalid("query_lens", f"is 0 at index {int(query_lens.argmin())}, expected at least 1")
+    return query_lens
+
+
+def _sample_mask(data: bytes, num_rows: int) -> Bools:
+    if not data:
+        return np.ones(num_rows, dtype=np.bool_)
+    mask = np.frombuffer(data, dtype=np.uint8)
+    if len(mask) != num_rows:
+        raise _invalid("sample_mask", f"has {len(mask)} items, expected {num_rows} (one per item of rows)")
+    if mask.max() > 1:
+        raise _invalid("sample_mask", f"has {int(mask.max())} at index {int(mask.argmax())}, expected 0 or 1")
+    return mask.view(np.bool_)
+
+
+def _hashes(data: bytes, num_blocks: int) -> list[bytes]:
+    if len(data) != HASH_BYTES * num_blocks:
+        expected = f"{HASH_BYTES * num_blocks} ({HASH_BYTES} per item of commit_blocks)"
+        raise _invalid("commit_hashes", f"is {len(data)} bytes, expected {expected}")
+    return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
+
+
+def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
+    fork_of_row = row_open.fork_of_row if row_open.HasField("fork_of_row") else None
+    if fork_of_row is not None and row_open.token_ids:
+        raise _invalid(f"{field}.token_ids", f"has tokens and fork_of_row is {fork_of_row}, expected one of the two")
+    return RowOpen(
+        row=row_open.row,
+        token_ids=u32_from_bytes(f"{field}.token_ids", row_open.token_ids),
+        prompt_len=row_open.prompt_len,
+        block_table=u32_from_bytes(f"{field}.block_table", row_open.block_table),
+        num_computed_tokens=row_open.num_computed_tokens,
+        sampling=_sampling_from_proto(f"{field}.sampling", row_open.sampling),
+        sample_index=row_open.sample_index,
+        fork_of_row=fork_of_row,
+    )
+
+
+def _sampling_from_proto(field: str, sampling: types_pb2.SamplingParams) -> SamplingParams:
+    for name in SAMPLING_FIELDS:
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            raise _invalid(f"{field}.{name}", "is unset, expected a value: defaults are applied before a worker")
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+# -- answers out -----------------------------------------------------------------------------------------------------
+
+
+def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> worker_pb2.StepOutput:
+    """A step's answer. `queue_us` is how long the step waited for the model."""
+    return worker_pb2.StepOutput(
+        step_id=output.step_id,
+        worker_epoch=worker_epoch,
+        rows=u32_to_bytes(output.rows),
+        token_ids=u32_to_bytes(output.token_ids),
+        errors=[_row_error_to_proto(error) for error in output.errors],
+        queue_us=queue_us,
+        forward_us=output.forward_us,
+    )
+
+
+def _row_error_to_proto(error: RowError) -> worker_pb2.RowError:
+    return worker_pb2.RowError(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
+
+
+def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32) -> worker_pb2.ListBlocksResponse:
+    """Committed blocks. block_ids [N], hashes N of 16 bytes, token_ids [N, block_size]."""
+    return worker_pb2.ListBlocksResponse(
+        block_ids=u32_to_bytes(block_ids), hashes=b"".join(hashes), token_ids=u32_to_bytes(token_ids)
+    )
+
+
+# -- facts out -------------------------------------------------------------------------------------------------------
+
+
+def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.ModelInfo:
+    """What a gateway must know of the model. `bundle_digest` is empty if the folder has no bundle."""
+    sampling = info.default_sampling
+    return types_pb2.ModelInfo(
+        model=info.model,
+        revision=info.revision,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        default_sampling=types_pb2.SamplingParams(
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+        ),
+        bundle_digest=bundle_digest,
+        block_size=info.block_size,
+        max_num_blocks=info.num_blocks,
+        determinism=DETERMINISM[info.determinism],
+        dtype=info.dtype,
+        max_num_seqs=info.max_num_seqs,
+    )
+
+
+def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:
+    """What this worker can hold, for its registration."""
+    return scheduler_pb2.WorkerCapacity(
+        info=model_info_to_proto(info, bundle_digest),
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        pipeline_depth=pipeline_depth,
+    )
+
+
+def pieces(data: bytes, size: int) -> Iterator[bytes]:
+    """`data` in pieces of at most `size` bytes; one empty piece if there is none."""
+    yield from (data[start : start + size] for start in range(0, max(len(data), 1), size))
