@@ -1,0 +1,81 @@
+"""Small random checkpoints of the supported architectures, as transformers writes them.
+
+Linears have unit gain, norms are spread around 1 and q/k norms are large: attention is peaked and logits are wide, so
+that a wrong position, page or mask moves them far beyond rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
+
+CLASSES = {
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+}
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def make_model(
+    folder: Path,
+    architecture: str = "qwen3",
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint to `folder` and returns it. `overrides` are fields of the architecture's config."""
+    config_class, model_class = CLASSES[architecture]
+    fields = DEFAULTS | overrides
+    if "head_dim" not in fields and architecture in ("qwen3", "mistral"):
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**fields))
+    _randomize(model, torch.Generator().manual_seed(seed))
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The checkpoint as transformers runs it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.uniform_(1.0, 2.0, generator=generator)
+        elif name.endswith("norm.weight"):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("bias"):
+            parameter.normal_(0.0, 0.5, generator=generator)
+        elif "embed_tokens" in name:
+            parameter.normal_(0.0, 1.0, generator=generator)
+        else:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    if model.config.tie_word_embeddings:  # the head has unit gain too
+        model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)

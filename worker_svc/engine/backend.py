@@ -1,0 +1,154 @@
+"""What a backend does, and which ones there are.
+
+A backend computes; it decides nothing. Every operation works on all tokens of a step at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.engine.config import Determinism
+
+logger = logging.getLogger(__name__)
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
+
+
+class BackendUnavailableError(RuntimeError):
+    """The backend asked for cannot run here; the message says what can."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The rows of one forward pass: B rows, T tokens, all valid."""
+
+    token_ids: I64  # [T]
+    positions: I32  # [T]
+    slots: I64  # [T] where keys and values go
+    rows: I32  # [B] rows of `tables`
+    query_starts: I32  # [B + 1] first token of each row
+    context_lens: I32  # [B] tokens in the pool before this step
+    tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
+    head_tokens: I64  # [S] tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """How each of S rows of logits is sampled."""
+
+    temperature: F32
+    top_k: I32
+    top_p: F32
+    min_p: F32
+    seeds: npt.NDArray[np.uint64]
+    sample_indices: U32
+    positions: U32  # output positions
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of an attention layer."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin of every position, float32 [max_model_len, head_dim / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Linear(Protocol):
+    """A loaded weight. Maps [n, in] to [n, out]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Backend(Protocol):
+    """Operations of the decoder. Tensors are contiguous, of the engine's dtype unless said otherwise.
+
+    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim].
+    """
+
+    name: str
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Prepares a weight [out, in]; may keep it, so the caller must not change it afterwards."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        """x [n, dim] += residual (if any), out = RMSNorm(x) * weight."""
+        ...
+
+    def qk_norm_rope_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        q_out: torch.Tensor,
+        shape: HeadShape,
+        eps: float,
+    ) -> None:
+        """Splits fused qkv [T, heads, dim], norms (if any) and rotates q and k; q to q_out [T, q_heads, dim], k and v
+        to the batch's slots."""
+        ...
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: HeadShape,
+    ) -> None:
+        """Causal attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
+        ...
+
+    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
+        """Copies blocks of pool [layers, num_blocks, ...] in all layers, pair after pair."""
+        ...
+
+    def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
+        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows held no usable number."""
+        ...
+
+
+def make_backend(name: str, threads: int, determinism: Determinism) -> Backend:
+    """The backend of that name. `cpu` falls back to `reference` where no compiler is found.
+
+    Raises BackendUnavailableError for one that this build or machine cannot run.
+    """
+    from worker_svc.engine.cpu_backend import CpuBackend
+    from worker_svc.engine.kernels.build import KernelBuildError
+    from worker_svc.engine.reference_backend import ReferenceBackend
+
+    if name == "reference":
+        return ReferenceBackend(determinism)
+    if name != "cpu":
+        raise BackendUnavailableError(f"backend {name!r} is not available in this build; use cpu (or reference)")
+    try:
+        return CpuBackend(threads, determinism)
+    except KernelBuildError as error:
+        logger.warning("CPU kernels are not available, running on plain torch operations (slower): %s", error)
+        return ReferenceBackend(determinism)

@@ -1,0 +1,145 @@
+"""A Hugging Face model folder: its configuration and its tensors, read from memory-mapped safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
+
+
+class Checkpoint:
+    """One model folder. Tensors stay on disk until they are asked for.
+
+    Raises CheckpointError when the folder, a file or the index is missing or broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
+        self.folder = folder
+        self.config = self._read_json("config.json")
+        self.generation_config = (
+            self._read_json("generation_config.json") if (folder / "generation_config.json").exists() else {}
+        )
+        self._weight_map = self._read_index()
+        names = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
+        self._files = {name: _open(folder / name) for name in names}
+        self._file_of = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self._check_index()
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; raises CheckpointError if it is missing."""
+        self._require(name)
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in that dtype (without a copy if it is stored so). Raises CheckpointError for another shape."""
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}; "
+                "the weights and config.json are not of the same model"
+            )
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} is stored as {_dtype_name(tensor.dtype)}; quantized checkpoints are not supported, "
+                "convert the model to bfloat16 or float32"
+            )
+        return tensor.to(dtype)
+
+    def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
+        """Raises CheckpointError unless the folder holds exactly `expected`; names with an ending in `ignored` pass."""
+        wanted, endings = set(expected), tuple(ignored)
+        missing = sorted(wanted - self._file_of.keys())
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors are missing, first {missing[0]}; "
+                f"the download of {self.folder} is incomplete or config.json belongs to another model"
+            )
+        unexpected = sorted(n for n in self._file_of.keys() - wanted if not n.endswith(endings))
+        if unexpected:
+            shape = list(self.shape(unexpected[0]))
+            raise CheckpointError(
+                f"{len(unexpected)} tensors are unexpected, first {unexpected[0]} {shape}; "
+                "the model has parts that this architecture does not know and would answer wrongly without"
+            )
+
+    def revision(self, dtype: torch.dtype) -> str:
+        """Hex digest of configuration, tensor names, shapes and the dtype in use: what makes KV content comparable."""
+        tensors = [(name, list(self.shape(name))) for name in self.tensor_names]
+        text = json.dumps([self.config, tensors, _dtype_name(dtype)], sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    def stored_dtype(self) -> torch.dtype:
+        """Of the first tensor."""
+        name = self.tensor_names[0]
+        dtype: torch.dtype = self._file_of[name].get_slice(name)[:0].dtype
+        return dtype
+
+    def _require(self, name: str) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"tensor {name} is missing from {self.folder}; download the model again")
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror}; is it a Hugging Face model folder?"
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} must hold a JSON object")
+        return content
+
+    def _read_index(self) -> dict[str, str]:
+        """Which file holds which tensor, for a checkpoint in several files; empty for a single one."""
+        if (self.folder / INDEX_FILE).exists():
+            weight_map = self._read_json(INDEX_FILE).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{self.folder / INDEX_FILE} has no weight_map; download it again")
+            return {str(tensor): str(file) for tensor, file in weight_map.items()}
+        if (self.folder / SINGLE_FILE).exists():
+            return {}
+        raise CheckpointError(
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "only safetensors checkpoints are supported, convert the model with save_pretrained"
+        )
+
+    def _check_index(self) -> None:
+        for tensor, file in self._weight_map.items():
+            if tensor not in self._file_of:
+                raise CheckpointError(f"tensor {tensor} is not in {file}, where {INDEX_FILE} places it")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download the model again") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

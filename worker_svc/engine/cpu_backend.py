@@ -1,0 +1,178 @@
+"""The CPU backend: compiled kernels between oneDNN matrix products."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.engine.backend import (
+    I64,
+    U32,
+    ForwardBatch,
+    HeadShape,
+    Linear,
+    RotaryTable,
+    SamplingColumns,
+)
+from worker_svc.engine.config import Determinism
+from worker_svc.engine.kernels.build import load_kernels
+from worker_svc.engine.linear import PackedLinear, RowRules
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
+_LONG = ctypes.c_int64
+_FLOAT = ctypes.c_float
+
+_SIGNATURES = {
+    "quire_add_rms_norm": [_INT, *[_POINTER] * 4, _LONG, _LONG, _FLOAT, _INT],
+    "quire_gated_activation": [_INT, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT],
+    "quire_qk_norm_rope_store": [_INT, *[_POINTER] * 10, *[_LONG] * 5, _FLOAT, _INT],
+    "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
+    "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
+    "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 9, _INT],
+    "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Gives every kernel its argument types."""
+    for name, argtypes in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = argtypes
+        function.restype = None
+    return library
+
+
+def _is_bf16(x: torch.Tensor) -> int:
+    return int(x.dtype is torch.bfloat16)
+
+
+def _address(x: npt.NDArray[Any]) -> int:
+    return int(x.ctypes.data)
+
+
+class CpuBackend:
+    """Kernels of cpu.cpp. Raises KernelBuildError where they cannot be compiled."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int, determinism: Determinism) -> None:
+        self._kernels = declare(load_kernels())
+        self._threads = threads
+        self._row_rules = RowRules() if determinism == "exact" else None
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        linear = PackedLinear(weight, bias)
+        if self._row_rules is not None:
+            self._row_rules.apply(linear, weight, bias is not None)
+        return linear
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        n, dim = x.shape
+        added = None if residual is None else residual.data_ptr()
+        self._kernels.quire_add_rms_norm(
+            _is_bf16(x), x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), n, dim, eps, self._threads
+        )
+
+    def qk_norm_rope_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        q_out: torch.Tensor,
+        shape: HeadShape,
+        eps: float,
+    ) -> None:
+        q_norm, k_norm = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        self._kernels.quire_qk_norm_rope_store(
+            _is_bf16(qkv),
+            qkv.data_ptr(),
+            q_norm,
+            k_norm,
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            _address(batch.positions),
+            _address(batch.slots),
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+            q_out.data_ptr(),
+            len(batch.positions),
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            cache[0].shape[-1],
+            eps,
+            self._threads,
+        )
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: HeadShape,
+    ) -> None:
+        self._kernels.quire_paged_attention(
+            _is_bf16(q),
+            q.data_ptr(),
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+            out.data_ptr(),
+            _address(batch.tables),
+            batch.tables.shape[1],
+            _address(batch.rows),
+            _address(batch.query_starts),
+            _address(batch.context_lens),
+            len(batch.rows),
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            cache[0].shape[-1],
+            shape.head_dim**-0.5,
+            self._threads,
+        )
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        n, dim = out.shape
+        self._kernels.quire_gated_activation(
+            _is_bf16(out), gate_up.data_ptr(), out.data_ptr(), n, dim, ACTIVATIONS[activation], self._threads
+        )
+
+    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
+        num_layers, num_blocks = pool.shape[:2]
+        block_bytes = pool[0, 0].numel() * pool.element_size()
+        self._kernels.quire_copy_blocks(
+            pool.data_ptr(), _address(src), _address(dst), len(src), num_layers, num_blocks, block_bytes
+        )
+
+    def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
+        n, vocab = logits.shape
+        tokens, status = np.empty(n, np.uint32), np.empty(n, np.uint8)
+        self._kernels.quire_sample(
+            _is_bf16(logits),
+            logits.data_ptr(),
+            n,
+            vocab,
+            _address(columns.temperature),
+            _address(columns.top_k),
+            _address(columns.top_p),
+            _address(columns.min_p),
+            _address(columns.seeds),
+            _address(columns.sample_indices),
+            _address(columns.positions),
+            _address(tokens),
+            _address(status),
+            self._threads,
+        )
+        return tokens, status != 0

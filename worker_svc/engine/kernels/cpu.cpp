@@ -1,0 +1,814 @@
+// Kernels of the CPU backend, behind a plain C ABI: raw pointers and sizes, no torch headers.
+//
+// Rules that make a row's result independent of everything around it:
+//  - every sum has one fixed order (16 lanes, then a fixed tree; or strictly by index);
+//  - keys are walked in tiles at absolute positions, so chunk borders and batch mates change nothing;
+//  - multiply-adds are fused exactly where `fma16` and `fma1` say so (-ffp-contract=off elsewhere).
+// Storage is float or bfloat16 (as uint16_t), arithmetic is float.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kKeyTile = 128;   // keys per online-softmax step
+constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head) per task
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE float fma1(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE v16 fma16(v16 a, v16 b, v16 c) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  union { v16 v; __m256 h[2]; } x{a}, y{b}, z{c};
+  z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
+  z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
+  return z.v;
+#elif defined(__ARM_NEON)
+  union { v16 v; float32x4_t q[4]; } x{a}, y{b}, z{c};
+  for (int i = 0; i < 4; i++) z.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
+  return z.v;
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE v16 splat(float x) { return x - v16{}; }
+INLINE v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(uint16_t x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+template <typename T> INLINE T from_float(float x);
+template <> INLINE float from_float<float>(float x) { return x; }
+// Round to nearest even; a NaN stays a NaN.
+template <> INLINE uint16_t from_float<uint16_t>(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return x == x ? uint16_t(rounded) : uint16_t(0x7fc0);
+}
+
+// What a value becomes by being stored as T and read back.
+template <typename T> INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
+
+INLINE v16 load16(const float* p) {
+  v16 x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE v16 load16(const uint16_t* p) {
+  h16 h;
+  memcpy(&h, p, sizeof h);
+  u16v bits = __builtin_convertvector(h, u16v) << 16;
+  return (v16)bits;
+}
+INLINE void store16(float* p, v16 x) { memcpy(p, &x, sizeof x); }
+INLINE void store16(uint16_t* p, v16 x) {
+  u16v bits = (u16v)x;
+  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  i16 is_number = x == x;
+  u16v result = (rounded & (u16v)is_number) | (0x7fc0u & ~(u16v)is_number);
+  h16 h = __builtin_convertvector(result, h16);
+  memcpy(p, &h, sizeof h);
+}
+
+// One fixed tree over 16 lanes.
+INLINE float sum_lanes(v16 x) {
+  float a[kLanes];
+  memcpy(a, &x, sizeof a);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] += a[i + half];
+  return a[0];
+}
+INLINE float max_lanes(v16 x) {
+  float a[kLanes];
+  memcpy(a, &x, sizeof a);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+  return a[0];
+}
+
+// exp to about 1 ulp; NaN stays NaN, below -87.3 it is 0.
+INLINE v16 exp16(v16 x) {
+  const v16 hi = splat(88.3f), lo = splat(-87.3f);
+  i16 is_zero = x < lo;
+  x = x > hi ? hi : x;
+  x = x < lo ? lo : x;
+  const v16 magic = splat(12582912.f);  // adding it rounds to an integer
+  v16 n = fma16(x, splat(1.44269504088896341f), magic) - magic;
+  v16 r = fma16(n, splat(-0.693145751953125f), x);
+  r = fma16(n, splat(-1.428606765330187045e-06f), r);
+  v16 p = splat(1.9875691500e-4f);
+  p = fma16(p, r, splat(1.3981999507e-3f));
+  p = fma16(p, r, splat(8.3334519073e-3f));
+  p = fma16(p, r, splat(4.1665795894e-2f));
+  p = fma16(p, r, splat(1.6666665459e-1f));
+  p = fma16(p, r, splat(5.0000001201e-1f));
+  v16 e = fma16(p * r, r, r + 1.f);
+  i16 shift = (__builtin_convertvector(n, i16) + 127) << 23;
+  e = e * (v16)shift;
+  return (v16)((i16)e & ~is_zero);
+}
+
+template <typename T> INLINE float sum_of_squares(const T* x, int64_t dim) {
+  v16 acc{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    v16 v = load16(x + i);
+    acc = fma16(v, v, acc);
+  }
+  float sum = sum_lanes(acc);
+  for (; i < dim; i++) sum = fma1(to_float(x[i]), to_float(x[i]), sum);
+  return sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// out = norm(x + residual) * weight; x keeps the sum. A null residual adds nothing.
+
+template <typename T>
+void add_rms_norm_row(T* x, const T* residual, const T* weight, T* out, int64_t dim, float eps) {
+  int64_t i = 0;
+  if (residual) {
+    for (; i + kLanes <= dim; i += kLanes) store16(x + i, load16(x + i) + load16(residual + i));
+    for (; i < dim; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
+  }
+  const float scale = 1.f / sqrtf(sum_of_squares(x, dim) / float(dim) + eps);
+  for (i = 0; i + kLanes <= dim; i += kLanes) {
+    T normed[kLanes];
+    store16(normed, load16(x + i) * scale);
+    store16(out + i, load16(normed) * load16(weight + i));
+  }
+  for (; i < dim; i++) out[i] = from_float<T>(round_to<T>(to_float(x[i]) * scale) * to_float(weight[i]));
+}
+
+template <typename T>
+void add_rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t n, int64_t dim, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > 8192)
+  for (int64_t i = 0; i < n; i++)
+    add_rms_norm_row(x + i * dim, residual ? residual + i * dim : nullptr, weight, out + i * dim, dim, eps);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// out = act(gate) * up of rows [gate | up].
+
+enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+INLINE float activate1(float x, int activation) {
+  if (activation == kGelu) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.f + tanhf(inner));
+}
+
+INLINE v16 silu16(v16 x) { return x / (1.f + exp16(-x)); }
+
+template <typename T> void silu_mul_row(const T* gate, const T* up, T* out, int64_t dim) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store16(out + i, silu16(load16(gate + i)) * load16(up + i));
+  if (i == dim) return;
+  float g[kLanes] = {}, u[kLanes] = {}, y[kLanes];
+  for (int64_t j = i; j < dim; j++) g[j - i] = to_float(gate[j]), u[j - i] = to_float(up[j]);
+  store16(y, silu16(load16(g)) * load16(u));
+  for (int64_t j = i; j < dim; j++) out[j] = from_float<T>(y[j - i]);
+}
+
+template <typename T>
+void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, int activation, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > 8192)
+  for (int64_t i = 0; i < n; i++) {
+    const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
+    if (activation == kSilu) {
+      silu_mul_row(gate, up, out + i * dim, dim);
+      continue;
+    }
+    for (int64_t j = 0; j < dim; j++)
+      out[i * dim + j] = from_float<T>(activate1(to_float(gate[j]), activation) * to_float(up[j]));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// One fused QKV row per token: norm of q and k heads (optional), rotary embedding, q out, k and v into the pool.
+// k_cache: [blocks, kv_heads, head_dim, block_size] (transposed: 16 keys are one vector), v_cache: [.., block_size, head_dim].
+
+struct QkvShape {
+  int64_t q_heads, kv_heads, head_dim, block_size;
+};
+
+template <typename T>
+INLINE void norm_rope_head(const T* x, const T* weight, const float* cos, const float* sin, int64_t head_dim, float eps,
+                           float* out) {
+  for (int64_t d = 0; d < head_dim; d++) out[d] = to_float(x[d]);
+  if (weight) {
+    const float scale = 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + eps);
+    for (int64_t d = 0; d < head_dim; d++) out[d] = round_to<T>(round_to<T>(out[d] * scale) * to_float(weight[d]));
+  }
+  const int64_t half = head_dim / 2;
+  for (int64_t d = 0; d < half; d++) {
+    const float a = out[d], b = out[d + half];
+    out[d] = a * cos[d] - b * sin[d];
+    out[d + half] = b * cos[d] + a * sin[d];
+  }
+}
+
+template <typename T>
+void qk_norm_rope_store(const T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin,
+                        const int32_t* positions, const int64_t* slots, T* k_cache, T* v_cache, T* q_out, int64_t n,
+                        QkvShape s, float eps, int threads) {
+  const int64_t dim = s.head_dim, half = dim / 2, heads = s.q_heads + 2 * s.kv_heads;
+#pragma omp parallel num_threads(threads) if (threads > 1 && n * heads * dim > 8192)
+  {
+    std::vector<float> head(dim);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const T* x = qkv + i * heads * dim;
+      const float *c = cos + positions[i] * half, *sn = sin + positions[i] * half;
+      const int64_t block = slots[i] / s.block_size, offset = slots[i] % s.block_size;
+      for (int64_t h = 0; h < s.q_heads; h++) {
+        norm_rope_head(x + h * dim, q_norm, c, sn, dim, eps, head.data());
+        T* q = q_out + (i * s.q_heads + h) * dim;
+        for (int64_t d = 0; d < dim; d++) q[d] = from_float<T>(head[d]);
+      }
+      for (int64_t h = 0; h < s.kv_heads; h++) {
+        norm_rope_head(x + (s.q_heads + h) * dim, k_norm, c, sn, dim, eps, head.data());
+        T* k = k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset;
+        for (int64_t d = 0; d < dim; d++) k[d * s.block_size] = from_float<T>(head[d]);
+        T* v = v_cache + ((block * s.kv_heads + h) * s.block_size + offset) * dim;
+        memcpy(v, x + (s.q_heads + s.kv_heads + h) * dim, dim * sizeof(T));
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Paged attention over mixed batches. A task is up to kQueryTile query vectors of one row and one KV head; query
+// vector i of a row is token i / group, head i % group. Softmax is online over key tiles at absolute positions.
+
+template <typename T> struct AttentionArgs {
+  const T *q, *k_cache, *v_cache;
+  T* out;
+  const int32_t* tables;  // [rows, table_stride]
+  int64_t table_stride;
+  const int32_t *rows, *query_starts, *context_lens;  // [B], [B + 1], [B]
+  int64_t num_rows, q_heads, kv_heads, head_dim, block_shift;
+  float scale;
+};
+
+template <typename T> struct Scratch {
+  std::vector<float> q, scores, acc;  // [kQueryTile, head_dim], [kQueryTile, kKeyTile], [kQueryTile, padded_dim]
+  std::vector<T> k_pack, v_pack;      // [head_dim, kKeyTile], [kKeyTile, padded_dim]
+  float row_max[kQueryTile], row_sum[kQueryTile];
+  Scratch(int64_t head_dim, int64_t padded_dim)
+      : q(kQueryTile * head_dim),
+        scores(kQueryTile * kKeyTile),
+        acc(kQueryTile * padded_dim),
+        k_pack(head_dim * kKeyTile),
+        v_pack(kKeyTile * padded_dim) {}
+};
+
+// A tile of keys and values in groups of 16: read in place where the pool's layout allows it, else packed.
+template <typename T> struct KeyTile {
+  const T *keys[kKeyTile / kLanes], *values[kKeyTile / kLanes];
+  int64_t key_stride;    // from one dimension to the next
+  int64_t value_stride;  // from one key to the next
+};
+
+template <typename T>
+void pack_keys(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count, T* pack) {
+  const int64_t bs = int64_t(1) << a.block_shift, plane = a.head_dim * bs;
+  for (int j = 0; j < count; j++) {
+    const int64_t position = start + j;
+    const T* key = a.k_cache + (table[position >> a.block_shift] * a.kv_heads + head) * plane + (position & (bs - 1));
+    for (int64_t d = 0; d < a.head_dim; d++) pack[d * kKeyTile + j] = key[d * bs];
+  }
+}
+
+template <typename T>
+void pack_values(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
+                 int64_t padded_dim, T* pack) {
+  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim;
+  for (int j = 0; j < count; j++) {
+    const int64_t position = start + j;
+    const int64_t plane = (table[position >> a.block_shift] * a.kv_heads + head) * bs;
+    memcpy(pack + j * padded_dim, a.v_cache + (plane + (position & (bs - 1))) * dim, dim * sizeof(T));
+  }
+}
+
+template <typename T>
+void gather_tile(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
+                 int64_t padded_dim, Scratch<T>& scratch, KeyTile<T>& tile) {
+  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim, plane = dim * bs;
+  const bool keys_in_place = bs % kLanes == 0;
+  const bool values_in_place = keys_in_place && padded_dim == dim;
+  T *k_pack = scratch.k_pack.data(), *v_pack = scratch.v_pack.data();
+  if (!keys_in_place) pack_keys(a, table, head, start, count, k_pack);
+  if (!values_in_place) pack_values(a, table, head, start, count, padded_dim, v_pack);
+  tile.key_stride = keys_in_place ? bs : kKeyTile;
+  tile.value_stride = padded_dim;
+  for (int v = 0; v * kLanes < count; v++) {
+    const int64_t position = start + v * kLanes, offset = position & (bs - 1);
+    const int64_t base = (table[position >> a.block_shift] * a.kv_heads + head) * plane;
+    tile.keys[v] = keys_in_place ? a.k_cache + base + offset : k_pack + v * kLanes;
+    tile.values[v] = values_in_place ? a.v_cache + base + offset * dim : v_pack + v * kLanes * padded_dim;
+  }
+}
+
+// scores[r][16 * v ..] = q[r] . key, for R query vectors and V groups of keys, dimensions strictly in order.
+template <typename T, int R, int V>
+INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int first, float* scores) {
+  v16 acc[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) acc[r][v] = v16{};
+  for (int64_t d = 0; d < dim; d++) {
+    v16 key[V];
+    for (int v = 0; v < V; v++) key[v] = load16(tile.keys[first + v] + d * tile.key_stride);
+    for (int r = 0; r < R; r++) {
+      const v16 x = splat(q[r * dim + d]);
+      for (int v = 0; v < V; v++) acc[r][v] = fma16(x, key[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store16(scores + r * kKeyTile + (first + v) * kLanes, acc[r][v]);
+}
+
+template <typename T, int R, int V>
+void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+  int v = 0;
+  for (; v + V <= groups; v += V) score_block<T, R, V>(q, dim, tile, v, scores);
+  for (; v < groups; v++) score_block<T, R, 1>(q, dim, tile, v, scores);
+}
+
+template <typename T>
+void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+  int r = 0;
+  for (; r + 8 <= queries; r += 8) score_rows<T, 8, 2>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r + 4 <= queries; r += 4) score_rows<T, 4, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r + 2 <= queries; r += 2) score_rows<T, 2, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r < queries; r++) score_rows<T, 1, 8>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+}
+
+// acc[r][first ..] += probs[r][j] * value[j], for R query vectors and 16 * V dimensions, keys strictly in order.
+template <typename T, int R, int V>
+INLINE void value_block(const float* probs, const KeyTile<T>& tile, int count, int64_t first, int64_t stride,
+                        float* out) {
+  v16 acc[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) acc[r][v] = load16(out + r * stride + first + v * kLanes);
+  for (int start = 0; start < count; start += kLanes) {
+    const T* value = tile.values[start / kLanes] + first;
+    const int in_group = std::min(kLanes, count - start);
+    for (int j = 0; j < in_group; j++, value += tile.value_stride) {
+      v16 x[V];
+      for (int v = 0; v < V; v++) x[v] = load16(value + v * kLanes);
+      for (int r = 0; r < R; r++) {
+        const v16 p = splat(probs[r * kKeyTile + start + j]);
+        for (int v = 0; v < V; v++) acc[r][v] = fma16(p, x[v], acc[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store16(out + r * stride + first + v * kLanes, acc[r][v]);
+}
+
+template <typename T, int R>
+void value_rows(const float* probs, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+  constexpr int V = R >= 8 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, count, d, dim, out);
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) value_block<T, R, 2>(probs, tile, count, d, dim, out);
+  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, count, d, dim, out);
+}
+
+template <typename T>
+void value_tile(const float* probs, int queries, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+  int r = 0;
+  for (; r + 8 <= queries; r += 8) value_rows<T, 8>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r + 4 <= queries; r += 4) value_rows<T, 4>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r + 2 <= queries; r += 2) value_rows<T, 2>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+}
+
+// Turns one row of scores into weights: the first `visible` keys of the tile count, the rest weigh 0.
+INLINE void softmax_row(float* scores, int64_t visible, int groups, float& row_max, float& row_sum, float* acc,
+                        int64_t dim) {
+  if (visible <= 0) {
+    for (int v = 0; v < groups; v++) store16(scores + v * kLanes, v16{});
+    return;
+  }
+  const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int limit = int(std::min<int64_t>(visible, kKeyTile));
+  v16 top = splat(row_max);
+  for (int v = 0; v < groups; v++) {
+    v16 s = load16(scores + v * kLanes);
+    s = lane < limit - v * kLanes ? s : splat(kNegInf);
+    store16(scores + v * kLanes, s);
+    top = vmax(s, top);
+  }
+  const float new_max = max_lanes(top);
+  v16 sum{};
+  for (int v = 0; v < groups; v++) {
+    const v16 p = exp16(load16(scores + v * kLanes) - new_max);
+    store16(scores + v * kLanes, p);
+    sum += p;
+  }
+  const float shrink = exp16(splat(row_max - new_max))[0];
+  row_sum = fma1(row_sum, shrink, sum_lanes(sum));
+  row_max = new_max;
+  if (shrink == 1.f) return;
+  for (int64_t d = 0; d < dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
+}
+
+template <typename T>
+void attention_task(const AttentionArgs<T>& a, int64_t b, int64_t head, int64_t first, int64_t padded_dim,
+                    Scratch<T>& scratch) {
+  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.context_lens[b];
+  const int64_t start = a.query_starts[b], query_len = a.query_starts[b + 1] - start;
+  const int queries = int(std::min<int64_t>(kQueryTile, query_len * group - first));
+  const int32_t* table = a.tables + a.rows[b] * a.table_stride;
+  float *q = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
+  auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + head * group + i % group) * dim; };
+  for (int r = 0; r < queries; r++) {
+    const T* x = a.q + offset(first + r);
+    for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scale;
+    scratch.row_max[r] = kNegInf;
+    scratch.row_sum[r] = 0.f;
+  }
+  std::fill(acc, acc + queries * padded_dim, 0.f);
+  const int64_t num_keys = context + (first + queries - 1) / group + 1;
+  KeyTile<T> tile;
+  for (int64_t key = 0; key < num_keys; key += kKeyTile) {
+    const int count = int(std::min<int64_t>(kKeyTile, num_keys - key));
+    const int groups = (count + kLanes - 1) / kLanes;
+    gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
+    score_tile(q, queries, dim, tile, groups, scores);
+    for (int r = 0; r < queries; r++)
+      softmax_row(scores + r * kKeyTile, context + (first + r) / group + 1 - key, groups, scratch.row_max[r],
+                  scratch.row_sum[r], acc + r * padded_dim, padded_dim);
+    value_tile(scores, queries, tile, count, padded_dim, acc);
+  }
+  for (int r = 0; r < queries; r++) {
+    T* out = a.out + offset(first + r);
+    const float scale = 1.f / scratch.row_sum[r];
+    for (int64_t d = 0; d < dim; d++) out[d] = from_float<T>(acc[r * padded_dim + d] * scale);
+  }
+}
+
+struct AttentionTask {
+  int32_t row, head, first;
+};
+
+template <typename T> void paged_attention(const AttentionArgs<T>& a, int threads) {
+  const int64_t group = a.q_heads / a.kv_heads, padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes;
+  std::vector<AttentionTask> tasks;
+  for (int32_t b = 0; b < a.num_rows; b++) {
+    const int64_t queries = (a.query_starts[b + 1] - a.query_starts[b]) * group;
+    for (int64_t first = 0; first < queries; first += kQueryTile)
+      for (int32_t h = 0; h < a.kv_heads; h++) tasks.push_back({b, h, int32_t(first)});
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1 && tasks.size() > 1)
+  {
+    Scratch<T> scratch(a.head_dim, padded_dim);
+#pragma omp for schedule(dynamic, 2)
+    for (int64_t i = 0; i < int64_t(tasks.size()); i++)
+      attention_task(a, tasks[i].row, tasks[i].head, tasks[i].first, padded_dim, scratch);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Copies whole blocks, pairs in order. A layer holds `num_blocks` blocks of `block_bytes`; layers follow each other.
+
+void copy_blocks(char* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers, int64_t num_blocks,
+                 int64_t block_bytes) {
+  for (int64_t layer = 0; layer < num_layers; layer++) {
+    char* base = pool + layer * num_blocks * block_bytes;
+    for (int64_t i = 0; i < n; i++) memmove(base + dst[i] * block_bytes, base + src[i] * block_bytes, block_bytes);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Sampling, as noise.py specifies it. Noise is drawn only for ids that can still win.
+
+constexpr float kMaxNoise = 22.9f;
+constexpr double kMassUnit = 1099511627776.0;  // 2^40
+constexpr double kMassFloor = -28.5;           // exp of less rounds to no mass at all
+
+enum SampleStatus : uint8_t { kSampled = 0, kNotFinite = 1 };
+
+struct NoiseKey {
+  uint32_t k0, k1, position, sample_index;
+};
+
+// 16 counters at once; word w of lane i is the random word of vocabulary id 4 * (first + i) + w.
+INLINE void philox16(const NoiseKey& key, uint32_t first, uint32_t out[4][kLanes]) {
+  u16v c0, c1 = u16v{} + key.position, c2 = u16v{} + key.sample_index, c3 = {};
+  for (int i = 0; i < kLanes; i++) c0[i] = first + i;
+  uint32_t k0 = key.k0, k1 = key.k1;
+  typedef uint64_t w16 __attribute__((vector_size(128)));
+  for (int round = 0; round < 10; round++) {
+    const w16 p0 = __builtin_convertvector(c0, w16) * uint64_t(0xD2511F53);
+    const w16 p1 = __builtin_convertvector(c2, w16) * uint64_t(0xCD9E8D57);
+    c0 = __builtin_convertvector(p1 >> 32, u16v) ^ c1 ^ k0;
+    c1 = __builtin_convertvector(p1, u16v);
+    c2 = __builtin_convertvector(p0 >> 32, u16v) ^ c3 ^ k1;
+    c3 = __builtin_convertvector(p0, u16v);
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  memcpy(out[0], &c0, sizeof c0);
+  memcpy(out[1], &c1, sizeof c1);
+  memcpy(out[2], &c2, sizeof c2);
+  memcpy(out[3], &c3, sizeof c3);
+}
+
+INLINE float gumbel(uint32_t word) {
+  const double u = (double(word) + 0.5) * 0x1p-32;
+  return float(-log(-log1p(-u)));
+}
+
+// Never below gumbel(word): -log1p(-u) >= u, and log2 lies above the line through its powers of two.
+INLINE float gumbel_bound(uint32_t word) {
+  const float x = float(word) + 0.5f;
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const float log2_below = float(int32_t(bits)) * 0x1p-23f - 127.f;
+  return (32.f - log2_below) * 0.69314718f;
+}
+
+// Float order as unsigned integer order.
+INLINE uint32_t order_key(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+INLINE float from_order_key(uint32_t key) {
+  const uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// exp for x in [-29, 0] to about 1 ulp of double, written so that compilers vectorize it.
+INLINE double exp_mass(double x) {
+  const double n = nearbyint(x * 1.4426950408889634074);
+  const double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  double p = 1.0 / 6227020800.0;
+  p = p * r + 1.0 / 479001600.0;
+  p = p * r + 1.0 / 39916800.0;
+  p = p * r + 1.0 / 3628800.0;
+  p = p * r + 1.0 / 362880.0;
+  p = p * r + 1.0 / 40320.0;
+  p = p * r + 1.0 / 5040.0;
+  p = p * r + 1.0 / 720.0;
+  p = p * r + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  p = p * r * r + r + 1.0;
+  const int64_t bits = (int64_t(n) + 1023) << 52;
+  double power;
+  memcpy(&power, &bits, 8);
+  return p * power;
+}
+
+INLINE int64_t mass_of(float z, float top) {
+  const double x = double(z) - double(top);
+  return x < kMassFloor ? 0 : int64_t(floor(exp_mass(x) * kMassUnit + 0.5));
+}
+
+// The largest value t with weight(z >= t) >= need, by radix descent over the order of floats. Ties share a fate.
+template <typename Weight>
+float threshold_for(const float* z, int64_t n, float lowest, int64_t need, const Weight& weight) {
+  static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
+  std::vector<int64_t> histogram(2048);
+  uint32_t prefix = 0;
+  for (int level = 0; level < 3; level++) {
+    const int shift = shifts[level];
+    const uint32_t mask = (1u << widths[level]) - 1;
+    std::fill(histogram.begin(), histogram.end(), 0);
+    for (int64_t i = 0; i < n; i++) {
+      const uint32_t key = order_key(z[i]);
+      const bool is_inside = level == 0 || (key >> (shift + widths[level])) == prefix;
+      if (is_inside && z[i] >= lowest) histogram[(key >> shift) & mask] += weight(i);
+    }
+    int64_t bucket = mask;
+    while (bucket > 0 && need > histogram[bucket]) need -= histogram[bucket--];
+    prefix = (prefix << widths[level]) | uint32_t(bucket);
+  }
+  return std::max(lowest, from_order_key(prefix));
+}
+
+struct RowSampling {
+  float temperature, top_p, min_p;
+  int32_t top_k;
+};
+
+// The smallest value that min_p, top_k and top_p (in this order) let through.
+float keep_threshold(const float* z, int64_t vocab, float top, const RowSampling& s) {
+  float lowest = kNegInf;
+  if (s.min_p > 0.f) lowest = top + float(log(double(s.min_p)));
+  if (s.top_k > 0 && s.top_k < vocab) {
+    int64_t left = 0;
+    for (int64_t i = 0; i < vocab; i++) left += z[i] >= lowest;
+    if (left > s.top_k) lowest = threshold_for(z, vocab, lowest, s.top_k, [](int64_t) { return int64_t(1); });
+  }
+  if (!(s.top_p < 1.f)) return lowest;
+  std::vector<int64_t> mass(vocab);
+  int64_t total = 0;
+  for (int64_t i = 0; i < vocab; i++) mass[i] = z[i] >= lowest ? mass_of(z[i], top) : 0;
+  for (int64_t i = 0; i < vocab; i++) total += mass[i];
+  const int64_t need = int64_t(ceil(double(s.top_p) * double(total)));
+  return threshold_for(z, vocab, lowest, std::max<int64_t>(need, 1), [&](int64_t i) { return mass[i]; });
+}
+
+// argmax over kept ids of z + noise, ties to the lowest id. `z` is readable and -inf up to the next multiple of 64.
+uint32_t gumbel_argmax(const float* z, int64_t vocab, uint32_t top_id, float lowest, const NoiseKey& key) {
+  uint32_t words[4][kLanes];
+  philox16(key, top_id >> 2, words);
+  float best = z[top_id] + gumbel(words[top_id & 3][0]);
+  uint32_t best_id = top_id;
+  for (int64_t start = 0; start < vocab; start += 4 * kLanes) {
+    const float* chunk = z + start;
+    const v16 highest = vmax(vmax(load16(chunk), load16(chunk + 16)), vmax(load16(chunk + 32), load16(chunk + 48)));
+    const float chunk_max = max_lanes(highest);
+    float bar = best - (1e-3f + 1e-6f * fabsf(best));
+    if (chunk_max + kMaxNoise < bar || chunk_max < lowest) continue;
+    philox16(key, uint32_t(start >> 2), words);
+    for (int i = 0; i < kLanes; i++) {
+      for (int w = 0; w < 4; w++) {
+        const float value = chunk[4 * i + w];
+        if (!(value >= lowest) || value + gumbel_bound(words[w][i]) < bar) continue;
+        const uint32_t id = uint32_t(start + 4 * i + w);
+        const float score = value + gumbel(words[w][i]);
+        if (score < best || (score == best && id >= best_id)) continue;
+        best = score;
+        best_id = id;
+        bar = best - (1e-3f + 1e-6f * fabsf(best));
+      }
+    }
+  }
+  return best_id;
+}
+
+// Writes z = logits / temperature, padded with -inf to a multiple of 64. False when there is NaN, +inf or no finite
+// number. `top_id` is the lowest id of the largest value.
+template <typename T>
+bool scale_logits(const T* logits, int64_t vocab, float temperature, float* z, uint32_t& top_id) {
+  const int64_t padded = (vocab + 63) / 64 * 64;
+  v16 top = splat(kNegInf);
+  i16 is_bad = {};
+  int64_t i = 0;
+  for (; i + kLanes <= vocab; i += kLanes) {
+    const v16 x = load16(logits + i);
+    is_bad |= (x != x) | (x == -kNegInf);
+    const v16 scaled = x / temperature;
+    store16(z + i, scaled);
+    top = vmax(scaled, top);
+  }
+  float highest = max_lanes(top);
+  bool is_good = true;
+  for (int lane = 0; lane < kLanes; lane++) is_good &= is_bad[lane] == 0;
+  for (; i < vocab; i++) {
+    const float x = to_float(logits[i]);
+    is_good &= x == x && x != -kNegInf;
+    z[i] = x / temperature;
+    highest = z[i] > highest ? z[i] : highest;
+  }
+  std::fill(z + vocab, z + padded, kNegInf);
+  if (!is_good || highest == kNegInf) return false;
+  top_id = uint32_t(std::find(z, z + vocab, highest) - z);
+  return true;
+}
+
+template <typename T>
+void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const int32_t* top_k,
+            const float* top_p, const float* min_p, const uint64_t* seeds, const uint32_t* sample_indices,
+            const uint32_t* positions, uint32_t* tokens, uint8_t* status, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
+  {
+    std::vector<float> z((vocab + 63) / 64 * 64);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < n; i++) {
+      const bool is_greedy = temperature[i] < 1e-5f;
+      uint32_t top_id = 0;
+      const bool is_good = scale_logits(logits + i * vocab, vocab, is_greedy ? 1.f : temperature[i], z.data(), top_id);
+      status[i] = is_good ? kSampled : kNotFinite;
+      tokens[i] = top_id;
+      if (!is_good || is_greedy) continue;
+      const RowSampling params{temperature[i], top_p[i], min_p[i], top_k[i]};
+      const float lowest = keep_threshold(z.data(), vocab, z[top_id], params);
+      const NoiseKey key{uint32_t(seeds[i]), uint32_t(seeds[i] >> 32), positions[i], sample_indices[i]};
+      tokens[i] = gumbel_argmax(z.data(), vocab, top_id, lowest, key);
+    }
+  }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------
+// The C ABI. `is_bf16` chooses the storage type of every untyped pointer. Raise the number with every change.
+
+extern "C" {
+
+int quire_abi_version() { return 1; }
+
+void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
+                        int64_t dim, float eps, int threads) {
+  if (is_bf16)
+    add_rms_norm((uint16_t*)x, (const uint16_t*)residual, (const uint16_t*)weight, (uint16_t*)out, n, dim, eps, threads);
+  else
+    add_rms_norm((float*)x, (const float*)residual, (const float*)weight, (float*)out, n, dim, eps, threads);
+}
+
+void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim, int activation,
+                            int threads) {
+  if (is_bf16)
+    gated_activation((const uint16_t*)gate_up, (uint16_t*)out, n, dim, activation, threads);
+  else
+    gated_activation((const float*)gate_up, (float*)out, n, dim, activation, threads);
+}
+
+void quire_qk_norm_rope_store(int is_bf16, const void* qkv, const void* q_norm, const void* k_norm, const float* cos,
+                              const float* sin, const int32_t* positions, const int64_t* slots, void* k_cache,
+                              void* v_cache, void* q_out, int64_t n, int64_t q_heads, int64_t kv_heads,
+                              int64_t head_dim, int64_t block_size, float eps, int threads) {
+  const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
+  if (is_bf16)
+    qk_norm_rope_store((const uint16_t*)qkv, (const uint16_t*)q_norm, (const uint16_t*)k_norm, cos, sin, positions,
+                       slots, (uint16_t*)k_cache, (uint16_t*)v_cache, (uint16_t*)q_out, n, shape, eps, threads);
+  else
+    qk_norm_rope_store((const float*)qkv, (const float*)q_norm, (const float*)k_norm, cos, sin, positions, slots,
+                       (float*)k_cache, (float*)v_cache, (float*)q_out, n, shape, eps, threads);
+}
+
+void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out,
+                           const int32_t* tables, int64_t table_stride, const int32_t* rows,
+                           const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows, int64_t q_heads,
+                           int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, int threads) {
+  const int64_t shift = __builtin_ctzll(uint64_t(block_size));
+  if (is_bf16)
+    paged_attention(AttentionArgs<uint16_t>{(const uint16_t*)q, (const uint16_t*)k_cache, (const uint16_t*)v_cache,
+                                            (uint16_t*)out, tables, table_stride, rows, query_starts, context_lens,
+                                            num_rows, q_heads, kv_heads, head_dim, shift, scale},
+                    threads);
+  else
+    paged_attention(AttentionArgs<float>{(const float*)q, (const float*)k_cache, (const float*)v_cache, (float*)out,
+                                         tables, table_stride, rows, query_starts, context_lens, num_rows, q_heads,
+                                         kv_heads, head_dim, shift, scale},
+                    threads);
+}
+
+void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers,
+                       int64_t num_blocks, int64_t block_bytes) {
+  copy_blocks((char*)pool, src, dst, n, num_layers, num_blocks, block_bytes);
+}
+
+void quire_sample(int is_bf16, const void* logits, int64_t n, int64_t vocab, const float* temperature,
+                  const int32_t* top_k, const float* top_p, const float* min_p, const uint64_t* seeds,
+                  const uint32_t* sample_indices, const uint32_t* positions, uint32_t* tokens, uint8_t* status,
+                  int threads) {
+  if (is_bf16)
+    sample((const uint16_t*)logits, n, vocab, temperature, top_k, top_p, min_p, seeds, sample_indices, positions,
+           tokens, status, threads);
+  else
+    sample((const float*)logits, n, vocab, temperature, top_k, top_p, min_p, seeds, sample_indices, positions, tokens,
+           status, threads);
+}
+
+// Random words and noise of single ids: what the test vectors check.
+void quire_gumbel_noise(uint64_t seed, uint32_t position, uint32_t sample_index, const uint32_t* ids, int64_t n,
+                        float* out) {
+  const NoiseKey key{uint32_t(seed), uint32_t(seed >> 32), position, sample_index};
+  uint32_t words[4][kLanes];
+  for (int64_t i = 0; i < n; i++) {
+    philox16(key, ids[i] >> 2, words);
+    out[i] = gumbel(words[ids[i] & 3][0]);
+  }
+}
+}

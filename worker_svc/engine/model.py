@@ -1,0 +1,176 @@
+"""The decoder: its weights, fused and prepared for a backend, and the forward pass over one mixed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.architectures import ModelConfig
+from worker_svc.engine.backend import Backend, ForwardBatch, Linear, RotaryTable
+from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.kv_cache import KVCachePool
+
+Progress = Callable[[float], None]
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer. qkv is [q | k | v] of all heads, gate_up is [gate | up]."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
+    """cos and sin for positions below `length`, computed in float32 as transformers does."""
+    angles = torch.arange(length).float()[:, None] * inv_freq[None]
+    return RotaryTable(angles.cos().contiguous(), angles.sin().contiguous())
+
+
+class WeightLoader:
+    """Takes a model's tensors out of a checkpoint, fuses them and hands them to the backend."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._backend = backend
+        self._dtype = dtype
+        heads = config.heads
+        q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        qkv_bias, mlp_bias = config.has_qkv_bias, config.has_mlp_bias
+        # name within a layer: (out, in, has a bias)
+        self._linears = {
+            "self_attn.q_proj": (q_size, hidden, qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, config.has_o_bias),
+            "mlp.gate_proj": (inner, hidden, mlp_bias),
+            "mlp.up_proj": (inner, hidden, mlp_bias),
+            "mlp.down_proj": (hidden, inner, mlp_bias),
+        }
+        self._norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if config.architecture.has_qk_norm:
+            self._norms |= {"self_attn.q_norm": heads.head_dim, "self_attn.k_norm": heads.head_dim}
+
+    def check(self) -> None:
+        """Raises CheckpointError unless all tensors are there, and no others."""
+        ignored = (*IGNORED_ENDINGS, HEAD) if self._config.is_tied else IGNORED_ENDINGS
+        self._checkpoint.check_names(self._expected_names(), ignored)
+
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]; left memory-mapped where the dtype allows it."""
+        return self._tensor(EMBEDDING, self._config.vocab_size, self._config.hidden_size)
+
+    def final_norm(self) -> torch.Tensor:
+        return self._tensor(FINAL_NORM, self._config.hidden_size)
+
+    def head(self) -> Linear:
+        name = EMBEDDING if self._config.is_tied else HEAD
+        weight = self._tensor(name, self._config.vocab_size, self._config.hidden_size)
+        return self._backend.make_linear(weight, None)
+
+    def layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        norms = {name: self._tensor(f"{prefix}{name}.weight", size) for name, size in self._norms.items()}
+        qk_norms = None
+        if self._config.architecture.has_qk_norm:
+            qk_norms = (norms["self_attn.q_norm"], norms["self_attn.k_norm"])
+        return Layer(
+            input_norm=norms["input_layernorm"],
+            qkv=self._fused(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qk_norms=qk_norms,
+            o=self._fused(prefix, "self_attn.o_proj"),
+            post_norm=norms["post_attention_layernorm"],
+            gate_up=self._fused(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            down=self._fused(prefix, "mlp.down_proj"),
+        )
+
+    def _expected_names(self) -> list[str]:
+        names = [EMBEDDING, FINAL_NORM] if self._config.is_tied else [EMBEDDING, FINAL_NORM, HEAD]
+        for index in range(self._config.num_layers):
+            prefix = f"model.layers.{index}."
+            names += [f"{prefix}{name}.weight" for name in (*self._norms, *self._linears)]
+            names += [f"{prefix}{name}.bias" for name, (*_, has_bias) in self._linears.items() if has_bias]
+        return names
+
+    def _fused(self, prefix: str, *names: str) -> Linear:
+        weights, biases = [], []
+        for name in names:
+            out_size, in_size, has_bias = self._linears[name]
+            weights.append(self._tensor(f"{prefix}{name}.weight", out_size, in_size))
+            if has_bias:
+                biases.append(self._tensor(f"{prefix}{name}.bias", out_size))
+        return self._backend.make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self._checkpoint.tensor(name, shape, self._dtype)
+
+
+class DecoderModel:
+    """A loaded decoder. `forward` is its only operation."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        config: ModelConfig,
+        backend: Backend,
+        max_model_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._rotary = rotary_table(config.inv_freq, max_model_len)
+        total = config.num_layers + 1
+        report = progress or (lambda fraction: None)
+        self._embedding = loader.embedding()
+        self._final_norm = loader.final_norm()
+        self._layers = []
+        for index in range(config.num_layers):
+            self._layers.append(loader.layer(index))
+            report((index + 1) / total)
+        self._head = loader.head()
+        report(1.0)
+
+    def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
+        """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
+        config, backend, eps = self._config, self._backend, self._config.rms_norm_eps
+        x = self._embedding[torch.from_numpy(batch.token_ids)]
+        num_tokens, heads = len(x), config.heads
+        normed = torch.empty_like(x)
+        q = x.new_empty(num_tokens, heads.num_q_heads, heads.head_dim)
+        attended = torch.empty_like(q)
+        activated = x.new_empty(num_tokens, config.intermediate_size)
+        residual = None
+        for index, layer in enumerate(self._layers):
+            cache = pool.layer(index)
+            backend.add_rms_norm(x, residual, layer.input_norm, normed, eps)
+            qkv = layer.qkv(normed)
+            backend.qk_norm_rope_store(qkv, layer.qk_norms, self._rotary, batch, cache, q, heads, eps)
+            backend.paged_attention(q, cache, batch, attended, heads)
+            residual = layer.o(attended.view(num_tokens, -1))
+            backend.add_rms_norm(x, residual, layer.post_norm, normed, eps)
+            backend.gated_activation(layer.gate_up(normed), activated, config.activation)
+            residual = layer.down(activated)
+        return self._logits(x, residual, torch.from_numpy(batch.head_tokens))
+
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        last = x[tokens]
+        if not len(last):
+            return last.new_empty(0, self._config.vocab_size)
+        added = None if residual is None else residual[tokens]
+        normed = torch.empty_like(last)
+        self._backend.add_rms_norm(last, added, self._final_norm, normed, self._config.rms_norm_eps)
+        return self._head(normed)

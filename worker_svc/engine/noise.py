@@ -1,0 +1,90 @@
+"""How a token is picked from logits: the one specification, as a numpy reference. docs/adr/0004-noise.md says why.
+
+Random words: Philox4x32-10 with key = (seed low, seed high) and counter = (v >> 2, output position, sample index, 0);
+vocabulary id v takes word v & 3. With u = (word + 0.5) / 2^32 in double, its noise is g = float32(-log(-log1p(-u))),
+and the token is the argmax of float32(z) + g over the ids that were kept, ties to the lowest id.
+
+z = logits / temperature in float32, and an id is kept when z passes, in this order,
+  min_p:  z >= max(z) + float32(log(min_p));
+  top_k:  z >= the k-th largest;
+  top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * total) or more, where an id weighs
+          floor(exp(z - max(z)) * 2^40 + 0.5), an integer: sums of them have no order.
+Equal values share a fate. Below a temperature of 1e-5 it is argmax of the logits, ties to the lowest id, no noise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_svc.engine.batch import SamplingParams
+
+F32 = npt.NDArray[np.float32]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+GREEDY_BELOW = 1e-5  # temperature
+MAX_NOISE = 22.9  # the largest word there is gives 22.873
+MASS_UNIT = 2.0**40
+
+_MASK = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox_words(counter: tuple[U32, int, int, int], key: tuple[int, int]) -> tuple[U64, U64, U64, U64]:
+    """Philox4x32-10 for an array of first counter words and constant others. Words come as uint64 below 2^32."""
+    c0 = counter[0].astype(np.uint64)
+    c1, c2, c3 = (np.full_like(c0, word) for word in counter[1:])
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
+            p1 & _MASK,
+            (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seed: int, position: int, sample_index: int, ids: U32) -> F32:
+    """Noise of vocabulary ids at one output position of one sample. float32, the shape of `ids`."""
+    words = philox_words((ids >> np.uint32(2), position, sample_index, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    word = np.choose((ids & np.uint32(3)).astype(np.intp), words)
+    u = (word.astype(np.float64) + 0.5) * 2.0**-32
+    return (-np.log(-np.log1p(-u))).astype(np.float32)
+
+
+def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
+    """The smallest z [vocab] that min_p, top_k and top_p let through; -inf when they are off."""
+    top = z.max()
+    lowest = np.float32(-np.inf)
+    if params.min_p > 0:
+        lowest = np.float32(top + np.float32(np.log(np.float64(np.float32(params.min_p)))))
+    kept = np.sort(z[z >= lowest])[::-1]
+    if 0 < params.top_k < len(kept):
+        lowest = kept[params.top_k - 1]
+        kept = kept[kept >= lowest]
+    top_p = np.float32(params.top_p)
+    if top_p >= 1:
+        return lowest
+    mass = np.floor(np.exp(kept.astype(np.float64) - np.float64(top)) * MASS_UNIT + 0.5).astype(np.int64)
+    total = np.cumsum(mass)
+    need = max(int(np.ceil(np.float64(top_p) * np.float64(total[-1]))), 1)
+    threshold: np.float32 = kept[np.searchsorted(total, need)]
+    return threshold
+
+
+def sample_token(logits: F32, params: SamplingParams, sample_index: int, position: int) -> int | None:
+    """The token that logits [vocab] give at an output position; None for NaN, +inf or no finite number."""
+    if np.isnan(logits).any() or (logits == np.inf).any() or not np.isfinite(logits).any():
+        return None
+    if params.temperature < GREEDY_BELOW:
+        return int(logits.argmax())
+    z = logits / np.float32(params.temperature)
+    ids = np.flatnonzero(z >= max(keep_threshold(z, params), z.max() - np.float32(2 * MAX_NOISE))).astype(np.uint32)
+    scores = z[ids] + gumbel_noise(params.seed, position, sample_index, ids)
+    return int(ids[scores.argmax()])

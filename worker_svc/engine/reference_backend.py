@@ -1,0 +1,170 @@
+"""The same operations in plain torch and numpy: what the kernels are tested against, and what runs without a compiler.
+
+Slower, and equal to the kernels up to rounding. Attention works in pieces of one constant shape, so here too a row's
+result does not depend on the rows around it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from worker_svc.engine.backend import (
+    I64,
+    U32,
+    ForwardBatch,
+    HeadShape,
+    Linear,
+    RotaryTable,
+    SamplingColumns,
+)
+from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.config import Determinism
+from worker_svc.engine.linear import PackedLinear, RowRules
+from worker_svc.engine.noise import sample_token
+
+KEY_TILE = 128
+TOKEN_TILE = 16
+
+
+class ReferenceBackend:
+    """Plain torch operations; see `Backend` for the contracts."""
+
+    name = "reference"
+
+    def __init__(self, determinism: Determinism) -> None:
+        self._row_rules = RowRules() if determinism == "exact" else None
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        linear = PackedLinear(weight, bias)
+        if self._row_rules is not None:
+            self._row_rules.apply(linear, weight, bias is not None)
+        return linear
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        if residual is not None:
+            x += residual
+        out.copy_(_rms_norm(x, weight, eps))
+
+    def qk_norm_rope_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        q_out: torch.Tensor,
+        shape: HeadShape,
+        eps: float,
+    ) -> None:
+        heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(batch.positions), -1, shape.head_dim), heads, dim=1)
+        if norms is not None:
+            q, k = _rms_norm(q, norms[0], eps), _rms_norm(k, norms[1], eps)
+        positions = torch.from_numpy(batch.positions).long()
+        cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
+        q_out.copy_(_rotate(q, cos, sin))
+        slots, block_size = torch.from_numpy(batch.slots), cache[0].shape[-1]
+        blocks, offsets = slots // block_size, slots % block_size
+        cache[0][blocks, :, :, offsets] = _rotate(k, cos, sin).to(k.dtype)
+        cache[1][blocks, :, offsets] = v
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: HeadShape,
+    ) -> None:
+        row_of_token = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_starts))
+        tables = torch.from_numpy(batch.tables[batch.rows]).long()[torch.from_numpy(row_of_token)]
+        positions = torch.from_numpy(batch.positions).long()
+        for start in range(0, len(positions), TOKEN_TILE):
+            end = start + TOKEN_TILE
+            out[start:end] = _attend(q[start:end], cache, tables[start:end], positions[start:end], shape)
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "silu":
+            gate = F.silu(gate)
+        else:
+            gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        out.copy_(gate * up)
+
+    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+            pool[:, target] = pool[:, source]
+
+    def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
+        tokens, is_bad = np.zeros(len(logits), np.uint32), np.zeros(len(logits), np.bool_)
+        for i, row in enumerate(logits.float().numpy()):
+            params = SamplingParams(
+                temperature=float(columns.temperature[i]),
+                top_k=int(columns.top_k[i]),
+                top_p=float(columns.top_p[i]),
+                min_p=float(columns.min_p[i]),
+                seed=int(columns.seeds[i]),
+            )
+            token = sample_token(row, params, int(columns.sample_indices[i]), int(columns.positions[i]))
+            tokens[i], is_bad[i] = token or 0, token is None
+        return tokens, is_bad
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    shape: HeadShape,
+) -> torch.Tensor:
+    """Attention of up to TOKEN_TILE tokens, each with its own table, by online softmax over tiles of keys."""
+    count, last = len(q), int(positions.max())
+    missing = TOKEN_TILE - count
+    q, tables = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(tables, (0, 0, 0, missing))
+    positions = F.pad(positions, (0, missing), value=-1)
+    group, dim = shape.num_q_heads // shape.num_kv_heads, shape.head_dim
+    grouped = q.float().view(TOKEN_TILE, shape.num_kv_heads, group, dim) * dim**-0.5
+    best = torch.full((TOKEN_TILE, shape.num_kv_heads, group, 1), -torch.inf)
+    total, acc = torch.zeros_like(best), torch.zeros_like(grouped)
+    for start in range(0, last + 1, KEY_TILE):
+        keys = torch.arange(start, start + KEY_TILE)
+        is_visible = keys <= positions[:, None]  # [TOKEN_TILE, KEY_TILE]
+        k, v = _gather(cache, tables, keys, is_visible)
+        scores = (grouped @ k).masked_fill_(~is_visible[:, None, None], -torch.inf)
+        top = torch.maximum(best, scores.amax(-1, keepdim=True))
+        safe = top.masked_fill(top == -torch.inf, 0.0)
+        weights, shrink = torch.exp(scores - safe), torch.exp(best - safe)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        acc = acc * shrink + weights @ v
+        best = top
+    return (acc / total)[:count].reshape(count, shape.num_q_heads, dim).to(q.dtype)
+
+
+def _gather(
+    cache: tuple[torch.Tensor, torch.Tensor], tables: torch.Tensor, keys: torch.Tensor, is_visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [tokens, kv_heads, dim, KEY_TILE] and values [tokens, kv_heads, KEY_TILE, dim], 0 where not visible."""
+    block_size = cache[0].shape[-1]
+    index = (keys // block_size).clamp_max(tables.shape[1] - 1)
+    blocks = torch.where(is_visible, tables[:, index], 0)
+    offsets = (keys % block_size).expand_as(blocks)
+    mask = is_visible[:, :, None, None]
+    k = cache[0][blocks, :, :, offsets].float().where(mask, 0.0)  # [tokens, KEY_TILE, kv_heads, dim]
+    v = cache[1][blocks, :, offsets].float().where(mask, 0.0)
+    return k.permute(0, 2, 3, 1), v.transpose(1, 2)

@@ -1,0 +1,249 @@
+"""The persistent batch: what is known of every open row, kept in columns and fed by deltas.
+
+Row r owns line r of each array. Only opens and closes are handled one by one; everything else is done for all rows of a
+step at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from worker_svc.engine.backend import I32, I64, SamplingColumns
+from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
+
+NO_BLOCK = -1
+MAX_SEED = 2**64
+MAX_TOP_K = 2**31 - 1
+
+
+class RowErrors:
+    """The first failure of each row in one step."""
+
+    def __init__(self) -> None:
+        self._errors: dict[int, RowError] = {}
+
+    def add(self, row: int, message: str, code: RowErrorCode = RowErrorCode.BAD_INPUT) -> None:
+        self._errors.setdefault(row, RowError(row, code, message))
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._errors
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def to_list(self) -> list[RowError]:
+        return list(self._errors.values())
+
+
+class RowTable:
+    """Token history, block table and sampling parameters of up to max_num_seqs rows."""
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+        max_blocks = -(-max_model_len // block_size)
+        self.is_open = np.zeros(max_num_seqs, np.bool_)
+        self.tables: I32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32)
+        self.table_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
+        self._num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k: I32 = np.zeros(max_num_seqs, np.int32)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._sample_indices: U32 = np.zeros(max_num_seqs, np.uint32)
+
+    def rows_used(self) -> int:
+        return int(self.is_open.sum())
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self.is_open[:] = False
+
+    def close(self, rows: U32) -> None:
+        """Closes rows; one that is not open stays so."""
+        self.is_open[rows[rows < self._max_num_seqs]] = False
+
+    # Opening
+
+    def open(self, opens: list[RowOpen], errors: RowErrors) -> None:
+        """Opens rows in order, so that a fork may follow its parent. A refused row stays closed."""
+        for item in opens:
+            message = self._refusal(item)
+            if message is None:
+                self._open_one(item)
+            else:
+                errors.add(item.row, message)
+
+    def _refusal(self, item: RowOpen) -> str | None:
+        """Why this row cannot be opened."""
+        if item.row >= self._max_num_seqs:
+            return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
+        if self.is_open[item.row]:
+            return f"row {item.row} is open already; close it first"
+        return self._history_refusal(item) or self._table_refusal(item.block_table) or _sampling_refusal(item)
+
+    def _history_refusal(self, item: RowOpen) -> str | None:
+        num_tokens = len(item.token_ids)
+        if item.fork_of_row is not None:
+            parent = item.fork_of_row
+            if parent >= self._max_num_seqs or not self.is_open[parent]:
+                return f"fork_of_row {parent} is not open"
+            if self._num_tokens[parent] < item.prompt_len:
+                return f"fork_of_row {parent} knows {self._num_tokens[parent]} tokens, prompt_len is {item.prompt_len}"
+            num_tokens = item.prompt_len
+        if not 1 <= num_tokens <= self._max_model_len:
+            return f"token_ids has {num_tokens} tokens, allowed are 1 to max_model_len {self._max_model_len}"
+        if not 0 <= item.prompt_len <= num_tokens:
+            return f"prompt_len {item.prompt_len} is beyond the {num_tokens} known tokens"
+        if not 0 <= item.num_computed_tokens <= num_tokens:
+            return f"num_computed_tokens {item.num_computed_tokens} is beyond the {num_tokens} known tokens"
+        if len(item.token_ids) and int(item.token_ids.max()) >= self._vocab_size:
+            return f"token id {int(item.token_ids.max())} is not below the vocabulary size {self._vocab_size}"
+        return None
+
+    def _table_refusal(self, table: U32) -> str | None:
+        if len(table) > self.tables.shape[1]:
+            return f"block_table has {len(table)} blocks, max_model_len needs at most {self.tables.shape[1]}"
+        if len(table) and int(table.max()) >= self._num_blocks:
+            return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
+        return None
+
+    def _open_one(self, item: RowOpen) -> None:
+        row, sampling = item.row, item.sampling
+        history = item.token_ids
+        if item.fork_of_row is not None:
+            history = self._tokens[item.fork_of_row, : item.prompt_len]
+        self.is_open[row] = True
+        self._tokens[row, : len(history)] = history
+        self._num_tokens[row] = len(history)
+        self._prompt_lens[row] = item.prompt_len
+        self.tables[row, : len(item.block_table)] = item.block_table
+        self.tables[row, len(item.block_table) :] = NO_BLOCK
+        self.table_lens[row] = len(item.block_table)
+        self._temperature[row] = sampling.temperature
+        self._top_k[row] = min(sampling.top_k, MAX_TOP_K)
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._seeds[row] = sampling.seed
+        self._sample_indices[row] = item.sample_index
+
+    # Table changes
+
+    def change_tables(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> None:
+        """Replaces or appends blocks; a row whose change is impossible fails and is closed."""
+        if not len(rows):
+            return
+        is_known = rows < self._max_num_seqs
+        is_good = is_known & (indices < self.tables.shape[1]) & (blocks < self._num_blocks)
+        is_good[is_known] &= self.is_open[rows[is_known]]
+        for i in np.flatnonzero(~is_good):
+            message = f"table change ({indices[i]} -> block {blocks[i]}) is out of range or its row is not open"
+            self._fail(int(rows[i]), message, errors)
+        rows, indices, blocks = rows[is_good], indices[is_good], blocks[is_good]
+        self.tables[rows, indices] = blocks
+        np.maximum.at(self.table_lens, rows, indices.astype(np.int64) + 1)
+        self._fail_gaps(np.unique(rows), errors)
+
+    def _fail_gaps(self, rows: U32, errors: RowErrors) -> None:
+        lens = self.table_lens[rows]
+        longest = int(lens.max(initial=0))
+        has_gap = ((self.tables[rows, :longest] == NO_BLOCK) & (np.arange(longest) < lens[:, None])).any(axis=1)
+        for row in rows[has_gap]:
+            self._fail(int(row), "a table change left a gap: append at the table's length", errors)
+
+    def _fail(self, row: int, message: str, errors: RowErrors) -> None:
+        errors.add(row, message)
+        if row < self._max_num_seqs:
+            self.is_open[row] = False
+
+    # A step's columns. All take and return arrays over the batch.
+
+    def find_bad(self, batch: StepBatch, errors: RowErrors) -> Bools:
+        """Which rows of the batch cannot run; each gets its error."""
+        is_bad = np.zeros(len(batch.rows), np.bool_)
+        rows = batch.rows.astype(np.int64)
+        if len(errors):
+            is_bad |= np.fromiter((int(row) in errors for row in rows), np.bool_, len(rows))
+        is_outside = rows >= self._max_num_seqs
+        rows = np.where(is_outside, 0, rows)
+        ends = batch.context_lens.astype(np.int64) + batch.query_lens
+        is_repeated = (np.bincount(rows[~is_outside], minlength=self._max_num_seqs) > 1)[rows]
+        first_output = self._prompt_lens[rows]
+        known, room = self._num_tokens[rows], self.table_lens[rows] * self._block_size
+        checks: list[tuple[Bools, Callable[[int], str]]] = [
+            (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
+            (~self.is_open[rows], lambda i: "row is not open"),
+            (is_repeated, lambda i: "row is twice in one batch"),
+            (batch.query_lens == 0, lambda i: "query_len must be at least 1"),
+            (
+                ends > self._max_model_len,
+                lambda i: f"position {ends[i] - 1} reaches max_model_len {self._max_model_len}",
+            ),
+            (ends > known, lambda i: f"context_len + query_len is {ends[i]}, the row knows {known[i]} tokens"),
+            (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
+            (
+                batch.sample_mask & (ends < first_output),
+                lambda i: f"cannot sample at {ends[i]}, inside the prompt of {first_output[i]} tokens",
+            ),
+        ]
+        for mask, describe in checks:
+            for i in np.flatnonzero(mask & ~is_bad):
+                errors.add(int(batch.rows[i]), describe(int(i)))
+            is_bad |= mask
+        return is_bad
+
+    def expected_slots(self, rows: I64, positions: I64) -> I64:
+        """The slot that each (row, position) must be written to."""
+        blocks = self.tables[rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def token_ids(self, rows: I64, positions: I64) -> I64:
+        """Known tokens at (row, position)."""
+        return self._tokens[rows, positions].astype(np.int64)
+
+    def num_tokens(self, rows: I64) -> I64:
+        """How many tokens each row knows."""
+        return self._num_tokens[rows]
+
+    def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
+        """Parameters for sampling the token at sequence position `positions` of each row."""
+        return SamplingColumns(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            sample_indices=self._sample_indices[rows],
+            positions=(positions - self._prompt_lens[rows]).astype(np.uint32),
+        )
+
+    def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
+        """Each row's history continues with a sampled token at that sequence position."""
+        self._tokens[rows, positions] = token_ids
+        self._num_tokens[rows] = positions + 1
+
+
+def _sampling_refusal(item: RowOpen) -> str | None:
+    sampling = item.sampling
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature must be a number from 0 up, got {sampling.temperature}"
+    if sampling.top_k < 0:
+        return f"top_k must be 0 (off) or more, got {sampling.top_k}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be above 0 and at most 1, got {sampling.top_p}"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p must be from 0 to 1, got {sampling.min_p}"
+    if not 0 <= sampling.seed < MAX_SEED:
+        return f"seed must fit 64 bits, got {sampling.seed}"
+    return None
