@@ -180,9 +180,7 @@ class Gateways:
     def _submit(self, submit: scheduler_pb2.Submit, owner: int, outbox: Outbox) -> None:
         try:
             if self.info is None:
-                raise UnavailableError(
-                    "no worker has registered yet; try again soon", retry_after_s=RETRY_NO_WORKER_S
-                )
+                raise UnavailableError("no worker has registered yet; try again soon", retry_after_s=RETRY_NO_WORKER_S)
             group = wire.group_from_proto(submit, self.info, owner=owner)
         except QuireError as error:
             outbox.reply(submit.handle, error)

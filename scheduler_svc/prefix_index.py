@@ -238,7 +238,7 @@ class RedisPrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return int(await self._redis.incr(f"{self._prefix}:scheduler_epoch"))
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, ValueError) as error:
             self._went_down(error)
             return 0
 
@@ -249,7 +249,7 @@ class RedisPrefixIndex:
             async with asyncio.timeout(self._timeout_s):
                 lengths = await self._search(digests)
                 return await self._only_live(lengths)
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, ValueError) as error:
             self._went_down(error)
             return {}
 
@@ -351,8 +351,9 @@ class RedisPrefixIndex:
     async def _execute(self, batch: dict[Entry, bool], records: dict[Holder, bool]) -> bytes | None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.get(f"{self._prefix}:generation")
-        if self._epoch_floor:
-            pipeline.eval(RAISE_COUNTER, 1, f"{self._prefix}:scheduler_epoch", str(self._epoch_floor))
+        floor, self._epoch_floor = self._epoch_floor, 0
+        if floor:
+            pipeline.eval(RAISE_COUNTER, 1, f"{self._prefix}:scheduler_epoch", str(floor))
         for holder, is_here in records.items():
             self._add_record(pipeline, holder, is_here=is_here)
         for (holder, digest), is_cached in batch.items():
@@ -362,7 +363,11 @@ class RedisPrefixIndex:
                 continue
             pipeline.sadd(key, _member(holder))
             pipeline.pexpire(key, int(self._entry_ttl_s * 1000))
-        answers = await pipeline.execute()
+        try:
+            answers = await pipeline.execute()
+        except BaseException:
+            self.note_scheduler_epoch(floor)
+            raise
         generation: bytes | None = answers[0]
         return generation
 
@@ -382,15 +387,21 @@ class RedisPrefixIndex:
         """A generation that is gone or new says that the server lost its data since we wrote."""
         if found is not None and found == self._generation:
             return
-        key = f"{self._prefix}:generation"
-        async with asyncio.timeout(self._timeout_s):
-            if found is None:
-                await self._redis.set(key, f"{random.getrandbits(64):016x}", nx=True)
-                found = await self._redis.get(key)
+        if found is None:
+            found = await self._write_generation()
         if self._generation is not None:
             log.warning("the prefix index was flushed; publishing everything again")
             self._needs_snapshot = True
         self._generation = found
+
+    async def _write_generation(self) -> bytes | None:
+        key = f"{self._prefix}:generation"
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.set(key, f"{random.getrandbits(64):016x}", nx=True)
+        pipeline.get(key)
+        async with asyncio.timeout(self._timeout_s):
+            _, found = await pipeline.execute()
+        return found if isinstance(found, bytes) else None
 
     # -- state --------------------------------------------------------------------------------------------------------
 

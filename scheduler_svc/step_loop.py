@@ -5,8 +5,8 @@ applies them, asks the core what to do, and does it in this order:
 
     apply facts -> schedule -> send steps -> route what was produced -> publish prefix events
 
-Steps go first because workers wait for them; prefix events go last because nobody does. Nothing here polls, and the only
-clock is the event loop's, so a simulated loop runs it as well as a real one.
+Steps go first because workers wait for them; prefix events go last because nobody does. Nothing here polls, and the
+only clock is the event loop's, so a simulated loop runs it as well as a real one.
 """
 
 from __future__ import annotations
@@ -298,9 +298,7 @@ class StepLoop:
 
     def _as_refusal(self, error: SchedulerError, scheduler: Scheduler, now: float) -> QuireError:
         if isinstance(error, QueueFullError):
-            return OverloadedError(
-                str(error), retry_after_s=self._advice.seconds(scheduler.stats().num_waiting, now)
-            )
+            return OverloadedError(str(error), retry_after_s=self._advice.seconds(scheduler.stats().num_waiting, now))
         if isinstance(error, NeverFitsError):
             return InvalidRequestError(str(error), field=error.field)
         if isinstance(error, DuplicateRequestError):

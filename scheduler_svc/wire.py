@@ -168,7 +168,9 @@ def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *,
 
 def _prompt(data: bytes, vocab_size: int) -> U32:
     if not data:
-        raise InvalidRequestError("prompt_token_ids is empty; a prompt needs at least 1 token", field="prompt_token_ids")
+        raise InvalidRequestError(
+            "prompt_token_ids is empty; a prompt needs at least 1 token", field="prompt_token_ids"
+        )
     try:
         prompt = u32_from_bytes(data, "prompt_token_ids")
     except WireError as error:
@@ -240,6 +242,14 @@ def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.Model
             f"max_model_len {info.max_model_len}; ask for at most {info.max_model_len - num_prompt} tokens",
             field="stop.max_tokens",
         )
+    num_blocks = -(-(num_prompt + max(1, max_tokens) - 1) // info.block_size)  # the last token needs no KV
+    if num_blocks > info.max_num_blocks:
+        pool = info.max_num_blocks * info.block_size
+        raise InvalidRequestError(
+            f"prompt ({num_prompt} tokens) + max_tokens ({max_tokens}) needs {num_blocks} KV blocks; the largest "
+            f"worker has {info.max_num_blocks} ({pool} tokens): ask for fewer tokens",
+            field="stop.max_tokens",
+        )
 
 
 def _continuation(
@@ -268,9 +278,7 @@ def _check_sample(sample: types_pb2.SampleState, n: int, max_tokens: int, seen: 
             f"continuation names sample {sample.index}; the request has n = {n}", field="continuation.samples.index"
         )
     if sample.index in seen:
-        raise InvalidRequestError(
-            f"continuation names sample {sample.index} twice", field="continuation.samples.index"
-        )
+        raise InvalidRequestError(f"continuation names sample {sample.index} twice", field="continuation.samples.index")
     if len(sample.output_token_ids) > max_tokens:
         raise InvalidRequestError(
             f"continuation holds {len(sample.output_token_ids)} tokens of sample {sample.index}; "
@@ -373,6 +381,12 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
     for name in ("max_model_len", "vocab_size"):
         if getattr(capacity.info, name) < 1:
             raise InvalidRequestError(f"capacity.info.{name} is 0; must be at least 1", field=f"capacity.info.{name}")
+    if capacity.max_num_batched_tokens < capacity.max_num_seqs:
+        raise InvalidRequestError(
+            f"capacity.max_num_batched_tokens is {capacity.max_num_batched_tokens}; must be at least max_num_seqs "
+            f"{capacity.max_num_seqs}, or a step could not give every running sequence one token",
+            field="capacity.max_num_batched_tokens",
+        )
     return WorkerCapacity(
         worker_id=request.worker_id,
         worker_epoch=request.worker_epoch,

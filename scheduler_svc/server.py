@@ -1,0 +1,245 @@
+"""The scheduler's process: flags, the servicer, start, drain."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.gateway_links import Gateways
+from scheduler_svc.prefix_index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
+from scheduler_svc.step_loop import StepLoop
+from scheduler_svc.worker_link import Dialer, LinkTimeouts
+from scheduler_svc.worker_pool import WorkerPool
+from svc_common.config import address, in_range, make_parser, parse
+from svc_common.errors import NotFoundError
+from svc_common.logs import setup_logging
+from svc_common.serve import BindError, GrpcServer
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "quire.v1.SchedulerService"
+BUNDLE_PIECE_BYTES = 1 << 20
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DESCRIPTION = """Owns the life of every sequence: queues, places, batches and preempts requests, and owns the KV blocks
+of its workers.
+
+Workers register here (quire-worker --scheduler HOST:PORT); gateways attach here (quire-gateway --scheduler HOST:PORT).
+All workers of one scheduler serve one model; the first one that is ready decides which."""
+
+EPILOG = """examples:
+  quire-scheduler --listen 0.0.0.0:50052
+  quire-scheduler --listen 0.0.0.0:50052 --redis redis://cache:6379/0 --log-format json
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A scheduler, put together."""
+
+    step_loop: StepLoop
+    index: PrefixIndex
+    gateways: Gateways
+    pool: WorkerPool
+    dialer: Dialer
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Decode, call one thing, encode."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.address = ""
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
+        async for response in self._parts.gateways.attach(request_iterator):
+            yield response
+
+    async def Register(
+        self, request_iterator: AsyncIterator[scheduler_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
+        async for response in self._parts.pool.register(request_iterator):
+            yield response
+
+    async def GetBundle(
+        self, request: scheduler_pb2.GetBundleRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.GetBundleResponse]:
+        data = self._parts.dialer.bundles.get(request.digest)
+        if data is None:
+            raise NotFoundError(
+                f"no bundle has digest {request.digest.hex() or '(empty)'}; ask for the one in Welcome.info",
+                field="digest",
+            )
+        for start in range(0, len(data), BUNDLE_PIECE_BYTES):
+            yield scheduler_pb2.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
+
+    async def GetSchedulerStatus(
+        self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
+    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        return scheduler_pb2.GetSchedulerStatusResponse(status=describe(self._parts, self.address))
+
+
+def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
+    """Queue, hits and workers as the protocol shows them. `connected` is for the gateway to say."""
+    stats = parts.step_loop.stats()
+    status = inference_pb2.SchedulerStatus(
+        address=listen_address,
+        model=parts.pool.info.model if parts.pool.info is not None else "",
+        prefix_index=parts.index.state(),
+        workers=parts.pool.describe(stats),
+        max_waiting=parts.step_loop.max_waiting,
+    )
+    if stats is not None:
+        status.num_waiting, status.num_running = stats.num_waiting, stats.num_running
+        status.prefix_query_tokens = stats.prefix_query_tokens
+        status.prefix_hit_tokens = stats.prefix_hit_tokens
+        status.preemptions, status.steps = stats.preemptions, stats.steps
+    return status
+
+
+def make_arguments() -> argparse.ArgumentParser:
+    """All flags of the scheduler."""
+    parser = make_parser("scheduler", DESCRIPTION, EPILOG)
+    parser.add_argument("--listen", type=address, default="127.0.0.1:50052", help="host:port to serve on")
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="redis://[:password@]host:port/db or unix:///path: share prefixes and epochs there",
+    )
+    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; one per deployment")
+    parser.add_argument("--scheduler-id", default=socket.gethostname(), help="name in logs and in Redis")
+    parser.add_argument(
+        "--max-waiting",
+        type=in_range(int, 1, 1 << 20),
+        default=1024,
+        help="sequences that may wait; beyond it requests get RESOURCE_EXHAUSTED",
+    )
+    parser.add_argument(
+        "--watermark", type=in_range(float, 0.0, 0.5), default=0.01, help="part of a pool that admissions leave free"
+    )
+    parser.add_argument(
+        "--aging-s",
+        type=in_range(float, 0.0, 3600.0),
+        default=2.0,
+        help="seconds after which a request that finds no room lets nobody pass",
+    )
+    parser.add_argument(
+        "--heartbeat-timeout-s",
+        type=in_range(float, 0.1, 3600.0),
+        default=10.0,
+        help="seconds of silence after which a worker is lost",
+    )
+    parser.add_argument(
+        "--step-timeout-s",
+        type=in_range(float, 0.1, 3600.0),
+        default=120.0,
+        help="seconds that one step may take before its worker is lost",
+    )
+    parser.add_argument(
+        "--drain-timeout-s",
+        type=in_range(float, 0.0, 3600.0),
+        default=30.0,
+        help="seconds that running requests get to finish after SIGTERM",
+    )
+    return parser
+
+
+def build(args: argparse.Namespace) -> Parts:
+    """Put a scheduler together. Raises ValueError for a setting that cannot work."""
+    config = SchedulerConfig(max_waiting=args.max_waiting, watermark=args.watermark, aging_s=args.aging_s)
+    epoch = secrets.randbits(64)
+    index: PrefixIndex = MemoryPrefixIndex()
+    if args.redis:
+        index = RedisPrefixIndex(
+            args.redis,
+            owner=f"{args.scheduler_id}:{epoch:016x}",
+            snapshot=lambda: step_loop.cached_prefixes(),
+            namespace=args.redis_namespace,
+        )
+    step_loop = StepLoop(config, index)
+    gateways = Gateways(step_loop, epoch)
+    timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
+    dialer = Dialer(index, args.scheduler_id, timeouts)
+    pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
+    return Parts(step_loop, index, gateways, pool, dialer)
+
+
+async def serve(args: argparse.Namespace, parts: Parts) -> int:
+    """Run until SIGTERM or SIGINT. Returns the process's exit status. Raises BindError."""
+    server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
+    servicer = SchedulerServicer(parts)
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
+    servicer.address = await server.start()
+    if isinstance(parts.index, RedisPrefixIndex):
+        parts.index.start()
+    loop_task = asyncio.create_task(parts.step_loop.run())
+    loop_task.add_done_callback(lambda _: server.stopping.set())
+    await server.set_serving(True)
+    _settle_gc()
+    log.info("listening on %s, prefix index in %s", servicer.address, "redis" if args.redis else "memory")
+    await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))
+    return await _finish(parts, loop_task)
+
+
+async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
+    """Refuse new requests, let running ones finish for a while, then end every stream."""
+    parts.step_loop.refuse_new("this scheduler is stopping; send the request to another one")
+    idle = asyncio.create_task(parts.step_loop.wait_idle())
+    await asyncio.wait([idle, loop_task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not idle.done():
+        log.warning("requests are still open after the drain; their gateways take them elsewhere")
+    idle.cancel()
+    parts.gateways.close()
+    await parts.pool.close()
+
+
+async def _finish(parts: Parts, loop_task: asyncio.Task[None]) -> int:
+    parts.step_loop.stop()
+    result = (await asyncio.gather(loop_task, return_exceptions=True))[0]
+    await parts.index.close()
+    if result is None:
+        return 0
+    log.critical("the step loop failed; this is a bug", exc_info=result)
+    return 1
+
+
+def _settle_gc() -> None:
+    """Modules and code live as long as the process: collections need not walk them. What steps create is columns,
+    freed by reference counts, so full collections can be rare; each one is a pause for every stream.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `quire-scheduler` command."""
+    parser = make_arguments()
+    args = parse(parser, argv)
+    setup_logging("scheduler", args.log_format, args.log_level)
+    try:
+        parts = build(args)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        return asyncio.run(serve(args, parts))
+    except BindError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

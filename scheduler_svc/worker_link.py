@@ -1,0 +1,255 @@
+"""One lease of one worker: the handshake, the step stream, and the watch over both.
+
+    Lease -> (bundle, once per digest) -> ListBlocks -> StepStream ... until it breaks, is too slow or is closed
+
+A worker that comes back gets a new lease and a new object, so nothing late can be taken for something new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+from quire.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from xxhash import xxh3_128_digest
+
+from scheduler_svc import wire
+from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.prefix_index import PrefixIndex
+from svc_common.errors import QuireError, StaleEpochError, UnavailableError
+from svc_common.serve import open_channel
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+HANDSHAKE_TIMEOUT_S = 10.0
+TRANSFER_TIMEOUT_S = 60.0
+
+StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.StepStreamResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimeouts:
+    """When a silent worker counts as lost, in seconds."""
+
+    heartbeat_s: float = 10.0
+    step_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step in flight."""
+
+    step_id: int
+    sent_at: float
+
+
+class LeasedWorker:
+    """A worker that takes steps. Implements `step_loop.WorkerLink`."""
+
+    def __init__(
+        self, capacity: WorkerCapacity, address: str, fence: worker_pb2.Fence, call: StepCall, timeouts: LinkTimeouts
+    ) -> None:
+        self.capacity = capacity
+        self._address = address
+        self._fence = fence
+        self._call = call
+        self._timeouts = timeouts
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._in_flight: deque[Step] = deque()
+        self._last_seen = self._loop.time()
+        self._last_answer = self._last_seen
+        self._closed: asyncio.Future[str] = self._loop.create_future()
+        self.num_answered = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.capacity.worker_id
+
+    @property
+    def worker_epoch(self) -> int:
+        return self.capacity.worker_epoch
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def send(self, batch: StepBatch) -> None:
+        if self._closed.done():
+            return
+        self._in_flight.append(Step(batch.step_id, self._loop.time()))
+        self._outbox.put_nowait(wire.step_batch_to_proto(batch, self._fence))
+
+    def close(self, reason: str) -> None:
+        if not self._closed.done():
+            self._closed.set_result(reason)
+
+    def note_alive(self) -> None:
+        """A heartbeat came."""
+        self._last_seen = self._loop.time()
+
+    async def run(self, on_output: Callable[[StepOutput], None]) -> str:
+        """Serve the stream; `on_output(output)` gets every answer. Returns why it ended."""
+        tasks = [
+            asyncio.create_task(self._write()),
+            asyncio.create_task(self._read(on_output)),
+            asyncio.create_task(self._watch()),
+        ]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.close("the scheduler stops")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._call.cancel()
+        return _reason(self._closed if self._closed in done else done.pop())
+
+    async def _write(self) -> str:
+        while True:
+            batch = await self._outbox.get()
+            await self._call.write(worker_pb2.StepStreamRequest(batch=batch))
+
+    async def _read(self, on_output: Callable[[StepOutput], None]) -> str:
+        while isinstance(response := await self._call.read(), worker_pb2.StepStreamResponse):
+            on_output(self._take(response.output))
+        return f"the worker ended the step stream: {await self._call.details() or 'no reason given'}"
+
+    def _take(self, message: worker_pb2.StepOutput) -> StepOutput:
+        if not self._in_flight:
+            raise wire.WireError(f"answer to step {message.step_id}, none is in flight")
+        output = wire.step_output_from_proto(
+            message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
+        )
+        self._in_flight.popleft()
+        self._last_seen = self._last_answer = self._loop.time()
+        self.num_answered += 1
+        return output
+
+    async def _watch(self) -> str:
+        while True:
+            now = self._loop.time()
+            deadline, reason = self._deadline()
+            if now >= deadline:
+                return reason
+            # A step sent while we sleep may fall due before the heartbeat does.
+            await asyncio.sleep(min(deadline - now, self._timeouts.step_s))
+
+    def _deadline(self) -> tuple[float, str]:
+        silence = self._last_seen + self._timeouts.heartbeat_s
+        if not self._in_flight:
+            return silence, f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
+        oldest = self._in_flight[0]
+        # A step waits for those before it; only its own time counts.
+        due = max(oldest.sent_at, self._last_answer) + self._timeouts.step_s
+        if due < silence:
+            return due, f"step {oldest.step_id} is not answered after {self._timeouts.step_s:g} s"
+        return silence, f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
+
+
+def _reason(done: asyncio.Future[str]) -> str:
+    error = done.exception()
+    if error is None:
+        return done.result()
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"step stream: {error.code().name}: {error.details()}"
+    if isinstance(error, wire.WireError):
+        return f"the worker broke the protocol: {error}"
+    if isinstance(error, asyncio.InvalidStateError):
+        return "the step stream was closed"
+    raise error
+
+
+class Dialer:
+    """Takes leases. Keeps the bundle of every digest it has met."""
+
+    def __init__(self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts) -> None:
+        self.bundles: dict[bytes, bytes] = {}
+        self._index = index
+        self._scheduler_id = scheduler_id
+        self._timeouts = timeouts
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, capacity: WorkerCapacity, bundle_digest: bytes, address: str
+    ) -> AsyncIterator[tuple[LeasedWorker, list[CachedBlock], int]]:
+        """Dial a worker back and lease it: the link, the blocks its pool holds, the next step id.
+
+        Raises QuireError with a message for the worker's log when that cannot be done.
+        """
+        async with open_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            try:
+                granted = await self._take_lease(stub)
+                self._check_fence(granted.fence, capacity, address)
+                await self._fetch_bundle(stub, bundle_digest)
+                blocks = await self._list_blocks(stub, granted.fence, capacity)
+                call = stub.StepStream()
+            except grpc.aio.AioRpcError as error:
+                raise UnavailableError(
+                    f"the scheduler cannot use WorkerService at {address} (the address this worker registered): "
+                    f"{error.code().name}: {error.details()}"
+                ) from error
+            except wire.WireError as error:
+                raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
+            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts)
+            log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
+            yield link, blocks, granted.next_step_id
+
+    async def _take_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> worker_pb2.LeaseResponse:
+        epoch = await self._index.next_scheduler_epoch()
+        try:
+            granted = await self._call_lease(stub, epoch)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or epoch == 0:
+                raise
+            # The counter was lost with Redis. The worker has asked us to lease it: it may count on from its own.
+            granted = await self._call_lease(stub, 0)
+        self._index.note_scheduler_epoch(granted.fence.scheduler_epoch)
+        return granted
+
+    async def _call_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int) -> worker_pb2.LeaseResponse:
+        request = worker_pb2.LeaseRequest(
+            scheduler_epoch=epoch, scheduler_id=self._scheduler_id, protocol_version=PROTOCOL_VERSION
+        )
+        return await stub.Lease(request, timeout=HANDSHAKE_TIMEOUT_S)
+
+    def _check_fence(self, fence: worker_pb2.Fence, capacity: WorkerCapacity, address: str) -> None:
+        if fence.worker_epoch != capacity.worker_epoch:
+            raise StaleEpochError(
+                f"at {address} answers a worker of epoch {fence.worker_epoch:#x}, but {capacity.worker_id} registered "
+                f"with {capacity.worker_epoch:#x}: give each worker its own address"
+            )
+
+    async def _fetch_bundle(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, digest: bytes) -> None:
+        if not digest or digest in self.bundles:
+            return
+        request = worker_pb2.GetWorkerBundleRequest()
+        data = b"".join([piece.data async for piece in stub.GetWorkerBundle(request, timeout=TRANSFER_TIMEOUT_S)])
+        found = xxh3_128_digest(data)
+        if found != digest:
+            raise StaleEpochError(
+                f"the bundle has digest {found.hex()}, but info.bundle_digest says {digest.hex()}; restart the worker",
+                field="capacity.info.bundle_digest",
+            )
+        self.bundles[digest] = data
+
+    async def _list_blocks(
+        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, fence: worker_pb2.Fence, capacity: WorkerCapacity
+    ) -> list[CachedBlock]:
+        request = worker_pb2.ListBlocksRequest(fence=fence)
+        messages = [message async for message in stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S)]
+        return wire.cached_blocks_from_proto(messages, block_size=capacity.block_size, num_blocks=capacity.num_blocks)
+
+
+WORKER_STATE_TEXT = {
+    scheduler_pb2.WORKER_STATE_LOADING: "loading",
+    scheduler_pb2.WORKER_STATE_READY: "ready",
+    scheduler_pb2.WORKER_STATE_DRAINING: "draining",
+}

@@ -1,0 +1,348 @@
+"""The workers of this scheduler: who registered, who is leased, who is lost.
+
+    Register stream    identity, state and heartbeats; may break and come back while the lease goes on
+    lease              from READY until the step stream breaks, the worker is silent, or a step takes too long
+
+When a lease ends, the Register stream ends with the reason; the worker registers again and is leased anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
+
+from scheduler_svc import wire
+from scheduler_svc.core.messages import SchedulerStats, WorkerCapacity, WorkerStats
+from scheduler_svc.step_loop import ModelFacts, StepLoop
+from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, QuireError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+HEARTBEATS_PER_TIMEOUT = 5
+LOST_SHOWN_S = 300.0  # how long status shows a lost worker
+
+LOADING = scheduler_pb2.WORKER_STATE_LOADING
+READY = scheduler_pb2.WORKER_STATE_READY
+DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
+
+# What all workers of a scheduler agree in; num_blocks and max_num_seqs may differ.
+SHARED_FACTS = (
+    "model",
+    "revision",
+    "block_size",
+    "max_model_len",
+    "dtype",
+    "determinism",
+    "vocab_size",
+    "bundle_digest",
+    "eos_token_ids",
+)
+
+
+class WorkerRefusedError(QuireError):
+    """A worker that does not fit to the others; it may serve under another scheduler."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """One Register stream. `ended` carries why the scheduler ends it; None is a friendly end."""
+
+    ended: asyncio.Future[QuireError | None]
+
+    def end(self, error: QuireError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """What is known of one worker in one life of its process."""
+
+    worker_id: str
+    worker_epoch: int
+    address: str
+    state: scheduler_pb2.WorkerState.ValueType = LOADING
+    load_progress: float = 0.0
+    registration: Registration | None = None
+    link: LeasedWorker | None = None  # set while it takes steps
+    lease_task: asyncio.Task[None] | None = None
+    info: types_pb2.ModelInfo | None = None
+    lost_at: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.link is not None and self.state == READY
+
+
+@dataclass(slots=True)
+class Reference:
+    """The first worker's facts, which later ones must share."""
+
+    worker_id: str
+    info: types_pb2.ModelInfo = field(default_factory=types_pb2.ModelInfo)
+
+
+class WorkerPool:
+    """Owns channels and liveness of workers; tells the step loop who joined, drains or is lost.
+
+    `on_change(info, ready_workers)` is called whenever gateways may have to hear something new.
+    """
+
+    def __init__(
+        self,
+        step_loop: StepLoop,
+        dialer: Dialer,
+        *,
+        heartbeat_timeout_s: float,
+        on_change: Callable[[types_pb2.ModelInfo | None, int], None],
+    ) -> None:
+        self._step_loop = step_loop
+        self._dialer = dialer
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._on_change = on_change
+        self._workers: dict[str, Worker] = {}
+        self._reference: Reference | None = None
+        self._info: types_pb2.ModelInfo | None = None
+        self._is_closed = False
+
+    @property
+    def info(self) -> types_pb2.ModelInfo | None:
+        """The model, with the largest pool and row count of the leased workers; None before the first lease."""
+        return self._info
+
+    @property
+    def num_ready(self) -> int:
+        return sum(worker.is_ready for worker in self._workers.values())
+
+    # -- registration -------------------------------------------------------------------------------------------------
+
+    async def register(
+        self, requests: AsyncIterator[scheduler_pb2.RegisterRequest]
+    ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
+        """One Register stream. Raises what refuses the worker; a stream that only breaks costs it nothing."""
+        stream = aiter(requests)
+        first = await anext(stream, None)
+        if first is None:
+            return
+        worker = self._admit(first)
+        registration = Registration(asyncio.get_running_loop().create_future())
+        self._replace_registration(worker, registration)
+        try:
+            yield scheduler_pb2.RegisterResponse(
+                accepted=scheduler_pb2.RegisterAccepted(
+                    heartbeat_interval_s=self._heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+                )
+            )
+            self._hear(worker, first)
+            while (request := await _next_or_end(stream, registration)) is not None:
+                self._hear(worker, request)
+                yield scheduler_pb2.RegisterResponse(heartbeat_ack=scheduler_pb2.HeartbeatAck())
+            if registration.ended.done() and (error := registration.ended.result()) is not None:
+                raise error
+        finally:
+            self._leave(worker, registration)
+
+    def _admit(self, request: scheduler_pb2.RegisterRequest) -> Worker:
+        """The record of this life of the worker. A worker id that another live process uses is refused."""
+        if self._is_closed:
+            raise UnavailableError("the scheduler is stopping; register again later")
+        for name in ("worker_id", "address"):
+            if not getattr(request, name):
+                raise InvalidRequestError(f"{name} is empty; a worker must send it", field=name)
+        known = self._workers.get(request.worker_id)
+        if known is None or known.lost_at is not None:
+            return self._remember(request)
+        if known.worker_epoch == request.worker_epoch:
+            known.address = request.address
+            return known
+        if known.registration is not None or known.link is not None:
+            raise AlreadyExistsError(
+                f"worker_id {request.worker_id!r} is in use by a worker at {known.address}; give each worker its own "
+                f"--worker-id, or wait {self._heartbeat_timeout_s:g} s if that one has died",
+                field="worker_id",
+            )
+        return self._remember(request)
+
+    def _remember(self, request: scheduler_pb2.RegisterRequest) -> Worker:
+        worker = Worker(request.worker_id, request.worker_epoch, request.address)
+        self._workers[worker.worker_id] = worker
+        log.info("worker %s registered from %s", worker.worker_id, worker.address)
+        return worker
+
+    def _replace_registration(self, worker: Worker, registration: Registration) -> None:
+        if worker.registration is not None:
+            worker.registration.end(UnavailableError("a newer Register stream of this worker took over"))
+        worker.registration = registration
+
+    def _leave(self, worker: Worker, registration: Registration) -> None:
+        """The stream is over. The lease, if there is one, has its own watch."""
+        if worker.registration is not registration:
+            return
+        worker.registration = None
+        if worker.lease_task is None:
+            self._mark_lost(worker)
+
+    def _hear(self, worker: Worker, request: scheduler_pb2.RegisterRequest) -> None:
+        """A heartbeat, and maybe a new state."""
+        was_draining = worker.state == DRAINING
+        worker.state, worker.load_progress = request.state, request.load_progress
+        if worker.link is not None:
+            worker.link.note_alive()
+        if request.state == READY and worker.lease_task is None:
+            self._start_lease(worker, request)
+        if request.state == DRAINING and not was_draining and worker.link is not None:
+            self._step_loop.worker_draining(worker.link)
+            self._changed()
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def _start_lease(self, worker: Worker, request: scheduler_pb2.RegisterRequest) -> None:
+        capacity = wire.capacity_from_proto(request)
+        info = request.capacity.info
+        if info.block_size != capacity.block_size:
+            raise WorkerRefusedError(
+                f"capacity.block_size is {capacity.block_size}, but capacity.info.block_size is {info.block_size}",
+                field="capacity.block_size",
+            )
+        self._check_facts(worker.worker_id, info)
+        worker.info = types_pb2.ModelInfo()
+        worker.info.CopyFrom(info)
+        worker.info.max_num_blocks = capacity.num_blocks
+        worker.info.max_num_seqs = capacity.max_num_seqs
+        worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info))
+
+    def _check_facts(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        if self._reference is None:
+            return
+        for name in SHARED_FACTS:
+            mine, theirs = getattr(info, name), getattr(self._reference.info, name)
+            if mine != theirs:
+                raise WorkerRefusedError(
+                    f"worker {worker_id} has {name} {_show(name, mine)}, but this scheduler serves "
+                    f"{_show(name, theirs)} (from worker {self._reference.worker_id}); start the worker with "
+                    "the same, or another scheduler",
+                    field=f"capacity.info.{name}",
+                )
+
+    async def _keep_lease(self, worker: Worker, capacity: WorkerCapacity, info: types_pb2.ModelInfo) -> None:
+        error: QuireError | None = None
+        try:
+            async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
+                self._check_facts(worker.worker_id, info)
+                facts = ModelFacts(frozenset(info.eos_token_ids), wire.root_salt(info))
+                self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
+                self._joined(worker, link, info, len(blocks))
+                reason = await link.run(lambda output: self._step_loop.step_answered(link, output))
+                self._step_loop.worker_lost(link, reason)
+                error = self._end_of_lease(worker, reason)
+        except QuireError as refused:
+            log.error("worker %s is not taken: %s", worker.worker_id, refused.message)
+            error = refused
+        finally:
+            worker.link = worker.lease_task = None
+            self._mark_lost(worker)
+            if worker.registration is not None:
+                worker.registration.end(error)
+            self._changed()
+
+    def _joined(self, worker: Worker, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
+        worker.link = link
+        if self._reference is None:
+            self._reference = Reference(worker.worker_id, info)
+        log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
+        if worker.state == DRAINING:  # it changed its mind during the handshake
+            self._step_loop.worker_draining(link)
+        self._changed()
+
+    def _end_of_lease(self, worker: Worker, reason: str) -> QuireError | None:
+        if worker.state == DRAINING:
+            log.info("worker %s left: %s", worker.worker_id, reason)
+            return None
+        log.warning("worker %s is lost: %s", worker.worker_id, reason)
+        return UnavailableError(f"the lease ended: {reason}; register again")
+
+    def _mark_lost(self, worker: Worker) -> None:
+        worker.lost_at = asyncio.get_running_loop().time()
+
+    def _changed(self) -> None:
+        infos = [
+            worker.info for worker in self._workers.values() if worker.link is not None and worker.info is not None
+        ]
+        if infos and self._reference is not None:
+            self._info = types_pb2.ModelInfo()
+            self._info.CopyFrom(self._reference.info)
+            self._info.max_num_blocks = max(info.max_num_blocks for info in infos)
+            self._info.max_num_seqs = max(info.max_num_seqs for info in infos)
+        self._on_change(self._info, self.num_ready)
+
+    async def close(self) -> None:
+        """End every lease and every Register stream; workers keep their pools and look for another scheduler."""
+        self._is_closed = True
+        tasks = [worker.lease_task for worker in self._workers.values() if worker.lease_task is not None]
+        for worker in self._workers.values():
+            if worker.registration is not None:
+                worker.registration.end(UnavailableError("the scheduler is stopping; register again later"))
+            if worker.link is not None:
+                worker.link.close("the scheduler stops")
+            elif worker.lease_task is not None:
+                worker.lease_task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- facts for people ---------------------------------------------------------------------------------------------
+
+    def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
+        """All workers, those that are still loading and those lost lately included."""
+        now = asyncio.get_running_loop().time()
+        books = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
+        self._workers = {i: w for i, w in self._workers.items() if w.lost_at is None or now - w.lost_at < LOST_SHOWN_S}
+        return [_describe(worker, books.get(worker.worker_id)) for worker in self._workers.values()]
+
+
+async def _next_or_end(
+    stream: AsyncIterator[scheduler_pb2.RegisterRequest], registration: Registration
+) -> scheduler_pb2.RegisterRequest | None:
+    """The next heartbeat; None when either side has ended the stream."""
+    following = asyncio.ensure_future(_next(stream))
+    either: list[asyncio.Future[Any]] = [following, registration.ended]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return None if registration.ended.done() else following.result()
+    finally:
+        following.cancel()
+
+
+async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:
+    return await anext(stream, None)
+
+
+def _describe(worker: Worker, books: WorkerStats | None) -> inference_pb2.WorkerInfo:
+    info = inference_pb2.WorkerInfo(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        state="lost" if worker.lost_at is not None else WORKER_STATE_TEXT.get(worker.state, "loading"),
+        worker_epoch=worker.worker_epoch,
+        steps=worker.link.num_answered if worker.link is not None else 0,
+    )
+    if books is not None and worker.link is not None:
+        info.rows_used, info.rows_total = books.rows_used, books.rows_total
+        info.blocks_free, info.blocks_cached = books.blocks_free, books.blocks_cached
+        info.blocks_used = books.blocks_used
+    return info
+
+
+def _show(name: str, value: object) -> str:
+    """A fact in an error message: digests as hex, enums by name."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if name == "determinism" and isinstance(value, int):
+        return types_pb2.Determinism.Name(types_pb2.Determinism.ValueType(value)).removeprefix("DETERMINISM_").lower()
+    return repr(value) if isinstance(value, str) else str(value)
