@@ -157,9 +157,10 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
 
 
 def cannot_connect(target: str, error: QuireError) -> ConnectionFailed:
-    """What `connect` raises when nobody answers."""
+    """What `connect` raises when nobody answers. gRPC's own sentence ends with the cause that helps."""
+    cause = error.message.rpartition(": ")[2]
     return ConnectionFailed(
-        f"no gateway answers at {target} ({error.message}); start one with `quire up`, or set QUIRE_TARGET=host:port"
+        f"no gateway answers at {target} ({cause}); start one with `quire up`, or set QUIRE_TARGET=host:port"
     )
 
 

@@ -1,0 +1,47 @@
+"""The `quire` command: start a stack, ask it, look at it.
+
+Each command's code is imported when it runs, so that `quire --help` and a wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from quire_client.cli.arguments import make_parser
+from quire_client.cli.output import complain
+from quire_client.errors import QuireError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors become one line on stderr, never a traceback."""
+    args = make_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
+    command = importlib.import_module(f"quire_client.cli.{args.module}")
+    try:
+        return int(getattr(command, args.function)(args))
+    except QuireError as error:
+        complain(describe(error))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (quire generate ... | head); the interpreter must not flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def describe(error: QuireError) -> str:
+    """An error in one line, with the fields at fault and when to come back."""
+    parts = [error.message]
+    parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
+    if error.retry_after_s:
+        parts.append(f"try again in {error.retry_after_s:.1f} s")
+    return "; ".join(parts).replace("\n", " ")

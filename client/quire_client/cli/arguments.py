@@ -1,0 +1,227 @@
+"""The command line of `quire`: flags, help, examples. Nothing runs here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from quire_client.channel import DEFAULT_TARGET
+
+EXAMPLES = """\
+examples:
+  quire up                                   start everything here with the bundled demo model
+  quire chat "What does os.path.join do?"    ask it (quire chat alone: a conversation)
+  quire status                               workers, blocks, queue, cache hits
+  quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
+
+The gateway is --target, else $QUIRE_TARGET, else localhost:50051.
+"""
+
+UP_EXAMPLES = """\
+examples:
+  quire up                                   the bundled demo model on one worker
+  quire up --model ./Qwen3-0.6B --workers 2  a Hugging Face folder on two workers
+  quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
+  quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: mind your network)
+  quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
+
+Ctrl-C or SIGTERM drains: running answers are finished, then everything stops. A second one stops at once.
+"""
+
+GENERATE_EXAMPLES = """\
+examples:
+  quire generate "Once upon a time" --max-tokens 40
+  quire generate --tokens 1,2,3 --max-tokens 8 --temperature 0 --ignore-eos --json
+  quire generate "A colour:" --n 3 --seed 7 --json
+  cat prompt.txt | quire generate
+"""
+
+CHAT_EXAMPLES = """\
+examples:
+  quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D leaves, /new starts afresh
+  quire chat "What does os.getcwd do?"       one question
+  quire chat --system "Answer in one word." "Which language is this?"
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; each command sets `module` and `function`."""
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        description="Quire: distributed LLM inference over gRPC.",
+        epilog=EXAMPLES,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_inspection(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    module: str,
+    function: str,
+    summary: str,
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=summary, epilog=epilog, formatter_class=_Formatter, allow_abbrev=False
+    )
+    parser.set_defaults(module=module, function=function)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands, "up", "up", "run", "start gateway, scheduler and workers as processes of this machine", UP_EXAMPLES
+    )
+    add = parser.add_argument
+    add("--model", default="demo", metavar="DIR", help="Hugging Face folder, or demo: the bundled model (default)")
+    add("--model-name", metavar="NAME", help="name clients ask for (default: the folder's name)")
+    add("--workers", type=_at_least(1), default=1, metavar="N", help="worker processes (default 1)")
+    add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
+    add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
+    add("--port", type=_port, default=50051, help="port of the gateway (default 50051; 0 picks a free one)")
+    add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")
+    add("--ready-file", metavar="FILE", help="write addresses and process ids here as JSON once everything is ready")
+    add("--json", action="store_true", help="one JSON line per event instead of text")
+    add("--drain-timeout-s", type=_seconds, default=30.0, metavar="S", help="time for running answers at the end (30)")
+    workers = parser.add_argument_group("handed to every worker (default: the worker's own)")
+    add = workers.add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16"), help="numeric type of weights and KV cache")
+    add("--block-size", type=_at_least(1), metavar="N", help="tokens per KV block, a power of two")
+    add("--num-blocks", type=_at_least(1), metavar="N", help="KV blocks of the pool")
+    add("--kv-cache-memory", metavar="SIZE", help="memory of the pool instead, e.g. 2G")
+    add("--max-num-seqs", type=_at_least(1), metavar="N", help="sequences that run at once")
+    add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens computed per step")
+    add("--max-model-len", type=_at_least(1), metavar="N", help="longest prompt + output")
+    add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
+    add("--threads", type=_at_least(1), metavar="N", help="CPU threads of each worker (default: the cores, shared out)")
+    queue = parser.add_argument_group("handed to the scheduler")
+    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="requests that may wait")
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "generate", "generate", "run", "continue a prompt", GENERATE_EXAMPLES)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
+    parser.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids instead of text")
+    parser.add_argument("--n", type=_at_least(1), metavar="N", help="samples of the prompt (default 1)")
+    parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
+    _add_sampling(parser)
+    _add_target(parser)
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "chat", "chat", "run", "talk with a model", CHAT_EXAMPLES)
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help="ask this only (default: a conversation)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--json", action="store_true", help="with QUESTION: no stream, one JSON line at the end")
+    _add_sampling(parser)
+    _add_target(parser)
+
+
+def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    models = _command(commands, "models", "show", "models", "list the models of a gateway")
+    models.add_argument("--json", action="store_true", help="one JSON line")
+    _add_target(models)
+    status = _command(commands, "status", "show", "status", "workers, rows, blocks, queue and cache hits")
+    status.add_argument("--json", action="store_true", help="one JSON line (with --watch: one per second)")
+    status.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
+    _add_target(status)
+    tokenize = _command(commands, "tokenize", "show", "tokenize", "token ids of a text")
+    tokenize.add_argument("text", nargs="?", metavar="TEXT", help="text (default: read stdin)")
+    tokenize.add_argument(
+        "--chat", action="store_true", help="render it as a user message with the chat template first"
+    )
+    tokenize.add_argument("--json", action="store_true", help="one JSON line")
+    tokenize.add_argument("--model", default="", metavar="NAME", help="model (default: the only one)")
+    _add_target(tokenize)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = _command(
+        commands, "doctor", "doctor", "run", "what is here, what is missing, and what is done instead; exit code 0 or 1"
+    )
+    doctor.add_argument("--redis", metavar="URL", help="Redis to look for (default: $QUIRE_REDIS)")
+    doctor.add_argument("--json", action="store_true", help="one JSON line")
+    _add_target(doctor)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (default: the model's own)")
+    add = group.add_argument
+    add("--model", default="", metavar="NAME", help="model (default: the gateway's only one)")
+    add("--max-tokens", type=_at_least(0), metavar="N", help="output tokens at most (default: the rest of the length)")
+    add("--temperature", type=_number, metavar="T", help="0 is greedy; up to 2")
+    add("--top-p", type=_number, metavar="P", help="smallest set of tokens that reaches this probability; 1 is off")
+    add("--top-k", type=_at_least(0), metavar="K", help="the K likeliest tokens; 0 is off")
+    add("--min-p", type=_number, metavar="P", help="drop tokens less likely than P times the likeliest; 0 is off")
+    add("--seed", type=_at_least(0), metavar="N", help="the same seed gives the same tokens")
+    add("--stop", action="append", metavar="TEXT", help="end before this text (may be given again)")
+    add("--ignore-eos", action="store_true", help="go on past the model's end of answer")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", metavar="HOST:PORT", help=f"gateway (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
+    )
+    parser.add_argument("--timeout-s", type=_seconds, metavar="S", help="give up after this many seconds")
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return value
+
+    return convert
+
+
+def _port(text: str) -> int:
+    value = _at_least(0)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is above 65535")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.replace(" ", ",").split(",") if part]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give one or more token ids, none below 0")
+    return ids

@@ -1,0 +1,109 @@
+"""`quire chat`: one question, or a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+
+from quire_client.cli import describe
+from quire_client.cli.generate import connect, result_fields, sampling_options, show_cost, show_stream
+from quire_client.cli.output import complain, to_json, write
+from quire_client.client import Client
+from quire_client.errors import QuireError
+from quire_client.types import GenerateResult, Message
+
+PROMPT = "you> "
+HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new starts a new conversation."
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json and args.question is None:
+        complain('--json needs a question: quire chat "..." --json')
+        return 2
+    with connect(args) as client:
+        if args.question is not None:
+            return _ask_once(client, args)
+        return Conversation(client, args).run()
+
+
+def _ask_once(client: Client, args: argparse.Namespace) -> int:
+    messages = [*_system(args), Message("user", args.question)]
+    started = time.monotonic()
+    with client.stream_chat(messages, **sampling_options(args)) as stream:
+        result = stream.result() if args.json else show_stream(stream)
+    if args.json:
+        print(to_json(result_fields(result)))
+        return 0
+    show_cost(result, time.monotonic() - started)
+    return 0
+
+
+def _system(args: argparse.Namespace) -> list[Message]:
+    return [Message("system", args.system)] if args.system else []
+
+
+class Conversation:
+    """Turns until Ctrl-D. A turn that failed or was stopped leaves no half exchange behind."""
+
+    def __init__(self, client: Client, args: argparse.Namespace) -> None:
+        self._client = client
+        self._args = args
+        self._options = sampling_options(args)
+        self._messages = _system(args)
+        self._is_tty = sys.stdin.isatty()
+
+    def run(self) -> int:
+        if self._is_tty:
+            _enable_line_editing()
+            print(f"{self._model_names()}. {HELP}")
+        while (line := self._read_line()) is not None:
+            question = line.strip()
+            if question == "/new":
+                self._messages = _system(self._args)
+                print("(a new conversation)")
+            elif question.startswith("/"):
+                print(HELP)
+            elif question:
+                self._turn(question)
+        return 0
+
+    def _turn(self, question: str) -> None:
+        messages = [*self._messages, Message("user", question)]
+        try:
+            result = self._answer(messages)
+        except KeyboardInterrupt:
+            print("\n(stopped)")
+        except QuireError as error:
+            write("\n")
+            complain(describe(error))
+        else:
+            self._messages = [*messages, Message("assistant", result.text)]
+
+    def _answer(self, messages: list[Message]) -> GenerateResult:
+        with self._client.stream_chat(messages, **self._options) as stream:
+            return show_stream(stream)
+
+    def _read_line(self) -> str | None:
+        """The next line; None at the end. Ctrl-C at the prompt gives an empty line."""
+        try:
+            return input(PROMPT if self._is_tty else "")
+        except EOFError:
+            if self._is_tty:
+                write("\n")
+            return None
+        except KeyboardInterrupt:
+            write("\n")
+            return ""
+
+    def _model_names(self) -> str:
+        if self._args.model:
+            return f"Talking with {self._args.model}"
+        return f"Talking with {', '.join(model.name for model in self._client.models()) or 'no model yet'}"
+
+
+def _enable_line_editing() -> None:
+    """Arrow keys and history, where Python was built with readline."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401

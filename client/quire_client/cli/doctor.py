@@ -1,0 +1,170 @@
+"""`quire doctor`: what is here, what is missing, and what is done instead."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import urllib.parse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_client.channel import TARGET_ENV, resolve_target
+from quire_client.cli.output import to_json
+from quire_client.cli.stack import cores
+from quire_client.cli.up import has_gpu
+from quire_client.client import Client
+from quire_client.errors import QuireError
+
+OK, FALLBACK, MISSING = "ok", "fallback", "missing"
+MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
+SDK_PACKAGES = ("grpcio", "protobuf")
+SERVICE_PACKAGES = {
+    "gateway": ("tokenizers", "jinja2", "xxhash", "grpcio-health-checking", "grpcio-reflection"),
+    "scheduler": ("numpy", "xxhash", "redis"),
+    "worker": ("torch", "numpy", "safetensors", "xxhash"),
+}
+REDIS_TIMEOUT_S = 2.0
+TARGET_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. `state`: ok, fallback (works, but differently: the detail says how), missing (does not)."""
+
+    name: str
+    state: str
+    detail: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 when something that was asked for does not work."""
+    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target))
+    is_healthy = all(finding.state != MISSING for finding in findings)
+    if args.json:
+        print(to_json({"healthy": is_healthy, "findings": findings}))
+    else:
+        for finding in findings:
+            print(f"{MARKS[finding.state]}  {finding.name:<10} {finding.detail}")
+    return 0 if is_healthy else 1
+
+
+def examine(redis: str | None, target: str | None) -> Iterable[Finding]:
+    """Everything, in the order a person would ask."""
+    yield check_python()
+    yield check_packages("sdk", SDK_PACKAGES, is_required=True)
+    for service, packages in SERVICE_PACKAGES.items():
+        yield check_packages(service, packages, is_required=False)
+    yield check_backend()
+    yield check_compiler()
+    yield check_demo_model()
+    yield check_redis(redis)
+    yield check_target(target)
+
+
+def check_python() -> Finding:
+    return Finding(
+        "python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores()} cores"
+    )
+
+
+def check_packages(name: str, packages: Iterable[str], *, is_required: bool) -> Finding:
+    found = {package: _version(package) for package in packages}
+    present = ", ".join(f"{package} {version}" for package, version in found.items() if version)
+    missing = [package for package, version in found.items() if version is None]
+    if not missing:
+        return Finding(name, OK, present)
+    if is_required:
+        return Finding(name, MISSING, f"not installed: {', '.join(missing)}; `pip install quire`")
+    return Finding(
+        name, FALLBACK, f"cannot run here, not installed: {', '.join(missing)}; `pip install 'quire[{name}]'`"
+    )
+
+
+def check_backend() -> Finding:
+    if has_gpu():
+        return Finding("backend", FALLBACK, "CPU: a GPU is here, but this version has no backend for it")
+    return Finding("backend", OK, "CPU: no GPU found (no /dev/nvidia*)")
+
+
+def check_compiler() -> Finding:
+    """The CPU kernels are compiled at the first start of a worker."""
+    named = os.environ.get("CXX")
+    found = [path for path in map(shutil.which, [named] if named else ["g++", "c++", "clang++"]) if path]
+    if found:
+        return Finding("compiler", OK, f"{found[0]}: CPU kernels are compiled once and kept")
+    looked_for = f"CXX={named}" if named else "g++, c++ or clang++"
+    return Finding(
+        "compiler", FALLBACK, f"none ({looked_for}): workers use plain torch, slower; `apt-get install g++` helps"
+    )
+
+
+def check_demo_model() -> Finding:
+    try:
+        from quire_client.demo import demo_model_dir
+
+        return Finding("demo model", OK, str(Path(demo_model_dir())))
+    except Exception as error:  # it says itself what is wrong with it
+        return Finding("demo model", FALLBACK, f"not here ({error}); use `quire up --model DIR`")
+
+
+def check_redis(url: str | None) -> Finding:
+    if not url:
+        return Finding("redis", OK, "not configured: prefix index in memory (fine for one scheduler)")
+    parts = urllib.parse.urlsplit(url)
+    name = parts._replace(netloc=f"{parts.hostname or ''}:{parts.port or 6379}").geturl()
+    try:
+        _ping_redis(parts)
+    except OSError as error:
+        return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
+    return Finding("redis", OK, f"{name} answers")
+
+
+def check_target(target: str | None) -> Finding:
+    """A gateway that was named must answer; the default one may well not run yet."""
+    is_named = bool(target or os.environ.get(TARGET_ENV))
+    address = resolve_target(target)
+    try:
+        with Client.connect(address, connect_timeout_s=TARGET_TIMEOUT_S) as client:
+            names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())
+    except QuireError as error:
+        state = MISSING if is_named else FALLBACK
+        return Finding("gateway", state, error.message if is_named else f"none at {address}; `quire up` starts one")
+    return Finding("gateway", OK, f"{address} serves {names or 'no model yet'}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ping_redis(parts: urllib.parse.SplitResult) -> None:
+    """PING by hand; an answer of any kind (also 'authentication required') shows that Redis is there."""
+    with _connect_redis(parts) as connection:
+        if parts.scheme == "rediss":
+            return  # the port answers; TLS is the client's business
+        connection.sendall(b"PING\r\n")
+        if not connection.recv(64).startswith((b"+", b"-")):
+            raise OSError("what answers there is no Redis")
+
+
+def _connect_redis(parts: urllib.parse.SplitResult) -> socket.socket:
+    if parts.scheme in ("redis", "rediss"):
+        return socket.create_connection((parts.hostname or "localhost", parts.port or 6379), REDIS_TIMEOUT_S)
+    if parts.scheme != "unix":
+        raise OSError(f"{parts.scheme or 'no scheme'}: write redis://host:port/0")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(REDIS_TIMEOUT_S)
+        connection.connect(parts.path)
+    except OSError:
+        connection.close()
+        raise
+    return connection

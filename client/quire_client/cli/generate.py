@@ -1,0 +1,93 @@
+"""`quire generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any, cast
+
+from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
+from quire_client.client import Client, GenerateStream
+from quire_client.requests import GenerateOptions
+from quire_client.types import GenerateResult
+
+CONNECT_TIMEOUT_S = 2.0
+SAMPLING_FLAGS = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "stop",
+    "ignore_eos",
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.prompt is not None and args.tokens is not None:
+        complain("give a prompt or --tokens, not both")
+        return 2
+    if args.prompt is None and args.tokens is None and sys.stdin.isatty():
+        complain('nothing to continue: give a prompt, e.g. quire generate "Once upon a time", or --tokens 1,2,3')
+        return 2
+    prompt = read_stdin() if args.prompt is None and args.tokens is None else args.prompt
+    with connect(args) as client:
+        started = time.monotonic()
+        with client.stream(prompt, token_ids=args.tokens, **sampling_options(args)) as stream:
+            result = stream.result() if args.json else show_stream(stream, is_single=args.n in (None, 1))
+    if args.json:
+        print(to_json(result_fields(result)))
+    else:
+        show_cost(result, time.monotonic() - started)
+    return 0
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """The client of --target. Fails fast: a person waits."""
+    if args.timeout_s is None:
+        return Client.connect(args.target, connect_timeout_s=CONNECT_TIMEOUT_S)
+    return Client.connect(
+        args.target, connect_timeout_s=min(CONNECT_TIMEOUT_S, args.timeout_s), timeout_s=args.timeout_s
+    )
+
+
+def sampling_options(args: argparse.Namespace) -> GenerateOptions:
+    """Options for the flags that were given; the others are left to the model."""
+    given = {name: getattr(args, name, None) for name in SAMPLING_FLAGS}
+    return cast(GenerateOptions, {name: value for name, value in given.items() if _is_given(value)})
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False and value != ""  # 0 is a value: greedy, off
+
+
+def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateResult:
+    """Print text as it comes. Samples of one prompt come mixed, so several are printed at the end."""
+    for delta in stream:
+        if is_single:
+            write(delta.text)
+    result = stream.result()
+    if is_single:
+        write("\n")
+        return result
+    for sample in result.samples:
+        print(f"--- sample {sample.index} ({sample.finish_reason.value})\n{sample.text}")
+    return result
+
+
+def show_cost(result: GenerateResult, seconds: float) -> None:
+    """Why it ended and what it cost, for people who watch."""
+    if sys.stderr.isatty():
+        reasons = ", ".join(sample.finish_reason.value for sample in result.samples)
+        print(f"[{reasons}; {usage_line(result.usage, seconds)}]", file=sys.stderr)
+
+
+def result_fields(result: GenerateResult) -> dict[str, Any]:
+    """What --json prints: the sample's fields and the usage; several samples as a list."""
+    if len(result.samples) == 1:
+        return {**sample_fields(result.samples[0]), "usage": result.usage}
+    return {"samples": [sample_fields(sample) for sample in result.samples], "usage": result.usage}

@@ -1,0 +1,96 @@
+"""`quire models`, `quire status`, `quire tokenize`: look without changing anything."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from quire_client.cli.generate import connect
+from quire_client.cli.output import complain, read_stdin, table, to_json, write
+from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
+
+WATCH_INTERVAL_S = 1.0
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+def models(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        found = client.models(timeout_s=args.timeout_s)
+    if args.json:
+        print(to_json({"models": found}))
+    elif found:
+        print(table(("model", "workers", "max length", "vocabulary", "dtype", "determinism"), map(_model_row, found)))
+    else:
+        print("no model yet: no worker has registered. `quire status` shows what is there.")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        while True:
+            found = client.status(timeout_s=args.timeout_s)
+            if args.watch and not args.json and sys.stdout.isatty():
+                write(CLEAR_SCREEN)
+            print(to_json(found) if args.json else status_text(found), flush=True)
+            if not args.watch:
+                return 0
+            time.sleep(WATCH_INTERVAL_S)
+
+
+def tokenize(args: argparse.Namespace) -> int:
+    if args.text is None and sys.stdin.isatty():
+        complain('nothing to tokenize: give a text, e.g. quire tokenize "Hello"')
+        return 2
+    text = read_stdin() if args.text is None else args.text
+    with connect(args) as client:
+        prompt, messages = (None, text) if args.chat else (text, None)
+        result = client.tokenize(prompt, messages=messages, model=args.model, timeout_s=args.timeout_s)
+    if args.json:
+        print(to_json(result))
+    else:
+        print(",".join(map(str, result.ids)))
+        print(f"[{len(result.ids)} tokens; the model takes {result.max_model_len}]", file=sys.stderr)
+    return 0
+
+
+def status_text(status: Status) -> str:
+    """Everything behind a gateway, for people."""
+    parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
+    return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
+
+
+def scheduler_text(scheduler: SchedulerStatus) -> str:
+    name = scheduler.model or "no model yet"
+    if not scheduler.connected:
+        return f"{name}  scheduler {scheduler.address}: NOT CONNECTED"
+    lines = [
+        f"{name}  scheduler {scheduler.address}",
+        f"  queue   {scheduler.num_waiting} of {scheduler.max_waiting} waiting, {scheduler.num_running} running, "
+        f"{scheduler.preemptions} preemptions, {scheduler.steps} steps",
+        f"  prefix  {_hit_rate(scheduler)}, index {scheduler.prefix_index}",
+    ]
+    if not scheduler.workers:
+        return "\n".join([*lines, "  no worker has registered yet"])
+    headers = ("worker", "state", "rows", "of", "free", "cached", "used", "steps", "address")
+    workers = table(headers, map(_worker_row, scheduler.workers))
+    return "\n".join([*lines, *(f"  {line}" for line in workers.splitlines())])
+
+
+def _hit_rate(scheduler: SchedulerStatus) -> str:
+    if not scheduler.prefix_query_tokens:
+        return "no prompt yet"
+    percent = 100 * scheduler.prefix_hit_tokens / scheduler.prefix_query_tokens
+    return (
+        f"{scheduler.prefix_hit_tokens} of {scheduler.prefix_query_tokens} prompt tokens from cache ({percent:.0f} %)"
+    )
+
+
+def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
+    blocks = (worker.blocks_free, worker.blocks_cached, worker.blocks_used)
+    return (worker.worker_id, worker.state, worker.rows_used, worker.rows_total, *blocks, worker.steps, worker.address)
+
+
+def _model_row(model: ModelInfo) -> tuple[object, ...]:
+    sizes = (model.ready_workers, model.max_model_len, model.vocab_size)
+    return (model.name, *sizes, model.dtype, model.determinism)

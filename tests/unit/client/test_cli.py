@@ -1,0 +1,228 @@
+"""The command against a gateway without a model: what it prints, how it fails."""
+
+import io
+import json
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire_client import cli
+from quire_client.cli import show
+from quire_client.testing import FakeGateway
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    with FakeGateway({"hi": "hello"}) as gateway:
+        monkeypatch.setenv("QUIRE_TARGET", gateway.target)
+        yield gateway
+
+
+def run(capsys, *argv):
+    """Exit code, stdout and stderr of one command."""
+    try:
+        code = cli.main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def type_in(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_generate_streams_text(gateway, capsys):
+    assert run(capsys, "generate", "hi") == (0, "hello\n", "")
+
+
+def test_generate_json_is_one_line(gateway, capsys):
+    code, out, err = run(
+        capsys, "generate", "--tokens", "104,105", "--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--json"
+    )
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert json.loads(out) == {
+        "token_ids": [104, 101, 108, 108, 111],
+        "text": "hello",
+        "finish_reason": "eos",
+        "usage": {"prompt_tokens": 2, "cached_tokens": 0, "output_tokens": 5, "recomputed_tokens": 0},
+    }
+    request = gateway.requests[-1]
+    assert (request.stop.max_tokens, request.stop.ignore_eos) == (8, True)
+    assert request.sampling.HasField("temperature")  # 0 is greedy, not "not given"
+
+
+def test_max_tokens_zero_reaches_the_server(gateway, capsys):
+    code, out, _ = run(capsys, "generate", "hi", "--max-tokens", "0", "--json")
+    assert (code, json.loads(out)["token_ids"]) == (0, [])
+    assert gateway.requests[-1].stop.HasField("max_tokens")
+
+
+def test_generate_samples(gateway, capsys):
+    fields = json.loads(run(capsys, "generate", "hi", "--n", "2", "--json")[1])
+    assert [sample["text"] for sample in fields["samples"]] == ["hello", "hello"]
+    assert fields["usage"]["output_tokens"] == 10
+    assert run(capsys, "generate", "hi", "--n", "2")[1] == "--- sample 0 (eos)\nhello\n--- sample 1 (eos)\nhello\n"
+
+
+def test_generate_reads_stdin(gateway, capsys, monkeypatch):
+    type_in(monkeypatch, "hi")
+    assert run(capsys, "generate")[1] == "hello\n"
+
+
+def test_sampling_flags_reach_the_request(gateway, capsys):
+    flags = "--temperature 0.5 --top-p 0.25 --top-k 3 --min-p 0.125 --seed 9 --model fake --stop a --stop b"
+    assert run(capsys, "generate", "hi", *flags.split())[0] == 0
+    request = gateway.requests[-1]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
+    assert (sampling.min_p, sampling.seed, request.model, list(request.stop.stop)) == (0.125, 9, "fake", ["a", "b"])
+
+
+def test_chat_once(gateway, capsys):
+    assert run(capsys, "chat", "hi", "--system", "Be brief.") == (0, "hello\n", "")
+    assert [m.role for m in gateway.requests[-1].prompt.chat.messages] == ["system", "user"]
+    assert json.loads(run(capsys, "chat", "hi", "--json")[1])["text"] == "hello"
+
+
+def test_conversation_keeps_its_history(gateway, capsys, monkeypatch):
+    type_in(monkeypatch, "hi\n\nhow\n/new\nagain\n")
+    assert run(capsys, "chat")[1] == "hello\nhow\n(a new conversation)\nagain\n"
+    turns = [[m.content for m in request.prompt.chat.messages] for request in gateway.requests]
+    assert turns == [["hi"], ["hi", "hello", "how"], ["again"]]
+
+
+class Moody(FakeGateway):
+    """Fails every second request."""
+
+    def Generate(self, request, context):
+        if len(self.requests) % 2:
+            self.requests.append(request)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature 3 is above 2")
+        yield from super().Generate(request, context)
+
+
+def test_a_failed_turn_does_not_end_the_conversation(capsys, monkeypatch):
+    with Moody() as gateway:
+        monkeypatch.setenv("QUIRE_TARGET", gateway.target)
+        type_in(monkeypatch, "a\nb\nc\n")
+        code, out, err = run(capsys, "chat")
+    assert (code, out, err) == (0, "a\n\nc\n", "quire: error: temperature 3 is above 2\n")
+    assert [m.content for m in gateway.requests[-1].prompt.chat.messages] == ["a", "a", "c"]
+
+
+def test_ctrl_c_stops_the_answer_only(gateway, capsys, monkeypatch):
+    type_in(monkeypatch, "hi\nhi\n")
+    shown = []
+
+    def interrupt_first(stream, **_):
+        shown.append(stream)
+        if len(shown) == 1:
+            raise KeyboardInterrupt
+        return stream.result()
+
+    monkeypatch.setattr("quire_client.cli.chat.show_stream", interrupt_first)
+    code, out, _ = run(capsys, "chat")
+    assert (code, "(stopped)" in out, len(gateway.requests)) == (0, True, 2)
+    assert len(gateway.requests[1].prompt.chat.messages) == 1
+
+
+def test_models(gateway, capsys):
+    assert "fake" in run(capsys, "models")[1]
+    assert json.loads(run(capsys, "models", "--json")[1])["models"][0]["max_model_len"] == 4096
+
+
+def test_status(gateway, capsys):
+    out = run(capsys, "status")[1]
+    assert "w0      ready" in out
+    assert "index memory" in out
+    worker = json.loads(run(capsys, "status", "--json")[1])["schedulers"][0]["workers"][0]
+    assert (worker["blocks_free"], worker["rows_total"], worker["state"]) == (64, 8, "ready")
+
+
+def test_status_of_a_lost_scheduler():
+    scheduler = show.SchedulerStatus("host:1", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())
+    assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
+
+
+def test_tokenize(gateway, capsys, monkeypatch):
+    assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; the model takes 4096]\n")
+    type_in(monkeypatch, "a")
+    assert json.loads(run(capsys, "tokenize", "--json", "--chat")[1]) == {"ids": [97], "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ("generate hi --tokens 1", "a prompt or --tokens, not both"),
+        ("generate --tokens 1,x", "not a list of token ids"),
+        ("generate --tokens -1", "--tokens"),
+        ("generate hi --n 0", "--n: 0 is less than 1"),
+        ("generate hi --temperature nan", "--temperature: nan is not a finite number"),
+        ("generate hi --max-tokens many", "--max-tokens: 'many' is not a whole number"),
+        ("generate hi --timeout-s 0", "--timeout-s: 0 is not above 0"),
+        ("chat --json", "--json needs a question"),
+        ("up --port 70000", "--port: 70000 is above 65535"),
+        ("up --workers 0", "--workers: 0 is less than 1"),
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("", "COMMAND"),
+    ],
+)
+def test_wrong_arguments(argv, complaint, capsys):
+    code, out, err = run(capsys, *argv.split())
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+def test_errors_are_one_line(capsys, monkeypatch):
+    code, out, err = run(capsys, "models", "--target", "localhost:1", "--timeout-s", "0.2")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("quire: error: no gateway answers at localhost:1")
+    assert "quire up" in err
+
+
+def test_violations_are_told(capsys, monkeypatch):
+    with Moody() as gateway:
+        gateway.requests.append(pb.GenerateRequest())
+        code, _, err = run(capsys, "generate", "x", "--target", gateway.target)
+    assert (code, err) == (1, "quire: error: temperature 3 is above 2\n")
+
+
+@pytest.mark.parametrize("command", ["", "up", "generate", "chat", "models", "status", "tokenize", "doctor"])
+def test_help(command, capsys):
+    code, out, _ = run(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "usage: quire" in out
+
+
+# quire doctor
+
+
+def test_doctor_is_content(gateway, capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert f"{gateway.target} serves fake (1 workers ready)" in out
+
+
+def test_doctor_fails_for_a_gateway_that_was_named(capsys):
+    code, out, _ = run(capsys, "doctor", "--target", "localhost:1", "--json")
+    found = json.loads(out)
+    assert (code, found["healthy"]) == (1, False)
+    assert [f["name"] for f in found["findings"] if f["state"] == "missing"] == ["gateway"]
+
+
+@pytest.mark.parametrize("url", ["redis://localhost:1/0", "http://localhost", "unix:///nowhere"])
+def test_doctor_says_what_happens_without_redis(url, gateway, capsys):
+    code, out, _ = run(capsys, "doctor", "--redis", url)
+    assert code == 0
+    assert "does not answer" in out
+    assert "services run without it" in out
+
+
+def test_doctor_hides_the_password_of_redis(gateway, capsys):
+    assert "secret" not in run(capsys, "doctor", "--redis", "redis://user:secret@localhost:1/0")[1]
+
+
+def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "workers use plain torch" in run(capsys, "doctor")[1]

@@ -1,0 +1,276 @@
+"""Child processes: started, watched, restarted, stopped in order. The services here are toys; signals are real."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from quire_client.cli import arguments, stack, up
+from quire_client.cli.stack import ServiceSpec, Stack, StartFailedError
+
+TOY = """
+    import signal, sys, threading
+    from concurrent import futures
+    import grpc
+
+    _, name, address, mood = sys.argv
+    print("loading weights 50 %", flush=True)
+    if mood == "broken":
+        sys.exit("config.json: no such file")
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    check = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\\x08\\x01")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),))
+    server.add_insecure_port(address)
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    if mood == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server.start()
+    stopping.wait()
+    print(name, "drained", flush=True)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A function that makes the spec of a toy service."""
+    (tmp_path / "toy_service.py").write_text(textwrap.dedent(TOY))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(name, mood="good", phase=0):
+        address = f"127.0.0.1:{stack.free_ports(1)[0]}"
+        return ServiceSpec(name, "toy_service", (name, address, mood), address, phase)
+
+    return make
+
+
+class Events:
+    """Remembers what a Stack reports."""
+
+    def __init__(self):
+        self.seen = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, event, service, facts):
+        self.seen.append((event, service, facts))
+        self.changed.set()
+
+    def of(self, event):
+        return [(service, facts) for kind, service, facts in self.seen if kind == event]
+
+    async def wait_for(self, event, count=1):
+        async with asyncio.timeout(20):
+            while len(self.of(event)) < count:
+                await self.changed.wait()
+                self.changed.clear()
+
+
+async def test_starts_and_stops_in_order(toy, tmp_path):
+    events = Events()
+    services = Stack([toy("b", phase=1), toy("a", phase=0)], tmp_path, events)
+    running = asyncio.create_task(services.run())
+    async with asyncio.timeout(20):
+        await services.wait_ready()
+    await services.stop(10, asyncio.Event())
+    await running
+    assert [service for service, _ in events.of("stopped")] == ["a", "b"]
+    assert (tmp_path / "a.log").read_text().endswith("a drained\n")
+    assert not events.of("died")
+
+
+async def test_a_killed_service_is_reported_and_restarted(toy, tmp_path):
+    events = Events()
+    services = Stack([toy("a")], tmp_path, events)
+    running = asyncio.create_task(services.run())
+    await events.wait_for("ready")
+    os.kill(services.services[0].pid, signal.SIGKILL)
+    await events.wait_for("ready", count=2)
+    _, facts = events.of("died")[0]
+    assert (facts["how"], facts["log_tail"]) == ("was killed by SIGKILL", ["loading weights 50 %"])
+    await services.stop(10, asyncio.Event())
+    await running
+
+
+async def test_a_service_that_never_was_ready_fails_the_start(toy, tmp_path):
+    events = Events()
+    services = Stack([toy("good"), toy("bad", mood="broken")], tmp_path, events)
+    with pytest.raises(StartFailedError, match="bad ended with exit code 1 before it was ready") as caught:
+        await services.run()
+    assert caught.value.tail[-1] == "config.json: no such file"
+    assert services.services[0].pid is None
+
+
+async def test_who_does_not_stop_is_killed(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(stack, "HURRY_S", 0.1)
+    events = Events()
+    services = Stack([toy("a", mood="stubborn")], tmp_path, events)
+    running = asyncio.create_task(services.run())
+    await events.wait_for("ready")
+    await services.stop(0.1, asyncio.Event())
+    await running
+    assert events.of("killed") == [("a", {})]
+
+
+async def test_hurry_does_not_wait_for_the_timeout(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(stack, "HURRY_S", 0.1)
+    services = Stack([toy("a", mood="stubborn")], tmp_path, Events())
+    running = asyncio.create_task(services.run())
+    hurry = asyncio.Event()
+    async with asyncio.timeout(20):
+        await services.wait_ready()
+        hurry.set()
+        await services.stop(1000, hurry)
+    await running
+
+
+def test_children_end_with_a_killed_parent(toy, tmp_path):
+    spec = toy("a")
+    script = f"""
+import asyncio, pathlib
+from quire_client.cli.stack import ServiceSpec, spawn
+async def main():
+    process = await spawn(ServiceSpec(*{(spec.name, spec.module, spec.arguments, spec.address, 0)!r}), pathlib.Path({str(tmp_path / "a.log")!r}))
+    print(process.pid, flush=True)
+    await process.wait()
+asyncio.run(main())
+"""  # noqa: E501
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    wait_until((tmp_path / "a.log").exists)
+    wait_until(lambda: "loading" in (tmp_path / "a.log").read_text())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(child))
+
+
+def is_running(pid):
+    """Whether a process lives; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.02)
+
+
+# What `quire up` makes of its flags
+
+
+def plan(*argv):
+    return up.make_plan(arguments.make_parser().parse_args(["up", *argv]))
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "Tiny-1"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def flags_of(made, name):
+    values = next(spec for spec in made.specs if spec.name == name).arguments
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def test_plan_wires_the_services_together(model, tmp_path):
+    made = plan(
+        "--model", model, "--workers", "2", "--port", "0", "--dtype", "float32", "--log-dir", str(tmp_path / "l")
+    )
+    assert [spec.name for spec in made.specs] == ["scheduler", "worker-0", "worker-1", "gateway"]
+    scheduler = flags_of(made, "scheduler")["--listen"]
+    first = flags_of(made, "worker-0")
+    assert (first["--scheduler"], first["--advertise"], first["--dtype"]) == (scheduler, first["--listen"], "float32")
+    assert (first["--model"], first["--model-name"], first["--worker-id"]) == (model, "Tiny-1", "worker-0")
+    assert flags_of(made, "worker-1")["--listen"] != first["--listen"]
+    assert flags_of(made, "gateway") == {"--listen": made.target, "--scheduler": scheduler}
+    assert "--redis" not in flags_of(made, "scheduler")
+    assert "in memory (no --redis given)" in "".join(made.notes)
+
+
+def test_plan_hands_the_flags_on(model, tmp_path):
+    made = plan(
+        "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
+        "--threads", "3", "--num-blocks", "7", "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
+    )  # fmt: skip
+    assert flags_of(made, "scheduler")["--redis"] == "redis://r"
+    assert flags_of(made, "scheduler")["--max-waiting"] == "5"
+    worker = flags_of(made, "worker-0")
+    assert (worker["--threads"], worker["--num-blocks"], worker["--determinism"]) == ("3", "7", "exact")
+    assert flags_of(made, "gateway")["--listen"].startswith("0.0.0.0:")
+    assert made.target.startswith("127.0.0.1:")
+
+
+def test_threads_are_shared_out(monkeypatch):
+    monkeypatch.setattr(stack, "cores", lambda: 8)
+    assert [stack.threads_each(n, None) for n in (1, 3, 16)] == [8, 2, 1]
+    assert stack.threads_each(4, 5) == 5
+
+
+def test_plan_refuses_what_cannot_work(tmp_path, model):
+    with pytest.raises(up.SetupError, match="no such folder; download a checkpoint first"):
+        plan("--model", "Qwen/Qwen3-0.6B")
+    with pytest.raises(up.SetupError, match=r"no config\.json"):
+        plan("--model", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(up.SetupError, match=f"port {port} is taken"):
+            plan("--model", model, "--port", str(port))
+
+
+def test_free_ports_differ():
+    ports = stack.free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(stack.is_free("127.0.0.1", port) for port in ports)
+
+
+def test_loading_percent(tmp_path):
+    log = tmp_path / "w.log"
+    log.write_text("starting\nloading weights: 12 %\nloading weights: 40%\n")
+    assert stack.loading_percent(log, 0) == 40
+    assert stack.loading_percent(log, log.stat().st_size) is None
+
+
+def test_up_as_a_process_drains_on_sigterm(toy, tmp_path, model, monkeypatch):
+    """The whole command with toy services in place of the real ones."""
+    driver = f"""
+import sys
+from quire_client import cli
+from quire_client.cli import up
+from quire_client.cli.stack import ServiceSpec
+def toys(args):
+    specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
+    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), up.Path({str(tmp_path)!r}))
+up.make_plan = toys
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-c", driver, "up", "--json", "--ready-file", str(ready)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_until(ready.exists)
+    facts = json.loads(ready.read_text())
+    assert {service["name"] for service in facts["services"]} == {"gateway", "worker-0"}
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    events = [json.loads(line)["event"] for line in out.splitlines()]
+    assert events[0] == "starting"
+    assert events[-5:] == ["stopping", "stopped", "stopping", "stopped", "end"]
+    assert not ready.exists()
+
+
+def astuple(spec):
+    return (spec.name, spec.module, spec.arguments, spec.address, spec.stop_phase)
