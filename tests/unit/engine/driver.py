@@ -1,0 +1,167 @@
+"""A hand-driven scheduler for engine tests: the test says which row computes how many tokens in which step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from worker_svc.engine.batch import U32, RowError, RowOpen, SamplingParams, StepBatch, StepOutput
+from worker_svc.engine.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def seeded(seed: int, temperature: float = 1.0, **overrides: float) -> SamplingParams:
+    fields = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | overrides
+    return SamplingParams(temperature=temperature, seed=seed, **fields)
+
+
+def u32(*values: int) -> U32:
+    return np.array(values, dtype=np.uint32)
+
+
+@dataclass
+class Row:
+    """What the driver knows of an open row."""
+
+    tokens: list[int]
+    prompt_len: int
+    blocks: list[int]
+    computed: int
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+@dataclass
+class Driver:
+    """Owns the blocks of one runner and keeps every row's tokens, logits and errors."""
+
+    runner: ModelRunner
+    rows: dict[int, Row] = field(default_factory=dict)
+    logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by (row, sequence position)
+    errors: list[RowError] = field(default_factory=list)
+    step_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.block_size = self.runner.info.block_size
+        self.free = list(range(self.runner.info.num_blocks))
+        self._opens: list[RowOpen] = []
+        self._closes: list[int] = []
+        self._extra: dict[str, object] = {}
+        self._sampled: list[torch.Tensor] = []
+        self._record_logits()
+
+    def open(
+        self,
+        row: int,
+        prompt: list[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        output: tuple[int, ...] | list[int] = (),
+        sample_index: int = 0,
+        shared: list[int] | None = None,
+    ) -> Row:
+        """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
+        tokens, blocks = [*prompt, *output], list(shared or ())
+        state = Row(tokens, len(prompt), blocks, len(blocks) * self.block_size)
+        self._grow(state, len(tokens))
+        self._opens.append(
+            RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
+                    sampling, sample_index)
+        )  # fmt: skip
+        self.rows[row] = state
+        return state
+
+    def close(self, row: int, *, keep_blocks: bool = False) -> Row:
+        """Closes a row in the next step; its blocks are used again unless they are kept."""
+        state = self.rows.pop(row)
+        self._closes.append(row)
+        if not keep_blocks:
+            self.free.extend(state.blocks)
+        return state
+
+    def add(self, **columns: object) -> None:
+        """Further columns of the next batch."""
+        self._extra |= columns
+
+    def step(self, query_lens: dict[int, int]) -> StepOutput:
+        """Computes that many tokens of each row, in this order. A row samples when it reaches its last known token."""
+        self.step_id += 1
+        batch = self._batch(query_lens)
+        self._sampled.clear()
+        output = self.runner.execute(batch)
+        self._opens, self._closes, self._extra = [], [], {}
+        self._apply(output, query_lens)
+        return output
+
+    def prefill(self, row: int, chunk: int = 10**6) -> None:
+        """Computes the rest of a row's known tokens in chunks."""
+        state = self.rows[row]
+        end = len(state.tokens)
+        while state.computed < end:
+            self.step({row: min(chunk, end - state.computed)})
+
+    def decode(self, rows: list[int], steps: int) -> None:
+        for _ in range(steps):
+            self.step(dict.fromkeys(rows, 1))
+
+    def slots(self, state: Row, start: int, end: int) -> U32:
+        size = self.block_size
+        return np.array([state.blocks[p // size] * size + p % size for p in range(start, end)], np.uint32)
+
+    def _grow(self, state: Row, num_tokens: int) -> list[int]:
+        added = []
+        while len(state.blocks) * self.block_size < num_tokens:
+            added.append(self.free.pop(0))
+            state.blocks.append(added[-1])
+        return added
+
+    def _batch(self, query_lens: dict[int, int]) -> StepBatch:
+        changes: list[tuple[int, int, int]] = []
+        slots = [u32()]
+        for row, count in query_lens.items():
+            state = self.rows[row]
+            known = len(state.blocks)
+            added = self._grow(state, state.computed + count)
+            changes += [(row, known + i, block) for i, block in enumerate(added)]
+            slots.append(self.slots(state, state.computed, state.computed + count))
+        states = [self.rows[row] for row in query_lens]
+        reaches_end = [s.computed + n == len(s.tokens) for s, n in zip(states, query_lens.values(), strict=True)]
+        columns: dict[str, object] = {
+            "rows": u32(*query_lens),
+            "query_lens": u32(*query_lens.values()),
+            "context_lens": u32(*(s.computed for s in states)),
+            "sample_mask": np.array(reaches_end, np.bool_),
+            "slot_mapping": np.concatenate(slots),
+            "close_rows": u32(*self._closes),
+            "opens": self._opens,
+            "table_rows": u32(*(c[0] for c in changes)),
+            "table_indices": u32(*(c[1] for c in changes)),
+            "table_blocks": u32(*(c[2] for c in changes)),
+        }
+        return StepBatch(self.step_id, **(columns | self._extra))  # type: ignore[arg-type]
+
+    def _apply(self, output: StepOutput, query_lens: dict[int, int]) -> None:
+        self.errors.extend(output.errors)
+        failed = {error.row for error in output.errors}
+        for row, count in query_lens.items():
+            if row not in failed:
+                self.rows[row].computed += count
+        for i, (row, token) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            if row in self.rows:
+                self.logits[row, len(self.rows[row].tokens)] = self._sampled[0][i]
+                self.rows[row].tokens.append(token)
+
+    def _record_logits(self) -> None:
+        backend = self.runner._backend
+        original = type(backend).sample
+
+        def sample(logits: torch.Tensor, columns: object) -> object:
+            self._sampled.append(logits.clone())
+            return original(backend, logits, columns)  # type: ignore[arg-type]
+
+        backend.sample = sample  # type: ignore[method-assign,assignment]

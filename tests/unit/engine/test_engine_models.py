@@ -1,0 +1,168 @@
+"""Whole models against transformers: fp32 logits within 1e-4, the same greedy tokens, however the work is cut up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.engine.driver import Driver
+from tests.unit.engine.models import ARCHITECTURES, load_reference, make_model
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_runner import ModelRunner
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name: (architecture, block size, overrides)
+MODELS = {
+    "qwen3-gqa2": ("qwen3", 16, {}),
+    "qwen3-gqa1-tied": ("qwen3", 8, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3-gqa8-wide-heads": ("qwen3", 16, {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32}),
+    "qwen3-biased": ("qwen3", 4, {"attention_bias": True}),
+    "qwen3-head-dim-128": ("qwen3", 32, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}),
+    "qwen2-gqa4": ("qwen2", 16, {"num_key_value_heads": 1}),
+    "qwen2-tied": ("qwen2", 1, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-gqa4": ("llama", 16, {"num_key_value_heads": 1}),
+    "llama-llama3-rope": ("llama", 64, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear-rope": ("llama", 16, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-odd-sizes": (
+        "llama",
+        2,
+        {"head_dim": 20, "hidden_size": 60, "intermediate_size": 70, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-gelu": ("llama", 16, {"hidden_act": "gelu"}),
+    "mistral-gqa4": ("mistral", 16, {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": None}),
+    "mistral-gelu-tanh": ("mistral", 256, {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
+}
+
+
+def load(folder, block_size=16, **settings):
+    fields = {"num_blocks": 1024 // block_size, "max_num_seqs": 8, "threads": 1} | settings
+    return ModelRunner(EngineConfig(folder, "float32", block_size=block_size, **fields))
+
+
+def prompts(lengths, vocab=211, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab, n).tolist() for n in lengths]
+
+
+def check_against(reference, driver, rows):
+    """Every logit row that was sampled, and every token, against one pass of transformers over the whole sequence."""
+    for row in rows:
+        state = driver.rows[row]
+        with torch.no_grad():
+            expected = reference(torch.tensor([state.tokens])).logits[0]
+        for position in range(state.prompt_len, len(state.tokens)):
+            logits = driver.logits[row, position]
+            assert (logits - expected[position - 1]).abs().max() < 1e-4
+            assert state.tokens[position] == int(expected[position - 1].argmax())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_batches_match_transformers(tmp_path, name):
+    architecture, block_size, overrides = MODELS[name]
+    folder = make_model(tmp_path, architecture, **overrides)
+    driver = Driver(load(folder, block_size))
+    for row, prompt in enumerate(prompts([1, 33, 150, 16])):
+        driver.open(row, prompt)
+    driver.step({0: 1, 2: 40, 1: 20})
+    driver.step({0: 1, 1: 13, 2: 7})
+    driver.step({2: 90, 0: 1, 1: 1, 3: 16})
+    driver.step({3: 1, 2: 13, 0: 1})
+    driver.decode([3, 1, 0, 2], 6)
+    assert driver.errors == []
+    check_against(load_reference(folder), driver, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_prefix_and_block_reuse_match_transformers(tmp_path, architecture, backend):
+    folder = make_model(tmp_path, architecture)
+    reference = load_reference(folder)
+    driver = Driver(load(folder, num_blocks=12, backend=backend))
+    first, second, third = prompts([70, 9, 60])
+    driver.open(0, first)
+    driver.prefill(0, 32)
+    driver.decode([0], 3)
+    driver.open(1, first[:64] + second, shared=driver.rows[0].blocks[:4])
+    driver.step({0: 1, 1: 9})
+    driver.decode([1, 0], 8)
+    check_against(reference, driver, [0, 1])
+    driver.close(1, keep_blocks=True)
+    driver.close(0)
+    driver.open(2, third)
+    driver.open(0, second)
+    driver.step({2: 60, 0: 9})
+    driver.decode([2, 0], 10)
+    assert driver.errors == []
+    check_against(reference, driver, [0, 2])
+
+
+def test_preempted_row_returns_with_its_tokens(tmp_path):
+    folder = make_model(tmp_path)
+    driver = Driver(load(folder))
+    (prompt,) = prompts([40])
+    driver.open(0, prompt)
+    driver.prefill(0)
+    driver.decode([0], 5)
+    whole = driver.close(0).tokens
+    driver.open(3, prompt, output=whole[40:43])
+    driver.prefill(3, 17)
+    driver.decode([3], 2)
+    assert driver.rows[3].tokens == whole
+
+
+def test_sharded_checkpoint(tmp_path):
+    single = make_model(tmp_path / "single", "llama")
+    sharded = make_model(tmp_path / "sharded", "llama", max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    tokens = []
+    for folder in (single, sharded):
+        driver = Driver(load(folder))
+        driver.open(0, prompts([30])[0])
+        driver.prefill(0)
+        driver.decode([0], 5)
+        tokens.append(driver.rows[0].tokens)
+    assert tokens[0] == tokens[1]
+    check_against(load_reference(sharded), driver, [0])
+
+
+def test_old_rope_fields_are_read(tmp_path, rewrite_config):
+    folder = make_model(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
+    reference = load_reference(folder)
+    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    rewrite_config(folder, rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling)
+    driver = Driver(load(folder))
+    driver.open(0, prompts([100])[0])
+    driver.prefill(0)
+    check_against(reference, driver, [0])
+
+
+def test_bfloat16_is_as_close_as_transformers(tmp_path):
+    """Rounding of the same size as transformers' own: a planted error would be far above it."""
+    folder = make_model(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=4)
+    exact, rounded = load_reference(folder), load_reference(folder, torch.bfloat16)
+    runner = ModelRunner(EngineConfig(folder, "auto", num_blocks=64, max_num_seqs=8, threads=1))
+    driver = Driver(runner)
+    assert runner.info.dtype == "bfloat16"
+    errors, bounds = [], []
+    for row, prompt in enumerate(prompts([5, 40, 90, 130])):
+        driver.open(row, prompt)
+        driver.prefill(row, 48)
+        driver.decode([row], 4)
+        with torch.no_grad():
+            tokens = torch.tensor([driver.rows[row].tokens])
+            expected, theirs = exact(tokens).logits[0], rounded(tokens).logits[0].float()
+        for position in range(len(prompt), len(prompt) + 5):
+            norm = expected[position - 1].norm()
+            errors.append(float((driver.logits[row, position].float() - expected[position - 1]).norm() / norm))
+            bounds.append(float((theirs[position - 1] - expected[position - 1]).norm() / norm))
+    assert np.mean(errors) <= 1.5 * np.mean(bounds) + 0.005
+    assert max(errors) < 0.08
