@@ -255,10 +255,13 @@ class Worker:
 
 def _make_runner(settings: EngineConfig, progress: Callable[[float], None]) -> Runner:
     # Not before the flags are checked and the port is bound: torch takes seconds.
+    from worker_svc.engine.backend import BackendUnavailableError
     from worker_svc.engine.model_runner import ModelRunner
 
-    runner: Runner = ModelRunner(settings, progress)
-    return runner
+    try:
+        return ModelRunner(settings, progress)
+    except BackendUnavailableError as error:
+        raise ValueError(f"--backend {settings.backend}: {error}") from error
 
 
 def _every(step: float, tell: Callable[[float], None]) -> Callable[[float], None]:
