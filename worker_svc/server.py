@@ -39,6 +39,7 @@ SETTLED_S = 0.2  # a step may be on its way when the last row has closed
 ABANDONED_S = 3.0  # rows that nobody has stepped for so long belong to nobody
 DRAIN_POLL_S = 0.02
 PROGRESS_STEP = 0.01
+PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
 
 EPILOG = """example:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50061 --dtype bfloat16 --kv-cache-memory 2G
@@ -216,7 +217,13 @@ class Worker:
         def tell(part: float) -> None:
             loop.call_soon_threadsafe(self._lifecycle.set_progress, part)
 
-        progress = _every(PROGRESS_STEP, tell)
+        told = _every(PROGRESS_STEP, tell)
+        logged = _every(PROGRESS_LOG_STEP, lambda part: log.info("loading weights: %d %%", 100 * part))
+
+        def progress(part: float) -> None:
+            told(part)
+            logged(part)
+
         started_at = loop.time()
         info = await self._executor.load(lambda: _make_runner(self._settings, progress))
         depth = self._args.pipeline_depth
