@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Choose ports, folders and flags. Raises SetupError with what to do."""
     _check_installed()
+    args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler would take it from there anyway
     folder, name = resolve_model(args.model, args.model_name)
     port = _gateway_port(args.host, args.port)
     scheduler_port, *worker_ports = free_ports(1 + args.workers)
@@ -180,7 +182,10 @@ def _backend_note(num_workers: int, threads: int) -> str:
 
 
 def _index_note(redis: str | None) -> str:
-    return f"index      Redis at {redis}" if redis else "index      in memory (no --redis given)"
+    if not redis:
+        return "index      in memory (no --redis given)"
+    parts = urllib.parse.urlsplit(redis)
+    return f"index      Redis at {parts._replace(netloc=parts.netloc.rpartition('@')[2]).geturl()}"
 
 
 def has_gpu() -> bool:

@@ -204,7 +204,8 @@ def test_plan_wires_the_services_together(model, tmp_path):
 def test_plan_hands_the_flags_on(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
-        "--threads", "3", "--num-blocks", "7", "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
+        "--threads", "3", "--num-blocks", "7",
+        "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
     )  # fmt: skip
     assert flags_of(made, "scheduler")["--redis"] == "redis://r"
     assert flags_of(made, "scheduler")["--max-waiting"] == "5"
