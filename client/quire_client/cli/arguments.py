@@ -40,7 +40,7 @@ examples:
 CHAT_EXAMPLES = """\
 examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D leaves, /new starts afresh
-  quire chat "What does os.getcwd do?"       one question
+  quire chat "What is json.dumps for?"       one question
   quire chat --system "Answer in one word." "Which language is this?"
 """
 

@@ -38,7 +38,7 @@ NEEDED = {
     "jinja2": "gateway",
     "redis": "scheduler",
 }
-SAMPLE_QUESTION = "What does os.getcwd do?"
+SAMPLE_QUESTION = "What does os.path.join do?"
 
 
 class SetupError(Exception):
