@@ -106,8 +106,9 @@ class BlockManager:
         self._events.append((digest, True))
         return True
 
-    def holds(self, block: int, digest: bytes) -> bool:
-        return self._digest_of.get(block) == digest
+    def is_committed_as(self, block: int, digest: bytes) -> bool:
+        """The block's content is acknowledged, and it is this prefix."""
+        return block in self._committed and self._digest_of[block] == digest
 
     def is_pending(self, block: int) -> bool:
         """Registered, but its step is not acknowledged."""

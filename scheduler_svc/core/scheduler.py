@@ -59,6 +59,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._workers: dict[str, WorkerState] = {}
+        self._model: WorkerCapacity | None = None  # the first worker's: what waits was measured with its sizes
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[Sequence] = []  # in order of Sequence.order
         self._eos = np.array(sorted(config.eos_token_ids), dtype=np.uint32)
@@ -77,7 +78,7 @@ class Scheduler:
     ) -> None:
         """A worker joins, with the prefixes that its pool already holds.
 
-        Raises ValueError for sizes that cannot work, WorkerMismatchError if it differs from the others.
+        Raises ValueError for sizes that cannot work, WorkerMismatchError if it differs from those before it.
         """
         if capacity.worker_id in self._workers:
             raise ValueError(f"worker {capacity.worker_id} is here already; remove it first")
@@ -86,11 +87,11 @@ class Scheduler:
                 f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}, below "
                 f"max_num_seqs {capacity.max_num_seqs}: a step could not give every running sequence one token"
             )
-        for other in self._workers.values():
-            _check_same("block_size", capacity, other.capacity)
-            _check_same("max_model_len", capacity, other.capacity)
+        _check_same("block_size", capacity, self._model or capacity)
+        _check_same("max_model_len", capacity, self._model or capacity)
         worker = WorkerState(capacity, self.config.root_salt, next_step_id)
         worker.adopt(blocks)
+        self._model = self._model or capacity
         self._workers[capacity.worker_id] = worker
 
     def remove_worker(self, worker_id: str, now: float) -> None:
@@ -144,15 +145,15 @@ class Scheduler:
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {self.config.max_waiting}; try later")
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
-        if self._workers:
-            self._check_size(group, len(group.prompt) + group.stop.max_tokens)
-
-    def _check_size(self, group: SequenceGroup, num_tokens: int) -> None:
         asked = f"prompt of {len(group.prompt)} tokens + max_tokens {group.stop.max_tokens}"
-        capacities = [worker.capacity for worker in self._workers.values()]
-        max_len = capacities[0].max_model_len
-        if num_tokens > max_len:
+        if self._model and len(group.prompt) + group.stop.max_tokens > self._model.max_model_len:
+            max_len = self._model.max_model_len
             raise NeverFitsError(f"{asked} is above max_model_len {max_len}", field="stop.max_tokens")
+        if self._workers:
+            self._check_size(group, asked)
+
+    def _check_size(self, group: SequenceGroup, asked: str) -> None:
+        capacities = [worker.capacity for worker in self._workers.values()]
         held = len(group.prompt) + max(1, group.stop.max_tokens)
         if not any(worker.can_ever_hold(held) for worker in self._workers.values()):
             pool = max(c.num_blocks * c.block_size for c in capacities)
@@ -370,7 +371,10 @@ class Scheduler:
         return min(willing or able, key=cost)
 
     def _has_room(self, seq: Sequence, worker: WorkerState, load: int, rows: int) -> bool:
-        if not worker.can_ever_hold(len(seq.group.prompt) + max(1, seq.group.stop.max_tokens)):
+        num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
+        if num_prompt + max_tokens > worker.capacity.max_model_len:  # queued before any worker was known
+            return False
+        if not worker.can_ever_hold(num_prompt + max(1, max_tokens)):
             return False
         if load >= self.config.max_pending_prefill_steps * worker.capacity.max_num_batched_tokens:
             return False
@@ -469,23 +473,15 @@ class Scheduler:
                 deltas.finished.append(self._end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerState, flight: Flight, failures: list[RowFailure]) -> list[Finished]:
-        """A failed row ends; rows that share what it was to compute are recomputed."""
-        finished: list[Finished] = []
-        for failure in failures:
-            if flight.generation[failure.row] != worker.rows.generation[failure.row]:
-                continue
-            self._recompute_tainted(worker, failure.row)
-            finished.append(self._end(worker.rows.sequence(failure.row), FinishReason.ERROR, message=failure.message))
-        return finished
-
-    def _recompute_tainted(self, worker: WorkerState, row: int) -> None:
-        tainted = worker.rows_tainted_by(row)
-        while tainted:
-            other = tainted.pop()
-            if worker.rows.sequences[other] is None:
-                continue
-            tainted += [again for again in worker.rows_tainted_by(other) if again != row]
-            self._requeue(worker.preempt(other))
+        """A failed row ends; rows that read what it was to compute are recomputed, even if they failed with it."""
+        if not failures:
+            return []
+        live = [f for f in failures if flight.generation[f.row] == worker.rows.generation[f.row]]
+        tainted = worker.rows_tainted_by({failure.row for failure in live}, flight)
+        for row in tainted:
+            self._requeue(worker.preempt(row))
+        alone = [failure for failure in live if failure.row not in tainted]
+        return [self._end(worker.rows.sequence(f.row), FinishReason.ERROR, message=f.message) for f in alone]
 
     def _finished(
         self, seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = ""

@@ -32,7 +32,7 @@ class StepPlan:
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index, block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
-    fills: list[tuple[int, bytes]] = field(default_factory=list)  # blocks of known tokens that this step completes
+    fills: list[tuple[int, int, bytes]] = field(default_factory=list)  # (row, block, digest) completed by this step
 
     def add(self, rows: I64, query_lens: I64) -> None:
         self.rows.append(rows)
@@ -50,7 +50,8 @@ class Flight:
     query_lens: I64
     sampled: U32  # rows whose tokens the answer must hold, in its order
     generation: I64  # of all rows of the worker when it was sent
-    fills: list[tuple[int, bytes]]
+    fills: list[tuple[int, int, bytes]]
+    forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
     releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
 
@@ -252,7 +253,7 @@ class WorkerState:
         for index in range(start // bs, min((start + count) // bs, len(digests))):
             block = int(r.table[row, index])
             if self.pool.register(block, digests[index], r.tokens[row, index * bs : (index + 1) * bs]):
-                plan.fills.append((block, digests[index]))
+                plan.fills.append((row, block, digests[index]))
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
         """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
@@ -303,6 +304,7 @@ class WorkerState:
             sampled=np.concatenate((rows[sample_mask], [row for row, _ in sampling_forks])).astype(np.uint32),
             generation=r.generation.copy(),
             fills=plan.fills,
+            forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
         )
         plan.forks = sampling_forks
@@ -323,7 +325,7 @@ class WorkerState:
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
     ) -> StepBatch:
         closed, self._closed = self._closed, []
-        commits = [(block, digest) for block, digest in self._commits if self.pool.holds(block, digest)]
+        commits = [(block, digest) for block, digest in self._commits if self.pool.is_committed_as(block, digest)]
         self._commits = []
         return StepBatch(
             worker_id=self.capacity.worker_id,
@@ -350,7 +352,7 @@ class WorkerState:
 
     def commit_fills(self, flight: Flight) -> None:
         """The step is acknowledged: what it completed is a cached prefix from now on."""
-        for block, digest in flight.fills:
+        for _, block, digest in flight.fills:
             self._commit(block, digest)
         for row, end in self._decoded_block_ends(flight):
             self._commit_decoded_block(row, end)
@@ -419,15 +421,40 @@ class WorkerState:
         else:
             self.pool.free(blocks)
 
-    def rows_tainted_by(self, row: int) -> list[int]:
-        """Rows that share a block whose content `row` was still to compute; such blocks are forgotten."""
-        pending = [block for block in self.rows.blocks(row) if self.pool.is_pending(block)]
-        for block in pending:
+    def rows_tainted_by(self, failed: set[int], flight: Flight) -> list[int]:
+        """Rows to compute again after these rows failed in this step: they read what a failed row was to compute.
+
+        A failed row is among them if another one's failure explains its own. What a failed row was to fill is
+        forgotten, and so is what rows that ended since were to fill: nobody can say what they read.
+        """
+        bad, flights = set(failed), (flight, *self.flights)
+        while True:
+            lost = {
+                block: None if self._has_ended(row, f) else row
+                for f in flights
+                for row, block, _ in f.fills
+                if row in bad or self._has_ended(row, f)
+            }
+            heirs = {
+                child
+                for f in flights
+                for child, parent in f.forks
+                if (parent in bad or self._has_ended(parent, f)) and not self._has_ended(child, f)
+            }
+            tainted = {row for row in self.rows.active().tolist() if row in heirs or self._reads(row, lost)}
+            if tainted <= bad:
+                break
+            bad |= tainted
+        for block in lost:
             self.pool.forget(block)
-        if not pending:
-            return []
-        others = [other for other in self.rows.active().tolist() if other != row]
-        return [other for other in others if not set(pending).isdisjoint(self.rows.blocks(other))]
+        return sorted(tainted)
+
+    def _reads(self, row: int, lost: dict[int, int | None]) -> bool:
+        """One of the lost blocks is in the row's table, and it is not the one that was to fill it."""
+        return any(lost.get(block, row) != row for block in self.rows.blocks(row))
+
+    def _has_ended(self, row: int, flight: Flight) -> bool:
+        return bool(flight.generation[row] != self.rows.generation[row])
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
