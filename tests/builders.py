@@ -1,0 +1,70 @@
+"""What a test of the scheduler core needs, one line each: `make_scheduler()`, `make_group(10)`, `make_capacity()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+
+
+def make_capacity(
+    worker_id: str = "w0",
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 256,
+    pipeline_depth: int = 1,
+    worker_epoch: int = 1,
+) -> WorkerCapacity:
+    """A small worker; one step in flight unless a test asks for more."""
+    return WorkerCapacity(
+        worker_id=worker_id,
+        worker_epoch=worker_epoch,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        pipeline_depth=pipeline_depth,
+    )
+
+
+def make_scheduler(
+    *workers: WorkerCapacity, eos_token_ids: Iterable[int] = (), now: float = 0.0, **config: Any
+) -> Scheduler:
+    """A scheduler that these workers have joined (one default worker if none is given)."""
+    scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset(eos_token_ids), **config))
+    for capacity in workers or (make_capacity(),):
+        scheduler.add_worker(capacity, now)
+    return scheduler
+
+
+def make_group(
+    prompt: int | Iterable[int] = 10,
+    request_id: str = "r0",
+    *,
+    max_tokens: int = 16,
+    n: int = 1,
+    stop_token_ids: Iterable[int] = (),
+    ignore_eos: bool = False,
+    outputs: Sequence[Iterable[int]] = (),
+    **fields: Any,
+) -> SequenceGroup:
+    """A request. `prompt` is its tokens, or their number (then 1, 2, 3, ...); `outputs` is a continuation."""
+    tokens = range(1, prompt + 1) if isinstance(prompt, int) else prompt
+    return SequenceGroup(
+        request_id=request_id,
+        prompt=np.array(list(tokens), dtype=np.uint32),
+        stop=StopCondition(max_tokens, frozenset(stop_token_ids), ignore_eos),
+        n=n,
+        outputs=[np.array(list(output), dtype=np.uint32) for output in outputs],
+        **fields,
+    )

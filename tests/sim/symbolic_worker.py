@@ -1,0 +1,445 @@
+"""A worker that executes the core's StepBatch messages with a symbolic KV cache and trusts none of them.
+
+Every slot of its pool holds the digest of the token prefix that produced it. Before a row samples, every slot of every
+open row's table is read back and compared with the digests of the row's own tokens, so a wrong slot, a stale block, a
+bad prefix hit and a block freed early are all one mismatch. Beyond that it checks what the protocol promises:
+
+    steps       ids without gaps, at most pipeline_depth unanswered, budgets and row limits
+    rows        opened once, closed once, context lengths that continue where the row stands
+    tables      appends at the end, replacements only by copy-on-write, fresh blocks that nobody else names
+    writes      slots follow from the table, no slot twice, never into a shared or a committed block
+    commits     full blocks, written by acknowledged steps, with the digest of their whole chain
+    forks       off a prompt that completes in this very step
+
+Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from scheduler_svc.core.messages import CachedBlock, RowFailure, RowOpen, StepBatch, StepOutput, WorkerCapacity
+from tests.sim import symbolic_model
+
+POISON = np.uint64(0xDEAD)  # what a failed row leaves in its slots
+
+
+class Violation(AssertionError):
+    """The core asked for something that a real worker would compute wrongly or refuse."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """A step on its way, and what the scheduler knew when it was planned."""
+
+    batch: StepBatch
+    num_acked: int  # last step whose answer the scheduler had
+    output: StepOutput | None = None
+
+
+class Chains:
+    """The block digests as the design documents them, computed from tokens alone and remembered by prefix digest."""
+
+    def __init__(self, root_salt: bytes, block_size: int) -> None:
+        self.root_salt, self.block_size = root_salt, block_size
+        self.by_prefix: dict[int, bytes] = {}
+        self.parent: dict[bytes, bytes] = {}
+
+    def root(self, root_key: bytes) -> bytes:
+        head = f"{self.block_size}|{len(self.root_salt)}|{len(root_key)}|".encode()
+        return xxh3_128_digest(head + self.root_salt + root_key)
+
+    def of_block(self, tokens: np.ndarray, digests: np.ndarray, index: int, root_key: bytes) -> bytes:
+        """Digest of block `index` of a sequence with these tokens and prefix digests."""
+        end = (index + 1) * self.block_size
+        prefix = int(digests[end - 1])
+        known = self.by_prefix.get(prefix)
+        if known is not None:
+            return known
+        parent = self.of_block(tokens, digests, index - 1, root_key) if index else self.root(root_key)
+        content = b"".join(int(token).to_bytes(4, "little") for token in tokens[end - self.block_size : end])
+        digest = xxh3_128_digest(parent + content)
+        self.by_prefix[prefix] = digest
+        self.parent[digest] = parent
+        return digest
+
+
+class SymbolicWorker:
+    """One worker process in miniature. `send` queues a step, `answer` gives the oldest answer."""
+
+    def __init__(
+        self, capacity: WorkerCapacity, chains: Chains, vocab_size: int, *, next_step_id: int = 1, is_lazy: bool = False
+    ) -> None:
+        self.capacity, self.chains, self.vocab_size = capacity, chains, vocab_size
+        self.is_lazy = is_lazy  # execute when the answer is asked for, as a slow worker would
+        self.queue: deque[Sent] = deque()
+        self.num_acked = next_step_id - 1
+        self.is_draining = False
+        self.fail_next: str | None = None  # "nan" keeps the row's KV, "lost" leaves garbage
+        self.failed_requests: set[str] = set()
+        bs, rows = capacity.block_size, capacity.max_num_seqs
+        width = -(-capacity.max_model_len // bs)
+        self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
+        self.kv_token = np.zeros(capacity.num_blocks * bs, dtype=np.uint32)
+        self.fill_step = np.zeros(capacity.num_blocks, dtype=np.int64)  # last step that wrote into the block
+        self.content: list[bytes | None] = [None] * capacity.num_blocks  # chain digest of what a full block holds
+        self.holder: dict[bytes, int] = {}  # the block that was last filled with this content
+        self.duplicates: set[bytes] = set()  # contents that were in two blocks at once
+        self.committed: dict[int, bytes] = {}
+        self.is_committed = np.zeros(capacity.num_blocks, dtype=np.bool_)
+        self._next_step = next_step_id
+        self._columns(rows, width, capacity.max_model_len)
+
+    def _columns(self, rows: int, width: int, max_len: int) -> None:
+        self.is_open = np.zeros(rows, dtype=np.bool_)
+        self.is_broken = np.zeros(rows, dtype=np.bool_)
+        self.group: list[RowOpen | None] = [None] * rows
+        self.seed = np.zeros(rows, dtype=np.uint64)
+        self.sample = np.zeros(rows, dtype=np.uint64)
+        self.prompt_len = np.zeros(rows, dtype=np.int64)
+        self.history_len = np.zeros(rows, dtype=np.int64)
+        self.computed = np.zeros(rows, dtype=np.int64)
+        self.tokens = np.zeros((rows, max_len + 1), dtype=np.uint32)
+        self.digests = np.zeros((rows, max_len + 1), dtype=np.uint64)
+        self.table = np.zeros((rows, width), dtype=np.int64)
+        self.table_len = np.zeros(rows, dtype=np.int64)
+        self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
+        self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
+        self._positions = np.arange(max_len + 1)
+        self._places = np.arange(max_len + 1, dtype=np.uint64)
+
+    # -- the stream ---------------------------------------------------------------------------------------------------
+
+    def send(self, batch: StepBatch) -> None:
+        """A step arrives on the stream."""
+        if len(self.queue) >= self.capacity.pipeline_depth:
+            raise Violation(f"{len(self.queue) + 1} steps in flight, pipeline_depth is {self.capacity.pipeline_depth}")
+        sent = Sent(batch, self.num_acked)
+        if not self.is_lazy:
+            sent.output = self.execute(batch, sent.num_acked)
+        self.queue.append(sent)
+
+    def answer(self) -> StepOutput:
+        """The oldest answer leaves; from now on the scheduler knows it."""
+        sent = self.queue.popleft()
+        output = sent.output or self.execute(sent.batch, sent.num_acked)
+        self.num_acked = output.step_id
+        return output
+
+    def lease(self) -> None:
+        """Another scheduler takes the worker: unread answers and rows are gone, committed blocks stay."""
+        self.queue.clear()
+        self._columns(len(self.is_open), self.table.shape[1], self.capacity.max_model_len)
+        self.num_acked = self._next_step - 1
+        self.is_draining, self.fail_next = False, None
+
+    @property
+    def next_step_id(self) -> int:
+        return self._next_step
+
+    def list_blocks(self) -> list[CachedBlock]:
+        """Committed blocks in the order of their commits, with the tokens they really hold."""
+        bs = self.capacity.block_size
+        return [CachedBlock(b, d, self.kv_token[b * bs : (b + 1) * bs].copy()) for b, d in self.committed.items()]
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def execute(self, batch: StepBatch, num_acked: int) -> StepOutput:
+        """Everything a real worker does with a step, in the documented order."""
+        if batch.step_id != self._next_step or batch.worker_id != self.capacity.worker_id:
+            raise Violation(f"step {batch.step_id} for {batch.worker_id}, expected {self._next_step}")
+        self._next_step += 1
+        if len(batch.close_rows):
+            self._close(batch.close_rows)
+        fresh: list[tuple[int, int]] = []
+        self._claims = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # sharing that begins in this step
+        for opened in batch.opens:
+            self._open(opened, fresh)
+        if len(batch.table_rows):
+            self._change_tables(batch, fresh)
+        self._take_fresh(fresh)
+        if len(batch.copy_src):
+            self._copy(batch, {block for _, block in fresh})
+        if len(batch.commit_blocks):
+            self._commit(batch, num_acked)
+        rows, broken = self._forward(batch)
+        return self._sample(batch, rows, broken)
+
+    def _close(self, rows: np.ndarray) -> None:
+        for row in rows.tolist():
+            self._need_open(row, "closes")
+            self.refs[self.table[row, : self.table_len[row]]] -= 1
+            self.is_open[row] = self.is_broken[row] = False
+
+    def _need_open(self, row: int, verb: str) -> None:
+        if row >= len(self.is_open) or not self.is_open[row]:
+            raise Violation(f"{verb} row {row}, which is not open")
+
+    def _open(self, opened: RowOpen, fresh: list[tuple[int, int]]) -> None:
+        row, bs = opened.row, self.capacity.block_size
+        if row >= len(self.is_open) or self.is_open[row]:
+            raise Violation(f"opens row {row}, which is open or does not exist")
+        tokens = self._opening_tokens(opened)
+        count = len(tokens)
+        blocks = opened.block_table.astype(np.int64)
+        if not opened.prompt_len <= count <= self.capacity.max_model_len:
+            raise Violation(f"row {row} opens with {count} tokens, its prompt has {opened.prompt_len}")
+        if opened.fork_of_row is None and opened.num_computed_tokens >= count:
+            raise Violation(f"row {row} opens with nothing to compute")
+        if (blocks >= self.capacity.num_blocks).any() or len(set(blocks.tolist())) != len(blocks):
+            raise Violation(f"row {row} opens with a bad table {blocks.tolist()}")
+        num_shared = -(-opened.num_computed_tokens // bs)
+        if num_shared > len(blocks):
+            raise Violation(f"row {row}: {opened.num_computed_tokens} computed tokens in {len(blocks)} blocks")
+        self.is_open[row], self.group[row] = True, opened
+        self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
+        self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
+        self.computed[row] = opened.num_computed_tokens
+        self.tokens[row, :count] = tokens
+        terms = symbolic_model.term_column(tokens.astype(np.uint64), self._places[:count])
+        self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(opened.group.root_key))
+        self.table_len[row] = len(blocks)
+        self.table[row, : len(blocks)] = blocks
+        self.slots[row, : len(blocks) * bs] = (blocks[:, None] * bs + np.arange(bs)).reshape(-1)
+        self.refs[blocks] += 1
+        self._claims[blocks[:num_shared]] += 1
+        fresh += [(row, block) for block in blocks[num_shared:].tolist()]
+
+    def _opening_tokens(self, opened: RowOpen) -> np.ndarray:
+        prompt = opened.group.prompt
+        if opened.fork_of_row is None:
+            if not np.array_equal(opened.token_ids[: opened.prompt_len], prompt) or opened.prompt_len != len(prompt):
+                raise Violation(f"row {opened.row} opens with a prompt that is not its request's")
+            return opened.token_ids
+        parent = opened.fork_of_row
+        self._need_open(parent, "forks off")
+        if self.group[parent].group is not opened.group or opened.num_computed_tokens != opened.prompt_len:
+            raise Violation(f"row {opened.row} forks off row {parent} of another request, or not at its prompt's end")
+        if self.history_len[parent] != opened.prompt_len or opened.prompt_len != len(prompt):
+            raise Violation(f"row {opened.row} forks off row {parent}, which is past its prompt")
+        return self.tokens[parent, : opened.prompt_len].copy()
+
+    def _change_tables(self, batch: StepBatch, fresh: list[tuple[int, int]]) -> None:
+        bs, copied = self.capacity.block_size, dict(zip(batch.copy_dst.tolist(), batch.copy_src.tolist(), strict=True))
+        changes = zip(batch.table_rows.tolist(), batch.table_indices.tolist(), batch.table_blocks.tolist(), strict=True)
+        for row, index, block in changes:
+            self._need_open(row, "changes the table of")
+            if index > self.table_len[row] or index >= self.table.shape[1] or block >= self.capacity.num_blocks:
+                raise Violation(f"row {row}: table[{index}] = {block} with {self.table_len[row]} blocks")
+            if index == self.table_len[row]:
+                self.table_len[row] += 1
+            else:
+                old = int(self.table[row, index])
+                if copied.get(block) != old:
+                    raise Violation(f"row {row}: block {old} is replaced by {block} without a copy")
+                self.refs[old] -= 1
+            self.table[row, index] = block
+            self.slots[row, index * bs : (index + 1) * bs] = np.arange(block * bs, (block + 1) * bs)
+            self.refs[block] += 1
+            fresh.append((row, block))
+
+    def _take_fresh(self, fresh: list[tuple[int, int]]) -> None:
+        """A block given anew may be named by its new row only, and by rows that start to share it in this very step."""
+        for row, block in fresh:
+            if self.refs[block] - self._claims[block] != 1:
+                raise Violation(f"row {row} gets block {block}, which another open row names")
+            self._drop_content(block)
+            self.committed.pop(block, None)
+            self.is_committed[block] = False
+
+    def _drop_content(self, block: int) -> None:
+        content, self.content[block] = self.content[block], None
+        if content is not None and self.holder.get(content) == block:
+            del self.holder[content]
+
+    def _copy(self, batch: StepBatch, fresh: set[int]) -> None:
+        bs = self.capacity.block_size
+        for src, dst in zip(batch.copy_src.tolist(), batch.copy_dst.tolist(), strict=True):
+            if dst not in fresh:
+                raise Violation(f"copies block {src} over block {dst}, which is in use")
+            self.kv[dst * bs : (dst + 1) * bs] = self.kv[src * bs : (src + 1) * bs]
+            self.kv_token[dst * bs : (dst + 1) * bs] = self.kv_token[src * bs : (src + 1) * bs]
+            self.fill_step[dst] = batch.step_id
+
+    def _commit(self, batch: StepBatch, num_acked: int) -> None:
+        for block, digest in zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True):
+            if self.content[block] is None:
+                raise Violation(f"commits block {block}, which is not full")
+            if self.content[block] != digest:
+                raise Violation(f"commits block {block} under a digest that is not that of its chain")
+            if self.fill_step[block] > num_acked:
+                raise Violation(f"commits block {block} before step {self.fill_step[block]} was acknowledged")
+            self.committed.pop(block, None)  # the order of the table is that of the commits
+            self.committed[block] = digest
+            self.is_committed[block] = True
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: StepBatch) -> tuple[np.ndarray, list[int]]:
+        rows, lens = batch.rows.astype(np.int64), batch.query_lens.astype(np.int64)
+        self._check_shape(batch, rows, lens)
+        if not len(rows):
+            return rows, []
+        starts = self.computed[rows]
+        flat_rows = np.repeat(rows, lens)
+        flat_positions = np.arange(len(flat_rows)) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
+        slots = self._checked_slots(batch, flat_rows, flat_positions)
+        self._check_writable(slots)
+        self.kv[slots] = self.digests[flat_rows, flat_positions]
+        self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
+        self.fill_step[slots // self.capacity.block_size] = batch.step_id
+        self.computed[rows] = starts + lens
+        broken = self._break_rows(rows, starts) if self.fail_next or self.is_broken.any() else []
+        self._read_back(rows, starts)
+        self._note_full_blocks(rows, starts)
+        return rows, broken
+
+    def _check_shape(self, batch: StepBatch, rows: np.ndarray, lens: np.ndarray) -> None:
+        c = self.capacity
+        if len(rows) > c.max_num_seqs or int(lens.sum()) > c.max_num_batched_tokens:
+            raise Violation(f"{len(rows)} rows with {lens.sum()} tokens exceed {c.max_num_seqs} rows or the budget")
+        if len(np.unique(rows)) != len(rows) or len(lens) != len(rows) or (len(lens) and lens.min() < 1):
+            raise Violation(f"rows {rows.tolist()} with query_lens {lens.tolist()}")
+        if not self.is_open[rows].all():
+            raise Violation(f"computes rows {rows[~self.is_open[rows]].tolist()}, which are not open")
+        if not np.array_equal(batch.context_lens, self.computed[rows]):
+            raise Violation(f"context_lens {batch.context_lens.tolist()}, rows stand at {self.computed[rows].tolist()}")
+        ends = self.computed[rows] + lens
+        beyond = (ends > self.history_len[rows]) & ~self.is_broken[rows]  # a broken row gets no tokens any more
+        if beyond.any():
+            raise Violation(f"rows {rows[beyond].tolist()} compute tokens that do not exist")
+        if (ends > self.table_len[rows] * c.block_size).any():
+            raise Violation(f"rows {rows.tolist()} compute tokens beyond their tables")
+        self._check_masks(batch, rows, (ends == self.history_len[rows]) | self.is_broken[rows])
+
+    def _check_masks(self, batch: StepBatch, rows: np.ndarray, reaches_end: np.ndarray) -> None:
+        if (batch.sample_mask & ~reaches_end).any():
+            raise Violation("samples from logits that are not those of the last token")
+        for row in rows[reaches_end & ~batch.sample_mask & ~self.is_broken[rows]].tolist():
+            if self.group[row].group.stop.max_tokens:
+                raise Violation(f"row {row} reaches its last token and does not sample")
+        reached = dict(zip(rows.tolist(), reaches_end.tolist(), strict=True))
+        opened = {opened.row: opened.fork_of_row for opened in batch.opens}
+        for row, parent in zip(batch.fork_rows.tolist(), batch.fork_parents.tolist(), strict=True):
+            if opened.get(row) != parent or not reached.get(parent) or row in reached:
+                raise Violation(f"row {row} samples from row {parent} without a fork of a prompt that ends here")
+
+    def _checked_slots(self, batch: StepBatch, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        slots = self.slots[rows, positions]
+        if not np.array_equal(slots, batch.slot_mapping):
+            raise Violation(f"slot_mapping {batch.slot_mapping.tolist()} disagrees with the tables {slots.tolist()}")
+        return slots
+
+    def _check_writable(self, slots: np.ndarray) -> None:
+        blocks = slots // self.capacity.block_size
+        if len(np.unique(slots)) != len(slots):
+            raise Violation("two tokens of one step are written to one slot")
+        shared = self.refs[blocks] - self._claims[blocks] != 1
+        if shared.any():
+            raise Violation(f"writes into blocks {np.unique(blocks[shared]).tolist()}, which other rows share")
+        if self.is_committed[blocks].any():
+            raise Violation(f"writes into committed blocks {np.unique(blocks[self.is_committed[blocks]]).tolist()}")
+
+    def _break_rows(self, rows: np.ndarray, starts: np.ndarray) -> list[int]:
+        """Rows that fail in this step: one now if asked for, and all that failed before and are still computed."""
+        broken = [row for row in rows.tolist() if self.is_broken[row]]
+        for row in broken:
+            self._poison(row, int(starts[rows == row][0]))
+        sound = [row for row in rows.tolist() if not self.is_broken[row]]
+        if self.fail_next and sound:
+            row = sound[self._next_step % len(sound)]
+            if self.fail_next == "lost":
+                self._poison(row, int(starts[rows == row][0]))
+            broken.append(row)
+            self.is_broken[row], self.fail_next = True, None
+        return broken
+
+    def _poison(self, row: int, start: int) -> None:
+        self.kv[self.slots[row, start : self.computed[row]]] = POISON
+
+    def _read_back(self, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Every slot of every open row must hold that row's own prefix; what depends on a failed row is garbage too."""
+        while True:
+            opened = np.flatnonzero(self.is_open)
+            width = int(self.computed[opened].max(initial=0))
+            seen = self.kv[self.slots[opened, :width]]
+            wrong = (seen != self.digests[opened, :width]) & (self._positions[:width] < self.computed[opened, None])
+            if not wrong.any():
+                return
+            bad = wrong & (seen != POISON)
+            if bad.any():
+                row, position = np.argwhere(bad)[0].tolist()
+                raise Violation(
+                    f"row {opened[row]} reads something else at position {position} "
+                    f"(block {self.table[opened[row], position // self.capacity.block_size]})"
+                )
+            if not self._spread_poison(opened[wrong.any(axis=1)], rows, starts):
+                return
+
+    def _spread_poison(self, tainted: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> bool:
+        """A row that attends to garbage writes garbage. True if that changed anything."""
+        changed = False
+        for row in np.intersect1d(tainted, rows).tolist():
+            written = self.slots[row, int(starts[rows == row][0]) : self.computed[row]]
+            if (self.kv[written] != POISON).any():
+                self.kv[written] = POISON
+                changed = True
+        return changed
+
+    def _note_full_blocks(self, rows: np.ndarray, starts: np.ndarray) -> None:
+        bs = self.capacity.block_size
+        first, last = starts // bs, self.computed[rows] // bs
+        for i in np.flatnonzero(last > first).tolist():
+            row = int(rows[i])
+            for index in range(int(first[i]), int(last[i])):
+                self._note_full_block(row, index)
+
+    def _note_full_block(self, row: int, index: int) -> None:
+        bs, block = self.capacity.block_size, int(self.table[row, index])
+        if (self.kv[block * bs : (block + 1) * bs] == POISON).any():
+            return
+        root_key = self.group[row].group.root_key
+        digest = self.chains.of_block(self.tokens[row], self.digests[row], index, root_key)
+        other = self.holder.get(digest)
+        if other is not None and other != block:
+            self.duplicates.add(digest)
+        self.content[block], self.holder[digest] = digest, block
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, batch: StepBatch, rows: np.ndarray, broken: list[int]) -> StepOutput:
+        forks, parents = batch.fork_rows.astype(np.int64), batch.fork_parents.astype(np.int64)
+        if self.is_broken.any():
+            children = forks[self.is_broken[parents]]
+            self.is_broken[children] = True
+            broken = broken + children.tolist()
+        samplers = np.concatenate((rows[batch.sample_mask], forks)) if len(rows) else rows
+        if broken:
+            self.failed_requests.update(self.group[row].group.request_id for row in broken)
+            samplers = samplers[~np.isin(samplers, broken)]
+        if len(samplers):
+            self._append_samples(samplers)
+        return StepOutput(
+            worker_id=batch.worker_id,
+            step_id=batch.step_id,
+            rows=samplers.astype(np.uint32),
+            token_ids=self.tokens[samplers, self.history_len[samplers] - 1],
+            failures=[RowFailure(row, "simulated failure") for row in broken],
+        )
+
+    def _append_samples(self, rows: np.ndarray) -> None:
+        ends = self.history_len[rows]
+        if int(ends.max()) >= self.capacity.max_model_len:
+            raise Violation(f"rows {rows.tolist()} sample beyond max_model_len")
+        last = self.digests[rows, ends - 1]
+        positions = (ends - self.prompt_len[rows]).astype(np.uint64)
+        tokens = symbolic_model.next_token_column(last, self.seed[rows], self.sample[rows], positions, self.vocab_size)
+        read = self.kv[self.slots[rows, ends - 1]]
+        tokens = np.where(read == POISON, (tokens + np.uint64(1)) % np.uint64(self.vocab_size), tokens)
+        self.tokens[rows, ends] = tokens
+        self.digests[rows, ends] = last + symbolic_model.term_column(tokens, self._places[ends])
+        self.history_len[rows] = ends + 1
