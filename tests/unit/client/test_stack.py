@@ -275,3 +275,44 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def astuple(spec):
     return (spec.name, spec.module, spec.arguments, spec.address, spec.stop_phase)
+
+
+# What a person sees
+
+
+@pytest.fixture
+def told(capsys, tmp_path):
+    """A text narrator that has told a whole life, and what it printed."""
+    made = up.Plan((), "127.0.0.1:50051", "demo", ("model      demo",), tmp_path)
+
+    def tell(narrator):
+        narrator.begin(made)
+        for percent in (10, 30, 40, 100):
+            narrator.report("progress", "worker-0", {"percent": percent})
+        narrator.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
+        narrator.serving(made, {})
+        narrator.report("died", "worker-0", {"how": "was killed by SIGKILL", "restart_in_s": 0.5, "log_tail": ["bye"]})
+        narrator.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
+        narrator.draining()
+        narrator.end()
+        return capsys.readouterr().out
+
+    return tell
+
+
+def test_text_of_a_whole_life(told):
+    out = told(up.TextNarrator())
+    lines = [line.split() for line in out.splitlines()]
+    assert ["worker-0", "loading", "weights:", "30", "%"] in lines
+    assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
+    assert ["worker-0", "ready", "127.0.0.1:7", "1.2", "s"] in lines
+    assert ["worker-0", "ready", "again", "127.0.0.1:7", "1.2", "s"] in lines
+    assert 'quire chat "What does os.path.join do?"\n' in out
+    assert "worker-0   was killed by SIGKILL; starting it again in 0.5 s" in out
+    assert "| bye" in out
+
+
+def test_a_terminal_gets_a_line_that_changes(told, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = told(up.TextNarrator())
+    assert "\r\x1b[Kloading weights: worker-0 40 %" in out
