@@ -161,7 +161,8 @@ class Driver:
         original = type(backend).sample
 
         def sample(logits: torch.Tensor, columns: object) -> object:
-            self._sampled.append(logits.clone())
-            return original(backend, logits, columns)  # type: ignore[arg-type]
+            token_ids, is_bad = original(backend, logits, columns)  # type: ignore[arg-type]
+            self._sampled.append(logits[torch.from_numpy(~is_bad)])
+            return token_ids, is_bad
 
         backend.sample = sample  # type: ignore[method-assign,assignment]

@@ -1,0 +1,202 @@
+"""Model folders that cannot be served say which tensor or field is wrong; good ones say what they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.engine.models import make_model
+from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.checkpoint import CheckpointError
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_runner import ModelRunner
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_model(tmp_path / "some-model", "qwen3", num_hidden_layers=1)
+
+
+def load(folder, **settings):
+    return ModelRunner(EngineConfig(folder, **({"num_blocks": 8, "threads": 1} | settings)))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+
+BAD_TENSORS = {
+    "missing": (lambda t: t.pop(K_PROJ), [K_PROJ, "missing"]),
+    "shape": (lambda t: t.update({K_PROJ: torch.zeros(5, 64)}), [K_PROJ, "[5, 64]", "[32, 64]"]),
+    "unexpected": (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(3)}), ["extra.weight", "[3]"]),
+    "no head": (lambda t: t.pop("lm_head.weight"), ["lm_head.weight"]),
+    "quantized": (lambda t: t.update({K_PROJ: torch.zeros(32, 64, dtype=torch.int8)}), [K_PROJ, "int8"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_bad_tensor_is_named(folder, name):
+    change, parts = BAD_TENSORS[name]
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+BAD_CONFIGS = {
+    "architectures": ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    "no architectures": ({"architectures": None}, "architectures: not set"),
+    "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "hidden_size": ({"hidden_size": None}, "hidden_size"),
+    "hidden_act": ({"hidden_act": "relu6"}, "hidden_act: 'relu6'"),
+    "rope type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn'"),
+    "rope factor": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    "odd heads": ({"head_dim": 15}, "head_dim"),
+    "layers": ({"num_hidden_layers": 2}, "model.layers.1."),
+    "sizes": ({"intermediate_size": 97}, "gate_proj.weight has shape [96, 64], config.json asks for [97, 64]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_bad_config_is_named(folder, rewrite_config, name):
+    fields, message = BAD_CONFIGS[name]
+    rewrite_config(folder, **fields)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert message in str(caught.value)
+
+
+def test_folder_problems_are_named(tmp_path, folder):
+    with pytest.raises(CheckpointError, match="not a folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\x08" + bytes(30))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load(folder)
+
+
+def test_missing_shard_is_named(tmp_path):
+    folder = make_model(tmp_path, "llama", max_shard_size="60KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    content = load_file(shard)
+    name = sorted(content)[0]
+    save_file({k: v for k, v in content.items() if k != name}, shard)
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        load(folder)
+
+
+def test_info(folder, rewrite_config):
+    rewrite_config(folder, "generation_config.json", eos_token_id=[2, 5], temperature=0.6, top_k=20, top_p=0.95)
+    info = load(folder).info
+    assert info.model == "some-model"
+    assert (info.vocab_size, info.eos_token_ids) == (211, (2, 5))
+    assert info.default_sampling == SamplingParams(0.6, 20, 0.95, 0.0, 0)
+    assert (info.dtype, info.max_model_len) == ("float32", 128)  # what 8 blocks hold
+    assert load(folder, model_name="renamed").info.model == "renamed"
+
+
+def test_revision_names_what_is_served(tmp_path, folder, rewrite_config):
+    revision = load(folder).info.revision
+    assert load(make_model(tmp_path / "copy", "qwen3", num_hidden_layers=1)).info.revision == revision
+    assert load(folder, dtype="bfloat16").info.revision != revision
+    rewrite_config(folder, rms_norm_eps=1e-3)
+    assert load(folder).info.revision != revision
+
+
+def test_eos_falls_back_to_the_config(folder, rewrite_config):
+    (folder / "generation_config.json").unlink()
+    assert load(folder).info.eos_token_ids == (2,)
+    assert load(folder).info.default_sampling.temperature == 1.0
+    rewrite_config(folder, eos_token_id="two")
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        load(folder)
+
+
+def test_pool_is_sized_from_memory(folder):
+    per_block = 2 * 16 * 2 * 16 * 4  # keys and values, tokens, heads, head_dim, float32
+    assert load(folder, num_blocks=None, kv_cache_memory=10 * per_block + 1).info.num_blocks == 10
+    with pytest.raises(ValueError, match="kv_cache_memory"):
+        load(folder, num_blocks=None, kv_cache_memory=per_block - 1)
+    assert load(folder, num_blocks=None).info.num_blocks > 1000
+
+
+def test_max_model_len(folder, rewrite_config, caplog):
+    assert load(folder, num_blocks=200).info.max_model_len == 1024
+    assert load(folder, max_model_len=50).info.max_model_len == 50
+    with pytest.raises(ValueError, match="max_model_len 2000 is above the model's 1024"):
+        load(folder, max_model_len=2000)
+    rewrite_config(folder, use_sliding_window=True, sliding_window=70, layer_types=["sliding_attention"])
+    assert load(folder).info.max_model_len == 70
+    assert "sliding window of 70" in caplog.text
+    rewrite_config(folder, layer_types=["full_attention"])
+    assert load(folder).info.max_model_len == 128
+
+
+def test_mistral_window_caps_the_length(tmp_path):
+    folder = make_model(tmp_path, "mistral", sliding_window=64)
+    assert load(folder).info.max_model_len == 64
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "cuda"])
+def test_unknown_backend_says_so(folder, name):
+    with pytest.raises(BackendUnavailableError, match=f"'{name}' is not available"):
+        load(folder, backend=name)
+
+
+def test_without_a_compiler_plain_torch_serves(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    assert load(folder).info.backend == "reference"
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_broken_compiler_falls_back_too(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    assert load(folder).info.backend == "reference"
+    assert "could not build the CPU kernels" in caplog.text
+    assert list(tmp_path.glob("build_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_size", 12), ("block_size", 512), ("num_blocks", 0), ("max_num_seqs", 0), ("dtype", "float16"),
+     ("determinism", "sometimes"), ("threads", 0), ("quantize", "int8")],
+)  # fmt: skip
+def test_bad_setting_is_named(tmp_path, field, value):
+    with pytest.raises(ValueError, match=field):
+        EngineConfig(tmp_path, **{field: value})
+
+
+def test_progress_reaches_one(folder):
+    seen = []
+    ModelRunner(EngineConfig(folder, num_blocks=8, threads=1), seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_generation_config_is_optional_json(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
+    assert load(folder).info.default_sampling.temperature == 0.0

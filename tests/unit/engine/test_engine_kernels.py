@@ -1,0 +1,151 @@
+"""Each compiled kernel against the plain torch operation it stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from worker_svc.engine.backend import ForwardBatch, HeadShape, RotaryTable, make_backend
+from worker_svc.engine.cpu_backend import CpuBackend
+from worker_svc.engine.kv_cache import KVCachePool
+from worker_svc.engine.model import rotary_table
+
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # with the largest difference allowed at values of size 1
+
+
+@pytest.fixture(scope="module")
+def backends():
+    kernels = make_backend("cpu", 2, "exact")
+    assert isinstance(kernels, CpuBackend)
+    return kernels, make_backend("reference", 1, "exact")
+
+
+@pytest.fixture
+def randn():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def assert_close(found, expected, dtype):
+    assert not torch.isnan(found).any()
+    assert (found.float() - expected.float()).abs().max() <= DTYPES[dtype] * expected.float().abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 33, 64, 160])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_add_rms_norm(backends, randn, dtype, dim, has_residual):
+    x, weight = randn(300, dim).to(dtype), randn(dim).to(dtype)
+    residual = randn(300, dim).to(dtype) if has_residual else None
+    results = []
+    for backend in backends:
+        kept, out = x.clone(), torch.empty_like(x)
+        backend.add_rms_norm(kept, residual, weight, out, 1e-6)
+        results.append((kept, out))
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [7, 32, 100])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activation(backends, randn, dtype, dim, activation):
+    gate_up = (randn(200, 2 * dim) * 5).to(dtype)
+    gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
+    outs = [torch.empty(200, dim, dtype=dtype) for _ in backends]
+    for backend, out in zip(backends, outs, strict=True):
+        backend.gated_activation(gate_up, out, activation)
+    assert_close(outs[0], outs[1], dtype)
+
+
+def mixed_batch(pool, shape, query_lens, context_lens, seed=0):
+    """A batch over scattered blocks whose past tokens are in the pool already."""
+    rng = np.random.default_rng(seed)
+    size, ends = pool.block_size, np.add(query_lens, context_lens)
+    tables = np.full((len(ends) + 2, max(-(-int(e) // size) for e in ends)), -1, np.int32)
+    blocks = iter(rng.permutation(pool.num_blocks))
+    rows = rng.permutation(len(tables))[: len(ends)].astype(np.int32)
+    positions, slots = [], []
+    for row, start, end in zip(rows, context_lens, ends, strict=True):
+        count = -(-int(end) // size)
+        tables[row, :count] = [next(blocks) for _ in range(count)]
+        at = np.arange(start, end)
+        positions.append(at)
+        slots.append(tables[row, at // size].astype(np.int64) * size + at % size)
+    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    flat = np.concatenate(positions).astype(np.int32)
+    return ForwardBatch(
+        token_ids=np.zeros(len(flat), np.int64),
+        positions=flat,
+        slots=np.concatenate(slots),
+        rows=rows,
+        query_starts=starts,
+        context_lens=np.array(context_lens, np.int32),
+        tables=tables,
+        head_tokens=starts[1:].astype(np.int64) - 1,
+    )
+
+
+SHAPES = [HeadShape(4, 4, 32), HeadShape(8, 2, 64), HeadShape(6, 1, 128), HeadShape(6, 2, 24), HeadShape(2, 1, 256),
+          HeadShape(3, 1, 10), HeadShape(80, 1, 16)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_q_heads}x{s.num_kv_heads}x{s.head_dim}")
+@pytest.mark.parametrize("block_size", [2, 16, 64])
+def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
+    query_lens, context_lens = [1, 37, 1, 5, 1, 140], [0, 0, 300, 127, 128, 33]
+    pool = KVCachePool(1, 2048 // block_size, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+    keys, values = pool.layer(0)
+    keys.copy_(randn(*keys.shape) * 3)
+    values.copy_(randn(*values.shape))
+    batch = mixed_batch(pool, shape, query_lens, context_lens)
+    q = randn(len(batch.positions), shape.num_q_heads, shape.head_dim).to(dtype)
+    outs = [torch.empty_like(q) for _ in backends]
+    for backend, out in zip(backends, outs, strict=True):
+        backend.paged_attention(q, (keys, values), batch, out, shape)
+    assert_close(outs[0], outs[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 18)], ids=["32", "18"])
+def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape):
+    norms = (randn(shape.head_dim).to(dtype), randn(shape.head_dim).to(dtype)) if has_norms else None
+    table = rotary_table(1.0 / 1e4 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim), 256)
+    results = []
+    qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
+    for backend in backends:
+        pool = KVCachePool(1, 64, 8, shape.num_kv_heads, shape.head_dim, dtype)
+        batch = mixed_batch(pool, shape, [1, 100, 19], [50, 0, 131])
+        q = qkv.new_empty(120, shape.num_q_heads, shape.head_dim)
+        backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape, 1e-6)
+        results.append((q, pool.keys, pool.values))
+    assert_close(results[0][0], results[1][0], dtype)
+    assert_close(results[0][1], results[1][1], dtype)
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_rotation_is_the_rotary_embedding():
+    """One pair of dimensions turned by a known angle."""
+    table = rotary_table(torch.tensor([1.0]), 4)
+    assert isinstance(table, RotaryTable)
+    assert torch.allclose(table.cos[3], torch.tensor([3.0]).cos())
+    assert torch.allclose(table.sin[3], torch.tensor([3.0]).sin())
+
+
+def test_store_and_attention_agree_on_the_layout(backends, randn):
+    """A value stored at a slot is the one that attention reads there."""
+    kernels, _ = backends
+    shape = HeadShape(1, 1, 16)
+    pool = KVCachePool(1, 8, 4, 1, 16, torch.float32)
+    batch = mixed_batch(pool, shape, [9], [0])
+    qkv = randn(9, 48)
+    q, out = torch.empty(9, 1, 16), torch.empty(9, 1, 16)
+    table = rotary_table(torch.zeros(8), 16)
+    kernels.qk_norm_rope_store(qkv, None, table, batch, pool.layer(0), q, shape, 1e-6)
+    kernels.paged_attention(q, pool.layer(0), batch, out, shape)
+    plain_q, k, v = qkv.split(16, dim=1)
+    expected = torch.nn.functional.scaled_dot_product_attention(plain_q[None], k[None], v[None], is_causal=True)[0]
+    assert (out[:, 0] - expected).abs().max() < 1e-5
