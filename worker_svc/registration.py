@@ -38,10 +38,6 @@ REFUSALS = frozenset(
 Call = grpc.aio.StreamStreamCall[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]
 
 
-class SilentSchedulerError(Exception):
-    """The stream is open but nobody answers on it, or its other side has ended it."""
-
-
 class Registration:
     """One worker's Register stream. `run` never returns by itself: its owner cancels it."""
 
@@ -74,14 +70,8 @@ class Registration:
     async def run(self) -> None:
         """Register, heartbeat, reconnect; until cancelled."""
         while True:
-            try:
-                await self._session()
-            except grpc.aio.AioRpcError as error:
-                pause_s = self._note_failure(error.code(), error.details() or "no details")
-            except (SilentSchedulerError, TimeoutError) as error:
-                pause_s = self._note_failure(grpc.StatusCode.UNAVAILABLE, str(error) or "it does not answer")
-            finally:
-                self.is_connected = False
+            code, details = await self._session()
+            pause_s = self._note_end(code, details)
             # Workers that lost one scheduler together must not come back in step.
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
 
@@ -96,32 +86,43 @@ class Registration:
             return False
         return True
 
-    async def _session(self) -> None:
+    async def _session(self) -> tuple[grpc.StatusCode, str]:
+        """One stream from its first message to its end. Returns how it ended."""
         call: Call = self._stub.Register()
         try:
             await self._follow(call)
+            return grpc.StatusCode.UNAVAILABLE, "it ended the stream"
+        except TimeoutError:
+            return grpc.StatusCode.UNAVAILABLE, "it does not answer"
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # Which of the two grpc raises depends on what ended first, the stream or our wait; the status is the same.
+            return await call.code(), await call.details() or "no details"
         finally:
+            self.is_connected = False
             call.cancel()
 
     async def _follow(self, call: Call) -> None:
+        """Register and heartbeat until the scheduler ends the stream."""
         call.add_done_callback(lambda _: self._lifecycle.changed.set())  # notice its end before the next heartbeat
         async with asyncio.timeout(OPEN_TIMEOUT_S):
-            accepted = await self._exchange(call)
-        interval_s = accepted.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
+            answer = await self._exchange(call)
+        if answer is None:
+            return
+        interval_s = answer.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
         self._note_registered(interval_s)
-        while True:
+        while answer is not None:
             await self._wait_for_news(interval_s)
             async with asyncio.timeout(max(MIN_ACK_TIMEOUT_S, 3 * interval_s)):
-                await self._exchange(call)
+                answer = await self._exchange(call)
 
-    async def _exchange(self, call: Call) -> scheduler_pb2.RegisterResponse:
-        """Tell the state, get the answer."""
+    async def _exchange(self, call: Call) -> scheduler_pb2.RegisterResponse | None:
+        """Tell the state, get the answer; None if the stream has ended."""
         self._lifecycle.changed.clear()
         message = self._message()
         await call.write(message)
         response = await call.read()
         if not isinstance(response, scheduler_pb2.RegisterResponse):
-            raise SilentSchedulerError("it ended the stream")
+            return None
         async with self._told:
             self._told_state = message.state
             self._told.notify_all()
@@ -151,7 +152,7 @@ class Registration:
         self._pause_s = FIRST_PAUSE_S
         self._last_complaint = ""
 
-    def _note_failure(self, code: grpc.StatusCode, details: str) -> float:
+    def _note_end(self, code: grpc.StatusCode, details: str) -> float:
         """Log what is new about it; returns how long to wait."""
         if code in REFUSALS:
             self._complain(logging.ERROR, f"scheduler {self._scheduler} refuses this worker: {details}")

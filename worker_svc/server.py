@@ -170,18 +170,23 @@ class Worker:
         log.info("worker %s listens on %s, loading %s", self._args.worker_id, address, self._settings.model_dir)
         channel = open_channel(self._args.scheduler) if self._args.scheduler else None
         registering = asyncio.ensure_future(self._register(channel, address))
-        loading = asyncio.ensure_future(self._load_or_stop())
+        serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
+        loading = asyncio.ensure_future(self._load_or_cancel(serving))
         try:
-            await self._server.run_until_stopped(self._drain)
+            await asyncio.wait([serving])
         finally:
             self._executor.close()
             await _cancel(registering)
             if channel is not None:
                 await channel.close()
+        if self._exit_code:
+            await self._server.grpc.stop(0)
+            return self._exit_code
+        serving.result()
         if not loading.done():
             await _cancel(loading)
             _leave_now()  # the model thread cannot be interrupted
-        return self._exit_code
+        return 0
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +203,7 @@ class Worker:
         )
         await self._registration.run()
 
-    async def _load_or_stop(self) -> None:
+    async def _load_or_cancel(self, serving: asyncio.Future[None]) -> None:
         try:
             await self._load()
         except ValueError as error:  # CheckpointError is one: the folder's fault or a setting's, told in one line
@@ -209,7 +214,7 @@ class Worker:
             log.exception("loading %s failed", self._settings.model_dir)
             self._exit_code = EXIT_FAILED
         if self._exit_code:
-            self._server.stopping.set()
+            serving.cancel()
 
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()

@@ -364,5 +364,5 @@ async def test_a_loading_worker_says_so() -> None:
 
 async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

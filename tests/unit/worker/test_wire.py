@@ -1,0 +1,167 @@
+"""Conversions of the worker; the refusals of malformed columns stand in the contract suite."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from quire.v1 import types_pb2, worker_pb2
+
+from svc_common.errors import InvalidRequestError
+from tests.contract.worker_fakes import make_info
+from worker_svc.engine.batch import RowError, RowErrorCode, SamplingParams, StepOutput
+from worker_svc.wire import (
+    ROW_ERROR_CODES,
+    blocks_to_proto,
+    capacity_to_proto,
+    pieces,
+    step_batch_from_proto,
+    step_output_to_proto,
+    u32_from_bytes,
+    u32_to_bytes,
+)
+
+SAMPLING = types_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1)
+
+
+def column(*values: int) -> bytes:
+    return u32_to_bytes(np.array(values, dtype=np.uint32))
+
+
+def test_every_column_arrives() -> None:
+    message = worker_pb2.StepBatch(
+        step_id=4,
+        close_rows=column(9),
+        opens=[
+            worker_pb2.RowOpen(
+                row=1,
+                token_ids=column(5, 6),
+                prompt_len=1,
+                block_table=column(3),
+                num_computed_tokens=1,
+                sampling=SAMPLING,
+                sample_index=2,
+            ),
+            worker_pb2.RowOpen(row=2, prompt_len=1, sampling=SAMPLING, fork_of_row=0),
+        ],
+        table_rows=column(1),
+        table_indices=column(1),
+        table_blocks=column(4),
+        copy_src=column(6),
+        copy_dst=column(7),
+        commit_blocks=column(8, 9),
+        commit_hashes=b"a" * 16 + b"b" * 16,
+        rows=column(1, 3),
+        query_lens=column(2, 1),
+        context_lens=column(0, 5),
+        sample_mask=b"\0\1",
+        slot_mapping=column(12, 13, 20),
+        fork_rows=column(2),
+        fork_parents=column(0),
+    )
+    batch = step_batch_from_proto(message)
+    lists = {
+        name: getattr(batch, name).tolist()
+        for name in ("close_rows", "table_rows", "table_indices", "table_blocks", "copy_src", "copy_dst", "rows")
+    }
+    assert lists == {
+        "close_rows": [9],
+        "table_rows": [1],
+        "table_indices": [1],
+        "table_blocks": [4],
+        "copy_src": [6],
+        "copy_dst": [7],
+        "rows": [1, 3],
+    }
+    assert (batch.query_lens.tolist(), batch.context_lens.tolist()) == ([2, 1], [0, 5])
+    assert (batch.sample_mask.tolist(), batch.slot_mapping.tolist()) == ([False, True], [12, 13, 20])
+    assert (batch.commit_blocks.tolist(), batch.commit_hashes) == ([8, 9], [b"a" * 16, b"b" * 16])
+    assert (batch.fork_rows.tolist(), batch.fork_parents.tolist(), batch.step_id) == ([2], [0], 4)
+    opened, forked = batch.opens
+    assert (opened.row, opened.token_ids.tolist(), opened.block_table.tolist()) == (1, [5, 6], [3])
+    assert (opened.prompt_len, opened.num_computed_tokens, opened.sample_index) == (1, 1, 2)
+    assert opened.sampling == SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1)
+    assert (opened.fork_of_row, forked.fork_of_row, forked.token_ids.tolist()) == (None, 0, [])
+
+
+def test_empty_columns_mean_all_ones() -> None:
+    batch = step_batch_from_proto(
+        worker_pb2.StepBatch(step_id=1, rows=column(0, 1), context_lens=column(3, 4), slot_mapping=column(3, 8))
+    )
+    assert (batch.query_lens.tolist(), batch.sample_mask.tolist()) == ([1, 1], [True, True])
+
+
+def test_an_empty_batch_is_good() -> None:
+    batch = step_batch_from_proto(worker_pb2.StepBatch(step_id=1))
+    assert (len(batch.rows), len(batch.query_lens), len(batch.sample_mask), batch.opens) == (0, 0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("row_open", "says"),
+    [
+        (worker_pb2.RowOpen(token_ids=b"123"), "batch.opens[0].token_ids is 3 bytes"),
+        (worker_pb2.RowOpen(block_table=b"1"), "batch.opens[0].block_table is 1 bytes"),
+        (worker_pb2.RowOpen(), "batch.opens[0].sampling.temperature is unset"),
+        (
+            worker_pb2.RowOpen(sampling=types_pb2.SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0)),
+            "batch.opens[0].sampling.seed is unset",
+        ),
+        (worker_pb2.RowOpen(token_ids=column(1), fork_of_row=0), "fork_of_row is 0, expected one of the two"),
+    ],
+)
+def test_a_malformed_open_is_named(row_open: worker_pb2.RowOpen, says: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        step_batch_from_proto(worker_pb2.StepBatch(opens=[row_open]))
+    assert says in caught.value.message
+    assert caught.value.field.startswith("batch.opens[0]")
+
+
+def test_a_sum_beyond_32_bits_does_not_wrap() -> None:
+    lens = column(2**31, 2**31)
+    with pytest.raises(InvalidRequestError, match="expected 4294967296"):
+        step_batch_from_proto(worker_pb2.StepBatch(rows=column(0, 1), query_lens=lens, context_lens=column(0, 0)))
+
+
+def test_an_answer_carries_tokens_and_errors() -> None:
+    output = StepOutput(
+        step_id=5,
+        rows=np.array([1, 2], np.uint32),
+        token_ids=np.array([7, 8], np.uint32),
+        errors=[RowError(3, RowErrorCode.NAN, "NaN")],
+        forward_us=99,
+    )
+    message = step_output_to_proto(output, worker_epoch=6, queue_us=11)
+    assert u32_from_bytes("rows", message.rows).tolist() == [1, 2]
+    assert u32_from_bytes("token_ids", message.token_ids).tolist() == [7, 8]
+    assert [(e.row, e.code, e.message) for e in message.errors] == [(3, worker_pb2.ROW_ERROR_CODE_NAN, "NaN")]
+    assert (message.step_id, message.worker_epoch, message.queue_us, message.forward_us) == (5, 6, 11, 99)
+
+
+def test_every_row_error_code_has_a_number() -> None:
+    assert set(ROW_ERROR_CODES) == set(RowErrorCode)
+
+
+def test_blocks_are_columns() -> None:
+    tokens = np.array([[1, 2], [3, 4]], np.uint32)
+    message = blocks_to_proto(np.array([8, 9], np.uint32), [b"a" * 16, b"b" * 16], tokens)
+    assert u32_from_bytes("block_ids", message.block_ids).tolist() == [8, 9]
+    assert message.hashes == b"a" * 16 + b"b" * 16
+    assert u32_from_bytes("token_ids", message.token_ids).tolist() == [1, 2, 3, 4]
+
+
+def test_capacity_says_what_the_engine_says() -> None:
+    capacity = capacity_to_proto(make_info(), bundle_digest=b"d" * 16, pipeline_depth=3)
+    info = capacity.info
+    assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (32, 4, 8)
+    assert (capacity.max_num_batched_tokens, capacity.pipeline_depth) == (64, 3)
+    assert (info.model, info.revision, info.max_model_len, info.vocab_size) == ("tiny", "r1", 64, 211)
+    assert (list(info.eos_token_ids), info.bundle_digest, info.block_size) == ([2], b"d" * 16, 4)
+    assert (info.max_num_blocks, info.max_num_seqs, info.dtype) == (32, 8, "float32")
+    assert info.determinism == types_pb2.DETERMINISM_EXACT
+    sampling = info.default_sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.75, 0.0)
+    assert not sampling.HasField("seed")
+
+
+def test_pieces() -> None:
+    assert list(pieces(b"abcde", 2)) == [b"ab", b"cd", b"e"]
+    assert list(pieces(b"", 2)) == [b""]
