@@ -188,10 +188,10 @@ class WorkerUnderTest:
             step_id=step_id,
             fence=self.fence,
             opens=[_open(row) for row in opens],
-            rows=_bytes([row.row for row in rows]),
-            query_lens=_bytes([end - start for start, end in zip(starts, ends, strict=True)]),
-            context_lens=_bytes(starts),
-            slot_mapping=_bytes(slots),
+            rows=column([row.row for row in rows]),
+            query_lens=column([end - start for start, end in zip(starts, ends, strict=True)]),
+            context_lens=column(starts),
+            slot_mapping=column(slots),
         )
         batch.MergeFrom(worker_pb2.StepBatch(**columns))  # type: ignore[arg-type]
         return batch
@@ -233,15 +233,15 @@ class Stream:
 def _open(row: Row) -> worker_pb2.RowOpen:
     return worker_pb2.RowOpen(
         row=row.row,
-        token_ids=_bytes(row.token_ids),
+        token_ids=column(row.token_ids),
         prompt_len=len(row.token_ids),
-        block_table=_bytes(row.blocks),
+        block_table=column(row.blocks),
         num_computed_tokens=row.num_computed,
         sampling=SAMPLING,
     )
 
 
-def _bytes(values: Sequence[int]) -> bytes:
+def column(values: Sequence[int]) -> bytes:
     return u32_to_bytes(np.array(values, dtype=np.uint32))
 
 

@@ -1,0 +1,222 @@
+"""The worker's process: flags, start, health, drain, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire.v1 import worker_pb2, worker_pb2_grpc
+
+from svc_common import config
+from svc_common.serve import open_channel
+from tests.contract.worker_fakes import SAMPLING, column
+from worker_svc.server import engine_config, make_parser, reachable_address, set_thread_environment
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.unit.engine.models import make_model
+
+    return make_model(tmp_path_factory.mktemp("served") / "tiny-qwen3", "qwen3")
+
+
+class Process:
+    """A worker process, the lines it logs, and a channel to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.channel: grpc.aio.Channel | None = None
+
+    async def read_until(self, text: str) -> str:
+        """The first line that holds `text`."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(60):
+            while line := (await self.process.stderr.readline()).decode():
+                self.lines.append(line)
+                if text in line:
+                    return line
+        raise AssertionError(f"it ended without saying {text!r}:\n" + "".join(self.lines))
+
+    async def connect(self) -> worker_pb2_grpc.WorkerServiceStub:
+        line = await self.read_until("listens on")
+        self.channel = open_channel(line.split("listens on ")[1].split(",")[0])
+        return worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    async def health(self) -> int:
+        assert self.channel is not None
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        request = health_pb2.HealthCheckRequest(service="quire.v1.WorkerService")
+        return (await stub.Check(request, timeout=30)).status
+
+    async def wait(self) -> int:
+        async with asyncio.timeout(30):
+            assert self.process.stderr is not None
+            self.lines.append((await self.process.stderr.read()).decode())
+            return await self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+
+@asynccontextmanager
+async def start(model: Path, *flags: str) -> AsyncIterator[Process]:
+    command = [sys.executable, "-m", "worker_svc.server", "--model", str(model), "--listen", "127.0.0.1:0"]
+    command += ["--threads", "1", "--num-blocks", "64", *flags]
+    process = Process(await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE))
+    try:
+        yield process
+    finally:
+        if process.process.returncode is None:
+            process.process.kill()
+            await process.process.wait()
+        if process.channel is not None:
+            await process.channel.close()
+
+
+async def open_row(stub: worker_pb2_grpc.WorkerServiceStub) -> worker_pb2.Fence:
+    lease = await stub.Lease(worker_pb2.LeaseRequest(protocol_version=1), timeout=30)
+    row_open = worker_pb2.RowOpen(
+        row=0, token_ids=column([5, 6]), prompt_len=2, block_table=column([0]), sampling=SAMPLING
+    )
+    batch = worker_pb2.StepBatch(
+        step_id=lease.next_step_id,
+        fence=lease.fence,
+        opens=[row_open],
+        rows=column([0]),
+        query_lens=column([2]),
+        context_lens=column([0]),
+        slot_mapping=column([0, 1]),
+    )
+    response = await stub.StepBatch(worker_pb2.StepBatchRequest(batch=batch), timeout=30)
+    assert not response.output.errors
+    return lease.fence
+
+
+async def test_a_worker_serves_and_drains(tiny_model: Path) -> None:
+    async with start(tiny_model) as worker:
+        stub = await worker.connect()
+        assert await worker.health() in (NOT_SERVING, SERVING)
+        assert "tiny-qwen3 (float32, exact)" in await worker.read_until("ready after")
+        assert await worker.health() == SERVING
+        fence = await open_row(stub)
+        worker.process.send_signal(signal.SIGTERM)
+        await worker.read_until("draining")
+        assert await worker.health() == NOT_SERVING
+        batch = worker_pb2.StepBatch(step_id=2, fence=fence, close_rows=column([0]))
+        await stub.StepBatch(worker_pb2.StepBatchRequest(batch=batch), timeout=30)
+        assert await worker.wait() == 0
+    assert "rows open" not in worker.log
+
+
+async def test_rows_that_stay_are_left_after_the_timeout(tiny_model: Path) -> None:
+    async with start(tiny_model, "--drain-timeout-s", "600") as worker:
+        stub = await worker.connect()
+        await worker.read_until("ready after")
+        await open_row(stub)
+        response = await stub.Drain(worker_pb2.DrainRequest(timeout_s=0.3), timeout=30)
+        assert response.rows_left == 1
+        assert await worker.wait() == 0
+    assert "leaving with 1 rows open" in worker.log
+
+
+async def test_an_idle_stream_does_not_hold_up_the_end(tiny_model: Path) -> None:
+    async with start(tiny_model) as worker:
+        stub = await worker.connect()
+        await worker.read_until("ready after")
+        await stub.Lease(worker_pb2.LeaseRequest(protocol_version=1), timeout=30)
+        idle = stub.StepStream()
+        await idle.wait_for_connection()
+        worker.process.send_signal(signal.SIGTERM)
+        assert await idle.code() is grpc.StatusCode.UNAVAILABLE
+        assert "drained" in await idle.details()
+        assert await worker.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, "does not exist"),
+        ({}, "has no config.json"),
+        ({"config.json": "{"}, "config.json"),
+        ({"config.json": '{"architectures": ["FooForCausalLM"]}'}, "cannot serve"),
+    ],
+)
+def test_a_bad_folder_is_one_line_and_exit_2(tmp_path: Path, files: dict[str, str] | None, says: str) -> None:
+    folder = tmp_path / "bad"
+    if files is not None:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    done = run("--model", str(folder), "--listen", "127.0.0.1:0")
+    errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
+    assert (done.returncode, len(errors), says in errors[0]) == (2, 1, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--block-size", "12"), "block_size must be a power of two"),
+        (("--pipeline-depth", "0"), "--pipeline-depth: 0 is outside 1 to 16"),
+        (("--kv-cache-memory", "2Q"), "--kv-cache-memory: '2Q' is not a size"),
+        (("--scheduler", "nowhere"), "--scheduler: 'nowhere' is not host:port"),
+        (("--backend", "abacus", "--listen", "127.0.0.1:0"), "abacus"),
+    ],
+)
+def test_a_bad_setting_is_told_and_exit_2(tiny_model: Path, flags: tuple[str, ...], says: str) -> None:
+    done = run("--model", str(tiny_model), *flags)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "worker_svc.server", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_flags_are_parsed_without_torch() -> None:
+    code = "import sys, worker_svc.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "5")
+    settings = engine_config(
+        config.parse(make_parser(), ["--model", "/models/m", "--kv-cache-memory", "2M", "--dtype", "bfloat16"])
+    )
+    assert (settings.model_dir, settings.model_name) == (Path("/models/m"), "m")
+    assert (settings.max_num_seqs, settings.kv_cache_memory, settings.dtype) == (5, 2 << 20, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("listen", "towards", "expected"),
+    [
+        ("0.0.0.0:7", "127.0.0.1:1", "127.0.0.1:7"),
+        ("[::]:7", "127.0.0.1:1", "127.0.0.1:7"),
+        ("10.1.2.3:7", "127.0.0.1:1", "10.1.2.3:7"),
+    ],
+)
+def test_the_advertised_address_can_be_dialled(listen: str, towards: str, expected: str) -> None:
+    assert reachable_address(listen, towards=towards) == expected
+
+
+def test_a_users_thread_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    set_thread_environment(None)
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("ACTIVE", "9")
