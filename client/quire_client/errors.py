@@ -28,6 +28,8 @@ from quire_client import protobuf_wire
 if TYPE_CHECKING:
     from quire_client.types import GenerateResult
 
+# A gRPC server that stops ends what is open with CANCELLED and no words; whoever cancels on purpose says something.
+SERVER_GONE = "the server ended the call without a reason; it is probably shutting down"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -139,7 +141,9 @@ BY_CODE = {kind.code: kind for kind in KINDS} | {grpc.StatusCode.OUT_OF_RANGE: I
 def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     """The typed error of a failed call, with its google.rpc details decoded. Never raises."""
     code = _call(error, "code", grpc.StatusCode.UNKNOWN)
-    message = _call(error, "details", "") or f"the call failed with {code.name}"
+    message = _call(error, "details", "") or code.name
+    if code is grpc.StatusCode.CANCELLED and message == code.name:
+        code, message = grpc.StatusCode.UNAVAILABLE, SERVER_GONE
     metadata = {str(key): value for key, value in _call(error, "trailing_metadata", None) or ()}
     details = _status_details(metadata.get(DETAILS_KEY, b""))
     violations = _field_violations(details.get("google.rpc.BadRequest", b""))

@@ -10,7 +10,7 @@ from typing import Any, cast
 from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
 from quire_client.client import Client, GenerateStream
 from quire_client.requests import GenerateOptions
-from quire_client.types import GenerateResult
+from quire_client.types import GenerateResult, Sample
 
 CONNECT_TIMEOUT_S = 2.0
 SAMPLING_FLAGS = (
@@ -72,11 +72,18 @@ def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateRe
             write(delta.text)
     result = stream.result()
     if is_single:
-        write("\n")
+        write("\n" if result.text else f"{shown(result.samples[0])}\n")
         return result
     for sample in result.samples:
-        print(f"--- sample {sample.index} ({sample.finish_reason.value})\n{sample.text}")
+        print(f"--- sample {sample.index} ({sample.finish_reason.value})\n{shown(sample)}")
     return result
+
+
+def shown(sample: Sample) -> str:
+    """A sample's text; its token ids when there is none, as with a model without a tokenizer."""
+    if sample.text or not sample.token_ids:
+        return sample.text
+    return f"token ids: {','.join(map(str, sample.token_ids))}"
 
 
 def show_cost(result: GenerateResult, seconds: float) -> None:

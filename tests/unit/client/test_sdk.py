@@ -390,6 +390,11 @@ async def test_unavailable_is_tried_again_async():
             assert (await client.generate("hi")).text == "ok"
 
 
+def test_a_call_that_a_stopping_server_cut_is_tried_again():
+    result, _ = run_script(failing(grpc.StatusCode.CANCELLED, ""), answering("ok"))
+    assert result.text == "ok"
+
+
 def test_retries_end():
     with Scripted(failing(grpc.StatusCode.UNAVAILABLE, "draining")) as gateway:
         with Client.connect(gateway.target, retry=QUICK) as client, pytest.raises(ConnectionFailed, match="draining"):
