@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from typing import NoReturn
 
 import grpc
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -26,16 +27,17 @@ MIN_ACK_TIMEOUT_S = 5.0
 MIN_NEWS_INTERVAL_S = 0.1  # so that load progress does not become a flood
 DEFAULT_HEARTBEAT_S = 2.0
 
+# What only another setting can mend, and an id that its last user may still be about to leave.
 REFUSALS = frozenset(
-    {
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.ALREADY_EXISTS,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
+    {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 )
+ID_IN_USE = grpc.StatusCode.ALREADY_EXISTS
 
 Call = grpc.aio.StreamStreamCall[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]
+
+
+class StreamEndedError(Exception):
+    """The scheduler has ended the stream, without an error."""
 
 
 class Registration:
@@ -91,6 +93,7 @@ class Registration:
         call: Call = self._stub.Register()
         try:
             await self._follow(call)
+        except StreamEndedError:
             return grpc.StatusCode.UNAVAILABLE, "it ended the stream"
         except TimeoutError:
             return grpc.StatusCode.UNAVAILABLE, "it does not answer"
@@ -101,28 +104,27 @@ class Registration:
             self.is_connected = False
             call.cancel()
 
-    async def _follow(self, call: Call) -> None:
-        """Register and heartbeat until the scheduler ends the stream."""
+    async def _follow(self, call: Call) -> NoReturn:
+        """Register and heartbeat. Raises when the stream ends."""
         call.add_done_callback(lambda _: self._lifecycle.changed.set())  # notice its end before the next heartbeat
-        async with asyncio.timeout(OPEN_TIMEOUT_S):
-            answer = await self._exchange(call)
-        if answer is None:
-            return
+        answer = await self._exchange(call, OPEN_TIMEOUT_S)
         interval_s = answer.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
+        ack_timeout_s = max(MIN_ACK_TIMEOUT_S, 3 * interval_s)
+        await self._exchange(call, ack_timeout_s)  # a worker that does not fit is refused only now
         self._note_registered(interval_s)
-        while answer is not None:
+        while True:
             await self._wait_for_news(interval_s)
-            async with asyncio.timeout(max(MIN_ACK_TIMEOUT_S, 3 * interval_s)):
-                answer = await self._exchange(call)
+            await self._exchange(call, ack_timeout_s)
 
-    async def _exchange(self, call: Call) -> scheduler_pb2.RegisterResponse | None:
-        """Tell the state, get the answer; None if the stream has ended."""
+    async def _exchange(self, call: Call, timeout_s: float) -> scheduler_pb2.RegisterResponse:
+        """Tell the state, get the answer."""
         self._lifecycle.changed.clear()
         message = self._message()
-        await call.write(message)
-        response = await call.read()
+        async with asyncio.timeout(timeout_s):
+            await call.write(message)
+            response = await call.read()
         if not isinstance(response, scheduler_pb2.RegisterResponse):
-            return None
+            raise StreamEndedError
         async with self._told:
             self._told_state = message.state
             self._told.notify_all()
@@ -154,12 +156,12 @@ class Registration:
 
     def _note_end(self, code: grpc.StatusCode, details: str) -> float:
         """Log what is new about it; returns how long to wait."""
-        if code in REFUSALS:
+        if code in REFUSALS or code is ID_IN_USE:
             self._complain(logging.ERROR, f"scheduler {self._scheduler} refuses this worker: {details}")
-            return self._refused_pause_s
+            return MAX_PAUSE_S if code is ID_IN_USE else self._refused_pause_s
         # Only the code makes it a new complaint: details hold changing addresses and times.
         self._complain(
-            logging.WARNING, f"scheduler {self._scheduler} is not there ({code.name}); trying again", details
+            logging.WARNING, f"scheduler {self._scheduler} is not available ({code.name}); trying again", details
         )
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
         return pause_s

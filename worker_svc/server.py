@@ -42,7 +42,7 @@ PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
 
 EPILOG = """example:
-  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50061 --dtype bfloat16 --kv-cache-memory 2G
+  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
 """
 
 

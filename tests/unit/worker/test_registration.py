@@ -36,7 +36,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         answer = scheduler_pb2.RegisterResponse(accepted=accepted)
         async for request in request_iterator:
             self.heard.append(request)
-            if self.refusal:
+            if self.refusal and answer.HasField("heartbeat_ack"):  # as a scheduler: accepted first, then refused
                 raise StaleEpochError(self.refusal)
             if not self.is_silent:
                 yield answer
@@ -119,11 +119,11 @@ async def test_a_worker_that_starts_first_waits_for_its_scheduler(caplog: pytest
     async with serve(scheduler) as port:
         pass
     async with registered(port, lifecycle) as registration:
-        await until(lambda: "is not there" in caplog.text)
+        await until(lambda: "is not available" in caplog.text)
         assert not await registration.told(DRAINING, 30)  # nobody to tell: does not wait
         async with serve(scheduler, port):
             await until(lambda: registration.is_connected)
-    assert caplog.text.count("is not there") <= 2  # once before it came, at most once when it left
+    assert caplog.text.count("is not available") <= 2  # once before it came, at most once when it left
 
 
 async def test_a_restarted_scheduler_gets_the_registration_again() -> None:
