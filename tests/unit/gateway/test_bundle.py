@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from gateway_svc.text.bundle import BundleError, Tokenizer, model_text_from_files
-from tests.unit.gateway.tokenizer_kinds import byte_fallback, byte_level, bundle_files
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
 
 
 def test_begin_of_text_is_added_where_the_tokenizer_adds_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat import ChatTemplate, ChatTemplateError
-from tests.unit.gateway.tokenizer_kinds import byte_fallback, byte_level, bundle_files
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
 
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
@@ -34,7 +34,8 @@ LLAMA3 = """{{- bos_token }}
 {{- "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- elif message.role == "tool" %}
         {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
         {%- if message.content is mapping or message.content is iterable %}

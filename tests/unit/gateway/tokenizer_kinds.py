@@ -88,9 +88,7 @@ def no_decoder() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {
-    kind.__name__: kind for kind in (byte_level, byte_fallback, gemma_style, metaspace, word_piece, no_decoder)
-}
+KINDS = {kind.__name__: kind for kind in (byte_level, byte_fallback, gemma_style, metaspace, word_piece, no_decoder)}
 
 
 def bundle_files(tokenizer: Tokenizer, config: dict[str, Any] | None = None, **texts: str) -> dict[str, bytes]:

@@ -1,0 +1,108 @@
+"""What the gateway knows of a model: its facts, its text side, and the limits that follow from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import xxhash
+from google.protobuf.message import DecodeError
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.text.bundle import BundleError, ModelText, SamplingDefaults, Tokenizer, model_text_from_files
+from svc_common.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+MAX_CACHED_BUNDLES = 16
+SMALL_PROMPT_BYTES = 4096  # no model is so short that a prompt this small need be refused unread
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model as its scheduler announced it, with the tokenizer from its bundle."""
+
+    info: types.ModelInfo
+    text: ModelText
+
+    @property
+    def name(self) -> str:
+        return self.info.model
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output together: the model's length or the pool, whichever is less."""
+        return min(self.info.max_model_len, self.pool_tokens)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the largest KV pool holds."""
+        return self.info.max_num_blocks * self.info.block_size or self.info.max_model_len
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """More text than this has more tokens than the model takes, whatever the text is."""
+        if self.text.tokenizer is None:
+            return SMALL_PROMPT_BYTES
+        return max(SMALL_PROMPT_BYTES, self.info.max_model_len * self.text.tokenizer.max_token_bytes)
+
+    def require_tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer; raises InvalidRequestError for a model that has none."""
+        if self.text.tokenizer is None:
+            raise InvalidRequestError(
+                f"{field}: model {self.name!r} was loaded from a folder without tokenizer.json, so it takes and gives "
+                "token ids only; send prompt.tokens and no stop strings",
+                field=field,
+            )
+        return self.text.tokenizer
+
+
+class BundleCache:
+    """Text sides by bundle digest, shared by all schedulers of this gateway."""
+
+    def __init__(self) -> None:
+        self._texts: dict[bytes, ModelText] = {b"": ModelText(None, SamplingDefaults())}
+        self._locks: dict[bytes, asyncio.Lock] = {}
+
+    async def get(self, digest: bytes, fetch: Callable[[], Awaitable[bytes]]) -> ModelText:
+        """The text side with this digest; `fetch` gets the serialized bundle once. Raises BundleError."""
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            if digest not in self._texts:
+                data = await fetch()
+                self._texts[digest] = await asyncio.to_thread(read_bundle, data, digest)
+                self._drop_oldest()
+            return self._texts[digest]
+
+    def _drop_oldest(self) -> None:
+        while len(self._texts) > MAX_CACHED_BUNDLES:
+            oldest = next(digest for digest in self._texts if digest)
+            del self._texts[oldest]
+
+
+def read_bundle(data: bytes, digest: bytes) -> ModelText:
+    """Build the text side from a serialized ModelBundle. Raises BundleError when the digest does not fit."""
+    actual = xxhash.xxh3_128_digest(data)
+    if actual != digest:
+        raise BundleError(f"the bundle arrived damaged: digest {actual.hex()}, announced {digest.hex()}")
+    bundle = types.ModelBundle()
+    try:
+        bundle.ParseFromString(data)
+    except DecodeError as error:
+        raise BundleError(f"the bundle is not a ModelBundle: {error}") from None
+    return model_text_from_files({file.name: file.data for file in bundle.files})
+
+
+def describe_model(model: ServedModel) -> None:
+    """Say what a model brings, and warn of what it asks for that is not served."""
+    info, text = model.info, model.text
+    log.info("model %r: max_model_len %d, vocab_size %d", model.name, info.max_model_len, info.vocab_size)
+    if text.tokenizer is None:
+        log.warning("model %r has no tokenizer.json: it takes and gives token ids only", model.name)
+    elif not text.tokenizer.has_chat_template:
+        log.warning("model %r has no chat template: prompt.chat will be refused", model.name)
+    if text.defaults.unserved:
+        log.warning(
+            "model %r: not applied from generation_config.json: %s", model.name, ", ".join(text.defaults.unserved)
+        )

@@ -1,0 +1,208 @@
+"""One request at a scheduler: the journal that survives a lost scheduler, and the inbox its handler reads.
+
+The journal is the inbox: tokens are appended per sample, and the handler keeps a cursor of its own. A client that
+does not read makes nothing grow beyond its max_tokens, and what piled up leaves as one chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.v1 import scheduler_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.wire import continuation_from_outputs
+from svc_common.errors import QuireError
+
+log = logging.getLogger(__name__)
+
+CANCEL_PATIENCE_S = 5.0  # a scheduler that answers a cancel later than this is not waited for
+
+
+class RequestOwner(Protocol):
+    """Who has the line to the scheduler."""
+
+    def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
+        """Tell the scheduler; False when it does not have the request, so that no answer will come."""
+
+    def release(self, request: SchedulerRequest) -> None:
+        """Nobody reads this request any more: cancel what runs, deliver nothing."""
+
+
+class SampleJournal:
+    """One sample: its whole output so far, and how it ended."""
+
+    __slots__ = ("finish", "is_closed", "outputs")
+
+    def __init__(self, outputs: array[int]) -> None:
+        self.outputs = outputs
+        self.finish: pb.SampleFinished | None = None
+        self.is_closed = False  # a stop string is complete: later tokens are not output, only the end is awaited
+
+
+class SchedulerRequest:
+    """The handler awaits `wait_accepted` once, then `wait` for news, and calls `release` at the end.
+
+    The scheduler client delivers. A failure (refusal, patience at an end, internal error) is raised by the waits.
+    """
+
+    def __init__(self, submit: pb.Submit, outputs: Sequence[array[int]], finished: Sequence[bool]) -> None:
+        self.samples = [SampleJournal(output[:]) for output in outputs]
+        for index, sample in enumerate(self.samples):
+            if finished[index]:
+                sample.finish = pb.SampleFinished(sample_index=index)
+        self.handle: int | None = None  # at the scheduler, while it has the request
+        self.revision = ""  # of the model it was first submitted to
+        self.num_submits = 0
+        self._submit = submit
+        self._is_accepted = False
+        self._error: QuireError | None = None
+        self._news: set[int] = set()
+        self._waiter: asyncio.Future[None] | None = None
+        self._owner: RequestOwner | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def request_id(self) -> str:
+        return self._submit.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Every sample has its end."""
+        return all(s.finish is not None for s in self.samples)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is expected of a scheduler."""
+        return self._error is not None or all(s.is_closed or s.finish is not None for s in self.samples)
+
+    # -- the handler's side -------------------------------------------------------------------------------------------
+
+    async def wait_accepted(self) -> None:
+        """Until the request has a place in the queue. Raises the refusal."""
+        while not self._is_accepted and self._error is None:
+            await self._sleep()
+        if self._error is not None:
+            raise self._error
+
+    async def wait(self) -> list[int]:
+        """Until some samples have new tokens or an end; returns their indices in order. Raises a failure."""
+        while not self._news and self._error is None:
+            await self._sleep()
+        if not self._news and self._error is not None:
+            raise self._error
+        news = sorted(self._news)
+        self._news.clear()
+        return news
+
+    def close_sample(self, index: int) -> None:
+        """A stop string matched: the scheduler is told, and its answer (the usage) ends the sample."""
+        sample = self.samples[index]
+        sample.is_closed = True
+        if sample.finish is None:
+            self._cancel_at_scheduler(index, types.FINISH_REASON_STOP)
+
+    def abort(self) -> None:
+        """End all samples with ABORTED, as the Abort call asks."""
+        self._is_accepted = True
+        self._wake()
+        self._cancel_at_scheduler(None, types.FINISH_REASON_ABORTED)
+
+    def release(self) -> None:
+        """The handler is done or gone: whatever still runs is cancelled. May be called twice."""
+        for timer in self._timers:
+            timer.cancel()
+        if self._owner is not None:
+            self._owner.release(self)
+        self._owner = None
+
+    def _cancel_at_scheduler(self, index: int | None, reason: types.FinishReason.ValueType) -> None:
+        indices = range(len(self.samples)) if index is None else (index,)
+        if self._owner is None or not self._owner.cancel(self, index, reason):
+            self._finish_here(indices, reason)
+            return
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(CANCEL_PATIENCE_S, self._finish_here, indices, reason))
+
+    def _finish_here(self, indices: Sequence[int], reason: types.FinishReason.ValueType) -> None:
+        for index in indices:
+            if self.samples[index].finish is None:
+                self.on_finished(pb.SampleFinished(sample_index=index, reason=reason))
+
+    # -- the scheduler client's side ----------------------------------------------------------------------------------
+
+    def attach(self, owner: RequestOwner) -> None:
+        """Where cancels go from now on."""
+        self._owner = owner
+
+    def next_submit(self, handle: int) -> pb.Submit:
+        """The request as it stands: with all output so far as its Continuation."""
+        self.handle = handle
+        self.num_submits += 1
+        self._submit.handle = handle
+        self._submit.continuation.CopyFrom(
+            continuation_from_outputs((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
+        )
+        return self._submit
+
+    def on_detached(self) -> None:
+        """The stream to the scheduler broke: ends that it owed us are decided here."""
+        self.handle = None
+        closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
+        self._finish_here(closed, types.FINISH_REASON_STOP)
+
+    def on_accepted(self) -> None:
+        self._is_accepted = True
+        self._wake()
+
+    def on_token(self, sample_index: int, offset: int, token_id: int) -> None:
+        """One token at its output position. A repeated one is dropped; a gap fails the request."""
+        if sample_index >= len(self.samples):
+            self.fail(self._internal(f"the scheduler sent sample {sample_index} of {len(self.samples)}"))
+            return
+        sample = self.samples[sample_index]
+        if sample.is_closed or sample.finish is not None:
+            return
+        have = len(sample.outputs)
+        if offset != have:
+            if offset > have:
+                self.fail(self._internal(f"output position {have} is missing, the scheduler sent {offset}"))
+            return
+        sample.outputs.append(token_id)
+        self._news.add(sample_index)
+        self._wake()
+
+    def on_finished(self, finish: pb.SampleFinished) -> None:
+        if finish.sample_index >= len(self.samples):
+            self.fail(self._internal(f"the scheduler ended sample {finish.sample_index} of {len(self.samples)}"))
+            return
+        sample = self.samples[finish.sample_index]
+        if sample.finish is None:
+            sample.finish = finish
+            self._news.add(finish.sample_index)
+            self._wake()
+
+    def fail(self, error: QuireError) -> None:
+        """The stream ends with this error, after what has already arrived."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    def _internal(self, problem: str) -> QuireError:
+        log.error("request %s: %s", self.request_id, problem)
+        return QuireError(f"internal error: {problem}")
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _sleep(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

@@ -1,0 +1,125 @@
+"""The gateway process: flags, wiring, health, drain."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Sequence
+
+from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+
+from gateway_svc.directory import ModelDirectory
+from gateway_svc.models import BundleCache
+from gateway_svc.prompts import PromptReader
+from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.servicer import InferenceServicer
+from svc_common import config
+from svc_common.logs import setup_logging
+from svc_common.serve import BindError, GrpcServer
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "quire.v1.InferenceService"
+
+EPILOG = """example:
+  quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
+
+The gateway needs no model files: it learns each model and its tokenizer from the model's scheduler.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `quire-gateway`."""
+    args = config.parse(make_parser(), argv)
+    setup_logging("gateway", args.log_format, args.log_level)
+    try:
+        asyncio.run(serve(args))
+    except BindError as error:
+        sys.exit(f"quire-gateway: {error}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of the gateway."""
+    parser = config.make_parser(
+        "gateway", "The public gRPC API of Quire: text in, text out, any number of models.", EPILOG
+    )
+    parser.add_argument("--listen", type=config.address, default="0.0.0.0:50051", help="host:port to listen on")
+    parser.add_argument(
+        "--scheduler",
+        type=config.address,
+        action="append",
+        required=True,
+        metavar="HOST:PORT",
+        help="a scheduler; repeat it for several models (in the environment: separated by commas)",
+    )
+    parser.add_argument(
+        "--max-streams",
+        type=config.in_range(int, 1, 1_000_000),
+        default=4096,
+        help="generations open at once; more are refused with RESOURCE_EXHAUSTED",
+    )
+    parser.add_argument(
+        "--scheduler-patience-s",
+        type=config.in_range(float, 0.0, 3600.0),
+        default=30.0,
+        help="how long an open generation waits for a lost scheduler before it ends with UNAVAILABLE",
+    )
+    parser.add_argument(
+        "--drain-timeout-s",
+        type=config.in_range(float, 0.0, 3600.0),
+        default=30.0,
+        help="how long open generations may go on after SIGTERM",
+    )
+    return parser
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT. Raises BindError."""
+    server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
+    changed = asyncio.Event()
+    bundles = BundleCache()
+    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    clients = [
+        SchedulerClient(
+            address,
+            gateway_id=gateway_id,
+            bundles=bundles,
+            patience_s=args.scheduler_patience_s,
+            on_change=changed.set,
+        )
+        for address in dict.fromkeys(args.scheduler)
+    ]
+    directory, prompts = ModelDirectory(clients), PromptReader()
+    servicer = InferenceServicer(directory, prompts, max_streams=args.max_streams)
+    add_InferenceServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))
+    tasks = [asyncio.create_task(client.run()) for client in clients]
+    tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
+    try:
+        await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        prompts.close()
+
+
+async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:
+    """SERVING while at least one model can be asked for."""
+    was_ready = False
+    while True:
+        await changed.wait()
+        changed.clear()
+        is_ready = directory.is_ready and not server.stopping.is_set()
+        if is_ready != was_ready:
+            log.info("serving" if is_ready else "not serving: no model is ready")
+            await server.set_serving(is_ready)
+        was_ready = is_ready
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""One Generate stream: journal in, events out.
+
+    SampleJournal.outputs --cursor--> SampleText --> Chunk (ids, text, offsets) ... Finished (usage, digest)
+
+Events are numbered without gaps. What has piled up since the last event leaves as one Chunk.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Iterator
+
+import xxhash
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import scheduler_pb2
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
+from gateway_svc.text.output import SampleText
+from gateway_svc.text.stop_strings import StopStrings
+from gateway_svc.validation import GenerationPlan
+from gateway_svc.wire import u32_to_bytes
+from svc_common.errors import InvalidRequestError
+
+
+class SampleStream:
+    """What one sample has delivered so far, and what comes next."""
+
+    def __init__(self, index: int, plan: GenerationPlan, text: SampleText | None) -> None:
+        self.index = index
+        self.is_done = plan.finished[index]
+        self.is_stopped = False  # a stop string is complete
+        self._plan = plan
+        self._text = text
+        self._cursor = 0
+        self._num_output = 0
+        self._text_bytes = 0
+        self._digest = xxhash.xxh3_64()
+
+    def prime(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
+        """Take output that the client already has. Returns its end when it is complete.
+
+        Raises InvalidRequestError when it goes on past a stop string.
+        """
+        finish = None if self.is_done else self._end_of(output)
+        text, count = self._read(output, finish)
+        if count < len(output) and not self.is_done:
+            raise InvalidRequestError(
+                f"continuation: output_token_ids of sample {self.index} go on past the stop string "
+                f"{self._stop!r}, which is complete with the token at position {count - 1}",
+                field="continuation.samples",
+            )
+        self._note(output, text)
+        self._cursor = len(output)
+        self.is_stopped = self._stop is not None
+        if self.is_stopped:
+            return scheduler_pb2.SampleFinished(sample_index=self.index, reason=types.FINISH_REASON_STOP)
+        return finish
+
+    def advance(self, journal: SampleJournal) -> Iterator[pb.GenerateResponse]:
+        """Events for what is new in the journal."""
+        finish = journal.finish
+        if not self.is_stopped:
+            ids = journal.outputs[self._cursor :] if self._cursor else journal.outputs[:]
+            self._cursor += len(ids)
+            text, count = self._read(ids, finish)
+            ids = ids[:count]
+            if finish is not None and self._text is not None and self._stop is None:
+                text += self._text.flush()
+            self.is_stopped = self._stop is not None
+            chunk = self._chunk(ids, text)
+            self._note(ids, text)
+            if chunk is not None:
+                yield chunk
+        if finish is not None:
+            self.is_done = True
+            yield pb.GenerateResponse(finished=self._finished(finish))
+
+    @property
+    def _stop(self) -> str | None:
+        return None if self._text is None else self._text.stop
+
+    def _read(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> tuple[str, int]:
+        """Text of the ids and how many of them are output; an id that ended the sample has no text."""
+        if self._text is None or not ids:
+            return "", len(ids)
+        if finish is None or not _is_ended_by_token(finish):
+            return self._text.push(ids)
+        text, count = self._text.push(ids[:-1])
+        return text, count if self._stop is not None else len(ids)
+
+    def _chunk(self, ids: array[int], text: str) -> pb.GenerateResponse | None:
+        plan = self._plan
+        shown = text if plan.wants_text else ""
+        if not shown and not (ids and plan.wants_token_ids):
+            return None
+        return pb.GenerateResponse(
+            chunk=pb.Chunk(
+                index=self.index,
+                offset=self._num_output,
+                token_ids=ids if plan.wants_token_ids else None,
+                text=shown,
+                text_offset=self._text_bytes,
+            )
+        )
+
+    def _note(self, ids: array[int], text: str) -> None:
+        self._num_output += len(ids)
+        self._text_bytes += len(text) if text.isascii() else len(text.encode())
+        self._digest.update(u32_to_bytes(ids))
+
+    def _finished(self, finish: scheduler_pb2.SampleFinished) -> pb.Finished:
+        usage = types.Usage()
+        usage.CopyFrom(finish.usage)
+        usage.prompt_tokens = len(self._plan.prompt_ids)
+        usage.output_tokens = self._num_output
+        finished = pb.Finished(
+            index=self.index,
+            reason=finish.reason,
+            usage=usage,
+            output_digest=self._digest.intdigest(),
+            message=finish.message,
+            preemptions=finish.preemptions,
+        )
+        if self._stop is not None:
+            finished.reason = types.FINISH_REASON_STOP
+            finished.stop = self._stop
+            finished.message = ""
+        elif finish.HasField("stop_token_id"):
+            finished.stop_token_id = finish.stop_token_id
+        return finished
+
+    def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
+        """The end that this output already reached, by the rules of the scheduler; None: it goes on."""
+        stop = self._plan.stop
+        finish = scheduler_pb2.SampleFinished(sample_index=self.index)
+        if output and output[-1] in self._plan.model.info.eos_token_ids and not stop.ignore_eos:
+            finish.reason = types.FINISH_REASON_EOS
+        elif output and output[-1] in stop.stop_token_ids:
+            finish.reason = types.FINISH_REASON_STOP
+            finish.stop_token_id = output[-1]
+        elif output and len(output) >= stop.max_tokens:
+            finish.reason = types.FINISH_REASON_LENGTH
+        return finish if finish.reason else None
+
+
+def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:
+    return finish.reason == types.FINISH_REASON_EOS or finish.HasField("stop_token_id")
+
+
+class GenerationStream:
+    """All samples of one request. Building it replays a continuation, which takes time for a long one."""
+
+    def __init__(self, plan: GenerationPlan) -> None:
+        self._plan = plan
+        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(_new_texts(plan))]
+        self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
+        self._event_seq = 0
+
+    async def events(self, request: SchedulerRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
+        await request.wait_accepted()
+        yield self._numbered(pb.GenerateResponse(accepted=self._accepted()))
+        while not all(sample.is_done for sample in self._samples):
+            for index in await request.wait():
+                sample = self._samples[index]
+                if sample.is_done:
+                    continue
+                was_stopped = sample.is_stopped
+                for event in sample.advance(request.samples[index]):
+                    yield self._numbered(event)
+                if sample.is_stopped and not was_stopped:
+                    request.close_sample(index)
+
+    def _accepted(self) -> pb.Accepted:
+        plan = self._plan
+        return pb.Accepted(
+            request_id=plan.request_id,
+            seed=plan.sampling.seed,
+            model=plan.model.name,
+            prompt_tokens=len(plan.prompt_ids),
+        )
+
+    def _numbered(self, event: pb.GenerateResponse) -> pb.GenerateResponse:
+        event.event_seq = self._event_seq
+        self._event_seq += 1
+        return event
+
+
+def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
+    """One per sample; None where nobody needs the text."""
+    tokenizer = plan.model.text.tokenizer
+    needs_text = plan.wants_text or bool(plan.stop.stop)
+    if tokenizer is None or not needs_text:
+        return [None] * plan.sampling.n
+    stops = StopStrings(plan.stop.stop) if plan.stop.stop else None
+    include_stop = plan.stop.include_stop_in_output
+    return [
+        SampleText(
+            tokenizer.new_detokenizer(skip_special_tokens=plan.skip_special_tokens),
+            None if stops is None else stops.new_matcher(include_stop=include_stop),
+        )
+        for _ in range(plan.sampling.n)
+    ]

@@ -1,0 +1,297 @@
+"""Every field of a request, checked before anything is spent on it.
+
+A message names the field by its path, its value, the limit, and what to do. Fields that this server does not serve
+are refused with UNIMPLEMENTED when they ask for something; their neutral values are harmless and accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.models import ServedModel
+from svc_common.errors import InvalidRequestError, UnimplementedError
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+ROLES = ("system", "user", "assistant", "tool")
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_BYTES = 128
+MAX_PRIORITY = 1000
+MAX_ID_CHARS_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A request that passed every check, with all defaults applied."""
+
+    request_id: str
+    model: ServedModel
+    prompt_ids: array[int]
+    sampling: types.SamplingParams  # every served field set
+    stop: types.StopParams  # max_tokens set
+    scheduling: pb.SchedulingParams
+    wants_text: bool
+    wants_token_ids: bool
+    skip_special_tokens: bool
+    outputs: tuple[array[int], ...]  # [n] output that exists already
+    finished: tuple[bool, ...]  # [n] samples that had already finished
+
+
+def check_generate(request: pb.GenerateRequest) -> None:
+    """What can be said without knowing the model. Raises InvalidRequestError or UnimplementedError."""
+    check_request_id(request.request_id)
+    check_prompt(request.prompt)
+    _check_unserved(request)
+    _check_sampling(request.sampling)
+    _check_stop(request.stop)
+    _check_scheduling(request.scheduling)
+
+
+def check_request_id(request_id: str) -> None:
+    """An id that a client chose; empty is fine."""
+    if request_id and not REQUEST_ID.fullmatch(request_id):
+        shown = request_id[:MAX_ID_CHARS_SHOWN]
+        raise _invalid("request_id", f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
+
+
+def check_prompt(prompt: pb.Prompt) -> None:
+    """The shape of an input: one kind, not empty, known roles."""
+    kind = prompt.WhichOneof("kind")
+    if kind is None:
+        raise _invalid("prompt", "is not set; send prompt.text, prompt.tokens or prompt.chat")
+    if kind == "text" and not prompt.text:
+        raise _invalid("prompt.text", "is empty; send at least one character")
+    if kind == "tokens" and not prompt.tokens.ids:
+        raise _invalid("prompt.tokens.ids", "is empty; send at least one token id")
+    if kind == "chat":
+        _check_messages(prompt.chat.messages)
+
+
+def plan_generation(
+    request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int], *, request_id: str, drawn_seed: int
+) -> GenerationPlan:
+    """Check a request against its model and apply defaults. `drawn_seed` is used when the request has none.
+
+    Raises InvalidRequestError with the field at fault.
+    """
+    sampling = resolve_sampling(request.sampling, model, drawn_seed=drawn_seed)
+    if sampling.n > model.info.max_num_seqs:
+        raise _invalid("sampling.n", f"is {sampling.n}; this model runs at most {model.info.max_num_seqs} at once")
+    _check_determinism(request.scheduling.determinism, model)
+    check_token_ids("prompt", prompt_ids, model)
+    check_token_ids("stop.stop_token_ids", request.stop.stop_token_ids, model)
+    if request.stop.stop:
+        model.require_tokenizer("stop.stop")
+    stop = types.StopParams()
+    stop.CopyFrom(request.stop)
+    stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
+    outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
+    output = request.output
+    return GenerationPlan(
+        request_id=request_id,
+        model=model,
+        prompt_ids=array("I", prompt_ids),
+        sampling=sampling,
+        stop=stop,
+        scheduling=request.scheduling,
+        wants_text=(not output.HasField("text") or output.text) and model.text.tokenizer is not None,
+        wants_token_ids=not output.HasField("token_ids") or output.token_ids,
+        skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+        outputs=outputs,
+        finished=finished,
+    )
+
+
+def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
+    """Every served field: the request's, else the model's generation_config, else the protocol's default."""
+    announced, bundled = model.info.default_sampling, model.text.defaults
+
+    def pick(name: str, default: float) -> float:
+        for source in (asked, announced):
+            if source.HasField(name):  # type: ignore[arg-type]
+                return float(getattr(source, name))
+        value = getattr(bundled, name)
+        return default if value is None else float(value)
+
+    return types.SamplingParams(
+        temperature=pick("temperature", 1.0),
+        top_p=pick("top_p", 1.0),
+        top_k=int(pick("top_k", 0)),
+        min_p=pick("min_p", 0.0),
+        seed=asked.seed if asked.HasField("seed") else drawn_seed,
+        n=asked.n if asked.HasField("n") else 1,
+    )
+
+
+def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
+    """Output tokens at most, checked against the model's length and the pool."""
+    is_set = stop.HasField("max_tokens")
+    limits = (
+        ("max_model_len", model.info.max_model_len),
+        ("the KV pool (max_num_blocks * block_size)", model.pool_tokens),
+    )
+    for name, limit in limits:
+        room = limit - num_prompt
+        if room < 0 or (room == 0 and not is_set):
+            raise _invalid(
+                "prompt",
+                f"has {num_prompt} tokens; {name} is {limit} tokens for prompt and output together: shorten the prompt",
+            )
+        if is_set and stop.max_tokens > room:
+            raise _invalid(
+                "stop.max_tokens",
+                f"is {stop.max_tokens}; with the prompt's {num_prompt} tokens that is {num_prompt + stop.max_tokens}, "
+                f"and {name} is {limit}: ask for at most {room}, or shorten the prompt",
+            )
+    return stop.max_tokens if is_set else model.max_tokens - num_prompt
+
+
+def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
+    """All ids are below vocab_size."""
+    vocab_size = model.info.vocab_size
+    if len(ids) == 0 or max(ids) < vocab_size:
+        return
+    position = next(i for i, id_ in enumerate(ids) if id_ >= vocab_size)
+    raise _invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
+
+
+def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
+    """Refuse what is certainly too long before any work is done on it."""
+    kind = prompt.WhichOneof("kind")
+    if kind == "tokens":
+        if len(prompt.tokens.ids) > model.max_tokens:
+            resolve_max_tokens(types.StopParams(), len(prompt.tokens.ids), model)
+        return
+    size = prompt.ByteSize()
+    if size > model.max_prompt_bytes:
+        raise _invalid(
+            f"prompt.{kind}",
+            f"has {size} bytes, more than the {model.max_prompt_bytes} bytes that max_model_len "
+            f"({model.info.max_model_len} tokens) can hold: shorten it",
+        )
+
+
+def _invalid(field: str, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} {words}", field=field)
+
+
+def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+    if not messages:
+        raise _invalid("prompt.chat.messages", "is empty; send at least one message")
+    for i, message in enumerate(messages):
+        if message.role not in ROLES:
+            shown = message.role[:MAX_ID_CHARS_SHOWN]
+            raise _invalid(f"prompt.chat.messages[{i}].role", f"is {shown!r}; must be one of {', '.join(ROLES)}")
+
+
+def _check_unserved(request: pb.GenerateRequest) -> None:
+    sampling, stop, output = request.sampling, request.stop, request.output
+    asked = {
+        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
+        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
+        "sampling.presence_penalty": sampling.presence_penalty != 0,
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.beam_width": sampling.beam_width != 0,
+        "sampling.json_schema": bool(sampling.json_schema),
+        "sampling.regex": bool(sampling.regex),
+        "sampling.grammar": bool(sampling.grammar),
+        "stop.min_tokens": stop.min_tokens != 0,
+        "output.logprobs": output.HasField("logprobs"),
+        "output.prompt_logprobs": output.HasField("prompt_logprobs"),
+        "adapter": bool(request.adapter),
+        "media": bool(request.media),
+    }
+    for field, is_asked in asked.items():
+        if is_asked:
+            raise UnimplementedError(f"{field} is not served by this version; leave it unset", field=field)
+
+
+def _check_sampling(sampling: types.SamplingParams) -> None:
+    if sampling.HasField("temperature"):
+        _check_number("sampling.temperature", sampling.temperature, 0, 2)
+    if sampling.HasField("min_p"):
+        _check_number("sampling.min_p", sampling.min_p, 0, 1)
+    if sampling.HasField("top_p"):
+        _check_number("sampling.top_p", sampling.top_p, 0, 1)
+        if sampling.top_p == 0:
+            raise _invalid("sampling.top_p", "is 0; must be a number above 0 and at most 1")
+    if sampling.HasField("n") and sampling.n < 1:
+        raise _invalid("sampling.n", "is 0; must be at least 1")
+
+
+def _check_number(field: str, value: float, low: float, high: float) -> None:
+    if math.isnan(value) or not low <= value <= high:
+        raise _invalid(field, f"is {value:g}; must be a number from {low:g} to {high:g}")
+
+
+def _check_stop(stop: types.StopParams) -> None:
+    if len(stop.stop) > MAX_STOPS:
+        raise _invalid("stop.stop", f"has {len(stop.stop)} strings; at most {MAX_STOPS} are allowed")
+    for i, text in enumerate(stop.stop):
+        if not text:
+            raise _invalid(f"stop.stop[{i}]", "is empty; leave it out or give at least one character")
+        if len(text) > MAX_STOP_CHARS:
+            raise _invalid(f"stop.stop[{i}]", f"has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed")
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid(
+            "stop.stop_token_ids", f"has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+        )
+
+
+def _check_scheduling(scheduling: pb.SchedulingParams) -> None:
+    if not -MAX_PRIORITY <= scheduling.priority <= MAX_PRIORITY:
+        raise _invalid(
+            "scheduling.priority", f"is {scheduling.priority}; must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    size = len(scheduling.cache_salt.encode())
+    if size > MAX_SALT_BYTES:
+        raise _invalid("scheduling.cache_salt", f"has {size} bytes; at most {MAX_SALT_BYTES} are allowed")
+    if scheduling.determinism not in types.Determinism.values():
+        raise _invalid("scheduling.determinism", f"is {scheduling.determinism}; this server knows 0 to 2")
+
+
+def _check_determinism(asked: int, model: ServedModel) -> None:
+    if asked == types.DETERMINISM_EXACT and model.info.determinism != types.DETERMINISM_EXACT:
+        raise _invalid(
+            "scheduling.determinism",
+            f"is EXACT, and the workers of model {model.name!r} run BEST_EFFORT; "
+            "leave it unset, or start the workers with --determinism exact",
+        )
+
+
+def _read_continuation(
+    request: pb.GenerateRequest, model: ServedModel, sampling: types.SamplingParams, max_tokens: int
+) -> tuple[tuple[array[int], ...], tuple[bool, ...]]:
+    outputs = [array("I") for _ in range(sampling.n)]
+    finished = [False] * sampling.n
+    seen: set[int] = set()
+    for i, sample in enumerate(request.continuation.samples):
+        field = f"continuation.samples[{i}]"
+        if sample.index >= sampling.n:
+            raise _invalid(f"{field}.index", f"is {sample.index}; sampling.n is {sampling.n}")
+        if sample.index in seen:
+            raise _invalid(f"{field}.index", f"is {sample.index}, which an earlier entry has")
+        if len(sample.output_token_ids) > max_tokens:
+            words = f"has {len(sample.output_token_ids)} ids; max_tokens is {max_tokens}"
+            raise _invalid(f"{field}.output_token_ids", words)
+        check_token_ids(f"{field}.output_token_ids", sample.output_token_ids, model)
+        seen.add(sample.index)
+        outputs[sample.index].extend(sample.output_token_ids)
+        finished[sample.index] = sample.finished
+    if _has_output(outputs) and sampling.temperature > 0 and not request.sampling.HasField("seed"):
+        raise _invalid(
+            "sampling.seed", "is not set; a continuation of sampled output needs the seed that Accepted told"
+        )
+    return tuple(outputs), tuple(finished)
+
+
+def _has_output(outputs: Iterable[array[int]]) -> bool:
+    return any(len(output) > 0 for output in outputs)

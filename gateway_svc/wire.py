@@ -1,0 +1,81 @@
+"""Conversions between the protocol and the gateway's own types."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+
+from quire.v1 import scheduler_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.validation import GenerationPlan
+from svc_common.errors import QuireError, error_from_code
+
+
+class ProtocolError(RuntimeError):
+    """The peer sent something that this protocol does not allow: the stream is given up."""
+
+
+def u32_to_bytes(ids: array[int]) -> bytes:
+    """Little-endian uint32 column."""
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def u32_from_bytes(data: bytes) -> array[int]:
+    """The numbers of a little-endian uint32 column. Raises ProtocolError for a torn one."""
+    ids = array("I")
+    try:
+        ids.frombytes(data)
+    except ValueError:
+        raise ProtocolError(f"a uint32 column has {len(data)} bytes, which is no multiple of 4") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:
+    """(handle, sample index, output position, token id) per new token. Raises ProtocolError."""
+    handles, offsets = u32_from_bytes(deltas.handles), u32_from_bytes(deltas.offsets)
+    token_ids = u32_from_bytes(deltas.token_ids)
+    samples = u32_from_bytes(deltas.sample_indices) if deltas.sample_indices else array("I", bytes(4 * len(handles)))
+    if not len(handles) == len(offsets) == len(token_ids) == len(samples):
+        raise ProtocolError(
+            f"Deltas columns differ in length: {len(handles)} handles, {len(samples)} sample indices, "
+            f"{len(offsets)} offsets, {len(token_ids)} token ids"
+        )
+    return zip(handles, samples, offsets, token_ids, strict=True)
+
+
+def submit_from_plan(plan: GenerationPlan) -> pb.Submit:
+    """The request as a scheduler takes it, without handle and continuation. Stop strings stay here."""
+    return pb.Submit(
+        request_id=plan.request_id,
+        prompt_token_ids=u32_to_bytes(plan.prompt_ids),
+        sampling=plan.sampling,
+        stop=types.StopParams(
+            max_tokens=plan.stop.max_tokens,
+            stop_token_ids=plan.stop.stop_token_ids,
+            ignore_eos=plan.stop.ignore_eos,
+        ),
+        priority=plan.scheduling.priority,
+        cache_salt=plan.scheduling.cache_salt,
+    )
+
+
+def continuation_from_outputs(samples: Iterable[tuple[array[int], bool]]) -> types.Continuation:
+    """Output so far and finished, per sample in order of their index."""
+    continuation = types.Continuation()
+    for index, (output, is_finished) in enumerate(samples):
+        if output or is_finished:
+            continuation.samples.add(index=index, output_token_ids=output, finished=is_finished)
+    return continuation
+
+
+def error_from_refusal(refusal: pb.Refusal) -> QuireError:
+    """What a scheduler refused, with its code, field and retry advice."""
+    retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
+    return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)

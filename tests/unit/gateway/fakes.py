@@ -1,0 +1,277 @@
+"""A scheduler that does what a test says, and a gateway in front of it, both over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import xxhash
+from quire.v1 import inference_pb2 as public
+from quire.v1 import scheduler_pb2 as pb
+from quire.v1 import types_pb2 as types
+from quire.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+from quire.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
+
+from gateway_svc.directory import ModelDirectory
+from gateway_svc.models import BundleCache
+from gateway_svc.prompts import PromptReader
+from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.servicer import InferenceServicer
+from svc_common.serve import GrpcServer, open_channel
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
+
+PATIENCE_S = 10.0
+LENGTH, STOP, EOS, ABORTED = (
+    types.FINISH_REASON_LENGTH,
+    types.FINISH_REASON_STOP,
+    types.FINISH_REASON_EOS,
+    types.FINISH_REASON_ABORTED,
+)
+
+
+def u32(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def digest_of(ids: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(u32(ids))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for a condition; the deadline is a failure."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  (conditions of other tasks' state, without an event of their own)
+            await asyncio.sleep(0.002)
+
+
+def make_bundle(files: dict[str, bytes] | None = None) -> bytes:
+    files = bundle_files(byte_level(), chat_template="{{ messages[0].content }}") if files is None else files
+    return types.ModelBundle(
+        files=[types.BundleFile(name=name, data=data) for name, data in sorted(files.items())]
+    ).SerializeToString(deterministic=True)
+
+
+def make_info(bundle: bytes = b"", **changes: Any) -> types.ModelInfo:
+    facts: dict[str, Any] = {
+        "model": "demo",
+        "revision": "r1",
+        "max_model_len": 256,
+        "vocab_size": 500,
+        "eos_token_ids": [1],
+        "block_size": 16,
+        "max_num_blocks": 64,
+        "max_num_seqs": 8,
+        "determinism": types.DETERMINISM_BEST_EFFORT,
+        "dtype": "float32",
+        "bundle_digest": xxhash.xxh3_128_digest(bundle) if bundle else b"",
+    }
+    return types.ModelInfo(**{**facts, **changes})
+
+
+class FakeScheduler(SchedulerServiceServicer):
+    """Accepts everything unless `refusals` says otherwise; a test sends tokens and ends."""
+
+    def __init__(self, info: types.ModelInfo | None, bundle: bytes = b"") -> None:
+        self.info = info
+        self.bundle = bundle
+        self.submits: list[pb.Submit] = []
+        self.cancels: list[pb.Cancel] = []
+        self.refusals: deque[pb.Refusal | None] = deque()
+        self.on_submit: Callable[[pb.Submit], None] = lambda submit: None
+        self.answers_cancels = True
+        self.num_attached = 0
+        self.num_bundle_calls = 0
+        self._outbox: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.address = "127.0.0.1:0"
+
+    async def start(self) -> None:
+        """Listen; on the same port as before after a `stop`."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_SchedulerServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self.address)
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def say(self, **message: Any) -> None:
+        self._outbox.put_nowait(pb.AttachResponse(**message))
+
+    def hang_up(self) -> None:
+        """End the Attach stream; the server stays."""
+        self._outbox.put_nowait(None)
+
+    def welcome(self) -> None:
+        self.say(welcome=pb.Welcome(scheduler_epoch=1, info=self.info, ready_workers=2))
+
+    def send(self, handle: int, ids: Sequence[int], *, offset: int = 0, sample: int = 0) -> None:
+        """Tokens of one sample in one Deltas."""
+        self.say(deltas=self._columns(handle, ids, offset, sample))
+
+    def finish(
+        self,
+        handle: int,
+        reason: int = LENGTH,
+        *,
+        ids: Sequence[int] = (),
+        offset: int = 0,
+        sample: int = 0,
+        **facts: Any,
+    ) -> None:
+        """The end of a sample, with its last tokens in the same message."""
+        usage = types.Usage(cached_tokens=3, recomputed_tokens=2)
+        deltas = self._columns(handle, ids, offset, sample)
+        deltas.finished.add(handle=handle, sample_index=sample, reason=reason, usage=usage, **facts)  # type: ignore[arg-type]
+        self.say(deltas=deltas)
+
+    def _columns(self, handle: int, ids: Sequence[int], offset: int, sample: int) -> pb.Deltas:
+        n = len(ids)
+        return pb.Deltas(
+            handles=u32([handle] * n),
+            sample_indices=u32([sample] * n) if sample else b"",
+            offsets=u32(range(offset, offset + n)),
+            token_ids=u32(ids),
+        )
+
+    def play(self, ids: Sequence[int], reason: int = LENGTH) -> None:
+        """From now on, give every sample of every request these tokens."""
+
+        def on_submit(submit: pb.Submit) -> None:
+            have = {s.index: s for s in submit.continuation.samples}
+            for sample in range(submit.sampling.n):
+                if sample in have and have[sample].finished:
+                    continue
+                start = len(have[sample].output_token_ids) if sample in have else 0
+                self.finish(submit.handle, reason, ids=ids[start:], offset=start, sample=sample)
+
+        self.on_submit = on_submit
+
+    async def Attach(self, requests: Any, context: Any) -> AsyncIterator[pb.AttachResponse]:
+        hello = await anext(aiter(requests))
+        assert hello.hello.protocol_version == 1
+        self.num_attached += 1
+        self._outbox = asyncio.Queue()
+        self.welcome()
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (message := await self._outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: Any) -> None:
+        async for request in requests:
+            if request.HasField("submit"):
+                self._take_submit(request.submit)
+            else:
+                self._take_cancel(request.cancel)
+
+    def _take_submit(self, submit: pb.Submit) -> None:
+        self.submits.append(submit)
+        refusal = self.refusals.popleft() if self.refusals else None
+        self.say(submit_reply=pb.SubmitReply(handle=submit.handle, refusal=refusal))
+        if refusal is None:
+            self.on_submit(submit)
+
+    def _take_cancel(self, cancel: pb.Cancel) -> None:
+        self.cancels.append(cancel)
+        if not self.answers_cancels:
+            return
+        n = next(s.sampling.n for s in self.submits if s.handle == cancel.handle)
+        samples = [cancel.sample_index] if cancel.HasField("sample_index") else range(n)
+        for sample in samples:
+            self.finish(cancel.handle, cancel.reason, sample=sample)
+
+    async def GetBundle(self, request: pb.GetBundleRequest, context: Any) -> AsyncIterator[pb.GetBundleResponse]:
+        self.num_bundle_calls += 1
+        for start in range(0, len(self.bundle), 1000):
+            yield pb.GetBundleResponse(data=self.bundle[start : start + 1000])
+
+    async def GetSchedulerStatus(self, request: Any, context: Any) -> pb.GetSchedulerStatusResponse:
+        return pb.GetSchedulerStatusResponse(
+            status=public.SchedulerStatus(address="inside", model=self.info.model if self.info else "", num_waiting=4)
+        )
+
+
+class TestGateway:
+    """A gateway process's parts in this process, and a client's channel to it."""
+
+    __test__ = False
+
+    def __init__(self, addresses: Sequence[str], *, patience_s: float = PATIENCE_S, max_streams: int = 64) -> None:
+        bundles = BundleCache()
+        self.clients = [
+            SchedulerClient(address, gateway_id="test", bundles=bundles, patience_s=patience_s) for address in addresses
+        ]
+        self.directory = ModelDirectory(self.clients)
+        self.prompts = PromptReader()
+        self.servicer = InferenceServicer(self.directory, self.prompts, max_streams=max_streams)
+        self._server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.v1.InferenceService"])
+        add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> TestGateway:
+        self.address = await self._server.start()
+        self._tasks = [asyncio.create_task(client.run()) for client in self.clients]
+        self.channel = open_channel(self.address)
+        self.stub = InferenceServiceStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.grpc.stop(None)
+        self.prompts.close()
+
+    async def ready(self) -> TestGateway:
+        await until(lambda: all(client.is_ready for client in self.clients))
+        return self
+
+    @property
+    def num_open(self) -> int:
+        return len(self.servicer._streams)
+
+    def generate(self, request: public.GenerateRequest | None = None, **options: Any) -> Any:
+        """Start a Generate call."""
+        if request is None:
+            options.setdefault("prompt", public.Prompt(tokens=types.TokenIds(ids=[5, 6, 7])))
+            request = public.GenerateRequest(**options)
+        return self.stub.Generate(request, timeout=PATIENCE_S)
+
+    async def collect(self, request: public.GenerateRequest | None = None, **options: Any) -> Result:
+        """All events of a Generate call, checked for the promises that every stream makes."""
+        return Result([event async for event in self.generate(request, **options)])
+
+
+class Result:
+    """What a stream delivered."""
+
+    def __init__(self, events: list[public.GenerateResponse]) -> None:
+        self.events = events
+        self.accepted = events[0].accepted
+        self.chunks = [event.chunk for event in events if event.HasField("chunk")]
+        self.finished = {event.finished.index: event.finished for event in events if event.HasField("finished")}
+        assert events[0].HasField("accepted")
+        assert [event.event_seq for event in events] == list(range(len(events)))
+
+    def ids(self, index: int = 0) -> list[int]:
+        return [id_ for chunk in self.chunks if chunk.index == index for id_ in chunk.token_ids]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(chunk.text for chunk in self.chunks if chunk.index == index)
+
+    def check_offsets(self, index: int = 0, *, start: int = 0, text_start: int = 0) -> None:
+        for chunk in (chunk for chunk in self.chunks if chunk.index == index):
+            assert (chunk.offset, chunk.text_offset) == (start, text_start)
+            start += len(chunk.token_ids)
+            text_start += len(chunk.text.encode())
