@@ -1,0 +1,145 @@
+"""Checkpoints of random weights for the four architectures, and what transformers says about them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 1024
+EOS_ID = 2
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One checkpoint's architecture and sizes."""
+
+    model_type: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int = 64
+    is_tied: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        tied = "tied" if self.is_tied else "untied"
+        return f"{self.model_type}-{self.num_heads}x{self.num_kv_heads}-d{self.head_dim}-{tied}"
+
+
+SHAPES = (
+    Shape("qwen3", 4, 4, 32, is_tied=True),  # 1:1, head_dim is not hidden / heads
+    Shape("qwen3", 8, 1, 16),  # 8:1, the same
+    Shape("qwen2", 8, 2, 8, is_tied=True),  # 4:1; Qwen2 has biases on q, k and v
+    Shape("qwen2", 4, 4, 16),
+    Shape("llama", 8, 2, 16, is_tied=True, extra={"rope_theta": 10_000.0, "rope_scaling": LLAMA3_ROPE}),
+    Shape("llama", 8, 1, 8),
+    Shape("mistral", 8, 2, 32, extra={"sliding_window": None}),
+    Shape("mistral", 4, 4, 16, is_tied=True, extra={"sliding_window": None}),
+)
+DEFAULT_SHAPE = SHAPES[0]
+
+
+def make_checkpoint(folder: Path, shape: Shape = DEFAULT_SHAPE, *, seed: int = 0) -> Path:
+    """Write a Hugging Face folder of float32 weights that differ enough for argmax to be far from ties."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.for_model(
+        shape.model_type,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=shape.hidden_size,
+        intermediate_size=2 * shape.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=shape.is_tied,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        pad_token_id=None,
+        **shape.extra,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize(model)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Every tensor gets values that would be missed: norms are not 1, biases not 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 0.15)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, again and again"] * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+class Reference:
+    """The same checkpoint in transformers, one sequence at a time, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Tokens of `generate` that never stops early."""
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                do_sample=False,
+            )
+        return output[0, len(prompt) :].tolist()
+
+    def greedy_after(self, prompt: list[int], output: list[int]) -> list[int]:
+        """The greedy token after each prefix of `output`; equal to `output` exactly when `generate` gives `output`."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([prompt + output])).logits[0]
+        return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,0 +1,193 @@
+"""The real services as real processes on the loopback, for tests that may kill them.
+
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        worker = stack.start_worker(scheduler, model_dir, "--dtype", "float32")
+        gateway = stack.start_gateway(scheduler)
+        async with await stack.connect(gateway) as client: ...
+
+Whatever a test does, leaving the block ends every process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire_client import AsyncClient
+from quire_client.types import SchedulerStatus, WorkerStatus
+
+from tests.processes.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_DEADLINE_S = 60.0
+EXIT_DEADLINE_S = 20.0
+POLL_S = 0.05
+
+
+@dataclass
+class Service:
+    """One process of ours. `address` is where it serves; the log file has all it said."""
+
+    name: str
+    command: list[str]
+    address: str
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start it, or start it again at the same address."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self.process is None else self.process.poll()
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM, and wait for its own end. Returns the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = EXIT_DEADLINE_S) -> int:
+        """Its exit code. Raises TimeoutError with its log."""
+        assert self.process is not None, f"{self.name} was never started"
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} still runs after {timeout_s} s\n{self.log()}") from None
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
+        """Wait until grpc.health says SERVING. Raises RuntimeError with its log if it ends or takes too long."""
+        deadline = time.monotonic() + deadline_s
+        with grpc.insecure_channel(self.address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            while not self._is_serving(check):
+                if not self.is_running or time.monotonic() > deadline:
+                    raise RuntimeError(f"{self.name} did not get ready (exit code {self.exit_code})\n{self.log()}")
+                time.sleep(POLL_S)
+
+    @staticmethod
+    def _is_serving(check: Any) -> bool:
+        try:
+            response = check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class Stack:
+    """Owns the processes of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.services: list[Service] = []
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for service in self.services:
+            service.signal(signal.SIGKILL)
+        for service in self.services:
+            service.wait()
+
+    def start_scheduler(self, *flags: str) -> Service:
+        return self._start("scheduler", "scheduler_svc.server", [*flags])
+
+    def start_worker(self, scheduler: Service, model_dir: Path, *flags: str) -> Service:
+        """One compute thread; its worker id is its name (worker-0, worker-1, ...)."""
+        name = self._next_name("worker")
+        own = ["--model", str(model_dir), "--scheduler", scheduler.address, "--worker-id", name, "--threads", "1"]
+        return self._start("worker", "worker_svc.server", [*own, *flags])
+
+    def start_gateway(self, *schedulers: Service, flags: tuple[str, ...] = ()) -> Service:
+        own = [word for scheduler in schedulers for word in ("--scheduler", scheduler.address)]
+        return self._start("gateway", "gateway_svc.server", [*own, *flags])
+
+    def _start(self, kind: str, module: str, flags: list[str]) -> Service:
+        name, address = self._next_name(kind), f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", module, "--listen", address, *flags]
+        service = Service(name, command, address, self._folder / f"{name}.log")
+        self.services.append(service)
+        service.start()
+        return service
+
+    def _next_name(self, kind: str) -> str:
+        return f"{kind}-{sum(service.name.startswith(kind) for service in self.services)}"
+
+    async def connect(self, gateway: Service, *, workers: int = 1) -> AsyncClient:
+        """A client, once every model of the gateway has at least `workers` ready workers."""
+        gateway.wait_ready()
+        client = await AsyncClient.connect(gateway.address, timeout_s=120.0)
+        await self.until(client, lambda schedulers: all(num_ready(s) >= workers for s in schedulers))
+        return client
+
+    async def until(
+        self,
+        client: AsyncClient,
+        holds: Callable[[tuple[SchedulerStatus, ...]], bool],
+        deadline_s: float = READY_DEADLINE_S,
+    ) -> tuple[SchedulerStatus, ...]:
+        """Wait until `holds(status of all schedulers)`. Raises TimeoutError with the last status and all logs."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            schedulers = (await client.status()).schedulers
+            if holds(schedulers):
+                return schedulers
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {deadline_s} s: {schedulers}\n{self.logs()}")
+            await asyncio.sleep(POLL_S)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {service.name}\n{service.log()}" for service in self.services)
+
+
+def num_ready(scheduler: SchedulerStatus) -> int:
+    return sum(worker.state == "ready" for worker in scheduler.workers)
+
+
+def is_ready(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> bool:
+    return any(w.worker_id == worker.name and w.state == "ready" for s in schedulers for w in s.workers)
+
+
+def worker_status(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> WorkerStatus:
+    """What the schedulers say about one worker."""
+    return next(w for s in schedulers for w in s.workers if w.worker_id == worker.name)
+
+
+async def wait_idle(stack: Stack, client: AsyncClient) -> tuple[SchedulerStatus, ...]:
+    """Wait until nothing waits or runs and no block belongs to a sequence."""
+    return await stack.until(client, lambda schedulers: all(is_idle(s) for s in schedulers), deadline_s=20.0)
+
+
+def is_idle(scheduler: SchedulerStatus) -> bool:
+    is_quiet = scheduler.num_waiting == 0 and scheduler.num_running == 0
+    return is_quiet and all(worker.blocks_used == 0 for worker in scheduler.workers)

@@ -1,0 +1,96 @@
+"""Greedy tokens through gateway, scheduler and worker equal those of transformers, for every architecture."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from quire_client import AsyncClient, GenerateResult
+
+from tests.processes.models import SHAPES, VOCAB_SIZE, Reference, Shape, make_checkpoint
+from tests.processes.stack import Stack, wait_idle
+
+BUDGET = 48  # tokens per step: a prompt of 700 takes at least 15 steps
+NUM_BLOCKS = 64  # 1,024 tokens: the longest prompt and its answer, and little besides
+BLOCK_SIZE = 16
+PATIENT_TOKENS, URGENT_TOKENS = 48, 24
+WORKER_FLAGS = (
+    *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", str(NUM_BLOCKS)),
+    *("--max-num-seqs", "12", "--max-num-batched-tokens", str(BUDGET)),
+)
+PATIENT_LENGTHS = (1, 2, 15, 16, 17, 33, 60, 100, 128, 161, 5, 240)
+URGENT_LENGTHS = (700, 1, 3, 47, 48, 49, 97, 120, 128, 300, 64, 31)
+SHARED_PREFIX = 96
+
+
+@dataclass(frozen=True)
+class Request:
+    token_ids: list[int]
+    max_tokens: int
+    priority: int
+
+
+def mixed_requests(seed: int) -> list[Request]:
+    """24 prompts of 1 to 700 tokens; those that are long enough begin with the same 96 tokens."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(SHARED_PREFIX)]
+
+    def prompt(length: int) -> list[int]:
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+        return own if length <= SHARED_PREFIX else shared + own[SHARED_PREFIX:]
+
+    patient = [Request(prompt(length), PATIENT_TOKENS, priority=10) for length in PATIENT_LENGTHS]
+    return patient + [Request(prompt(length), URGENT_TOKENS, priority=0) for length in URGENT_LENGTHS]
+
+
+async def run_all(client: AsyncClient, requests: list[Request]) -> list[GenerateResult]:
+    """All at once; the urgent ones arrive when the first patient one is answering, so that they take its room."""
+    is_answering = asyncio.Event()
+
+    async def run(request: Request) -> GenerateResult:
+        stream = client.stream(
+            token_ids=request.token_ids,
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        async with stream:
+            async for delta in stream:
+                if delta.token_ids:
+                    is_answering.set()
+            return await stream.result()
+
+    patient = [asyncio.create_task(run(r)) for r in requests if r.priority]
+    await is_answering.wait()
+    urgent = [asyncio.create_task(run(r)) for r in requests if not r.priority]
+    return await asyncio.gather(*patient, *urgent)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+async def test_greedy_tokens_equal_transformers(shape: Shape, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model_dir = make_checkpoint(tmp_path / "model", shape)
+    requests = mixed_requests(seed=SHAPES.index(shape))
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, model_dir, *WORKER_FLAGS)
+        gateway = stack.start_gateway(scheduler)
+        reference = Reference(model_dir)
+        expected = [reference.greedy(r.token_ids, r.max_tokens) for r in requests]
+        async with await stack.connect(gateway) as client:
+            results = await run_all(client, requests)
+            (status,) = await wait_idle(stack, client)
+    for request, result, tokens in zip(requests, results, expected, strict=True):
+        assert list(result.token_ids) == tokens, f"prompt of {len(request.token_ids)} tokens"
+    usages = [result.usage for result in results]
+    assert all(u.prompt_tokens == len(r.token_ids) for u, r in zip(usages, requests, strict=True))
+    assert status.preemptions >= 1
+    assert sum(result.samples[0].preemptions for result in results) >= 1
+    assert sum(usage.cached_tokens for usage in usages) >= SHARED_PREFIX
+    computed = sum(u.prompt_tokens - u.cached_tokens + u.output_tokens - 1 for u in usages)
+    assert status.steps >= computed / BUDGET  # no step had more than the budget: long prompts came in chunks
