@@ -1,0 +1,103 @@
+"""A client that leaves, a deadline and Abort free rows and blocks at once, wherever the request is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quire_client import AsyncClient, AsyncGenerateStream, DeadlineExceeded, FinishReason
+
+from tests.processes.models import make_checkpoint
+from tests.processes.stack import Service, Stack, wait_idle
+
+FLAGS = ("--dtype", "float32", "--num-blocks", "200", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+LONG: dict[str, Any] = {"max_tokens": 900, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Service]]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("cancel")
+    with Stack(folder) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, make_checkpoint(folder / "model"), *FLAGS)
+        yield stack, stack.start_gateway(scheduler)
+
+
+@pytest.fixture
+async def client(running: tuple[Stack, Service]) -> AsyncIterator[AsyncClient]:
+    """Afterwards no block belongs to a sequence and the next request gets its tokens."""
+    stack, gateway = running
+    async with await stack.connect(gateway) as client:
+        yield client
+        await wait_idle(stack, client)
+        assert len((await client.generate(token_ids=[7], max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+async def first_tokens(stream: AsyncGenerateStream) -> None:
+    async for delta in stream:
+        if delta.token_ids:
+            return
+
+
+async def test_leaving_a_stream_while_it_decodes(client: AsyncClient) -> None:
+    async with client.stream(token_ids=[1, 2, 3], **LONG) as stream:
+        await first_tokens(stream)
+
+
+async def test_leaving_a_stream_in_the_middle_of_its_prompt(client: AsyncClient) -> None:
+    async with client.stream(token_ids=[3] * 100, **LONG):
+        pass  # accepted; its prompt takes seven steps
+
+
+async def test_leaving_streams_that_wait(client: AsyncClient, running: tuple[Stack, Service]) -> None:
+    streams = [client.stream(token_ids=[i], **LONG) for i in range(6)]
+    await asyncio.gather(*(stream.__aenter__() for stream in streams))
+    await running[0].until(client, lambda schedulers: schedulers[0].num_waiting >= 4)
+    for stream in reversed(streams):
+        stream.cancel()
+
+
+async def test_a_task_that_is_cancelled_cancels_its_request(client: AsyncClient) -> None:
+    is_answering = asyncio.Event()
+
+    async def read() -> None:
+        async with client.stream(token_ids=[1], **LONG) as stream:
+            async for _ in stream:
+                is_answering.set()
+
+    task = asyncio.create_task(read())
+    await is_answering.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_deadline_ends_a_request(client: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.gather(*(client.generate(token_ids=[i], timeout_s=0.3, **LONG) for i in range(6)))
+
+
+async def test_abort_ends_streams_with_what_they_have(client: AsyncClient) -> None:
+    ids = [f"abort-{i}" for i in range(4)]
+    streams = [client.stream(token_ids=[i], request_id=ids[i], **LONG) for i in range(4)]
+    await asyncio.gather(*(stream.__aenter__() for stream in streams))
+    await first_tokens(streams[0])
+    answer = await client.abort(*ids, "nobody")
+    assert sorted(answer.aborted_ids) == ids
+    assert answer.unknown_ids == ("nobody",)
+    results = await asyncio.gather(*(stream.result() for stream in streams))
+    assert all(result.finish_reason is FinishReason.ABORTED for result in results)
+    assert all(len(result.token_ids) < LONG["max_tokens"] for result in results)
+
+
+async def test_a_client_process_that_dies(client: AsyncClient, running: tuple[Stack, Service]) -> None:
+    """Its connection breaks without a word."""
+    other = await AsyncClient.connect(running[1].address)
+    streams = [other.stream(token_ids=[i], **LONG) for i in range(3)]
+    await asyncio.gather(*(stream.__aenter__() for stream in streams))
+    await first_tokens(streams[0])
+    await other.close()

@@ -1,0 +1,80 @@
+"""Several workers behind one scheduler: prefixes find their holder, load spreads, latecomers take their share."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quire_client import AsyncClient, GenerateResult
+
+from tests.processes.models import VOCAB_SIZE, make_checkpoint
+from tests.processes.stack import Service, Stack, is_ready, wait_idle, worker_status
+
+FLAGS = ("--dtype", "float32", "--num-blocks", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
+PREFIX_TOKENS = 320
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+async def generate(client: AsyncClient, token_ids: list[int], max_tokens: int = 8) -> GenerateResult:
+    return await client.generate(token_ids=token_ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+async def steps(stack: Stack, client: AsyncClient, workers: list[Service]) -> list[int]:
+    schedulers = await wait_idle(stack, client)
+    return [worker_status(schedulers, worker).steps for worker in workers]
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    torch.set_num_threads(1)
+    with Stack(tmp_path) as stack:
+        yield stack
+
+
+async def test_prefixes_find_their_holder_load_spreads_and_a_late_worker_takes_part(
+    stack: Stack, tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint(tmp_path / "model")
+    scheduler = stack.start_scheduler()
+    workers = [stack.start_worker(scheduler, model_dir, *FLAGS) for _ in range(2)]
+    gateway = stack.start_gateway(scheduler)
+    async with await stack.connect(gateway, workers=2) as client:
+        await check_prefix_holder(stack, client, workers)
+        await check_balance(stack, client, workers)
+        late = stack.start_worker(scheduler, model_dir, *FLAGS)
+        await stack.until(client, lambda schedulers: is_ready(schedulers, late))
+        await check_balance(stack, client, [*workers, late])
+
+
+async def check_prefix_holder(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
+    """Whoever computed a prefix gets all requests that begin with it, and nobody else a step."""
+    prefix = random_prompt(1, PREFIX_TOKENS)
+    before = await steps(stack, client, workers)
+    assert (await generate(client, prefix)).usage.cached_tokens == 0
+    after = await steps(stack, client, workers)
+    (holder,) = [i for i in range(2) if after[i] > before[i]]
+    for i in range(6):
+        result = await generate(client, prefix + random_prompt(100 + i, 20))
+        assert result.usage.cached_tokens == PREFIX_TOKENS
+    finally_ = await steps(stack, client, workers)
+    assert finally_[holder] > after[holder]
+    assert finally_[1 - holder] == after[1 - holder]
+
+
+async def check_balance(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
+    """Requests that share nothing go to everybody, and get what they would get alone."""
+    before = await steps(stack, client, workers)
+    prompts = [random_prompt(1000 * len(workers) + i, 60) for i in range(10 * len(workers))]
+    together = await asyncio.gather(*(generate(client, prompt, max_tokens=24) for prompt in prompts))
+    after = await steps(stack, client, workers)
+    assert all(b > a for a, b in zip(before, after, strict=True)), f"steps {before} -> {after}"
+    alone = [await generate(client, prompt, max_tokens=24) for prompt in prompts[:3]]
+    assert [r.token_ids for r in alone] == [r.token_ids for r in together[:3]]
