@@ -41,7 +41,7 @@ class StreamEndedError(Exception):
 
 
 class Registration:
-    """One worker's Register stream. `run` never returns by itself: its owner cancels it."""
+    """One worker's Register stream. `run` goes on until its owner cancels it, or a draining worker has been let go."""
 
     def __init__(
         self,
@@ -64,15 +64,19 @@ class Registration:
         self._refused_pause_s = refused_pause_s
         self._rng = rng or random.Random()
         self._pause_s = FIRST_PAUSE_S
-        self._last_complaint = ""
+        self._complaints: set[str] = set()
         self._told = asyncio.Condition()
         self._told_state: scheduler_pb2.WorkerState.ValueType = scheduler_pb2.WORKER_STATE_UNSPECIFIED
         self.is_connected = False
 
     async def run(self) -> None:
-        """Register, heartbeat, reconnect; until cancelled."""
+        """Register, heartbeat, reconnect."""
         while True:
             code, details = await self._session()
+            async with self._told:
+                self._told.notify_all()  # nobody is there to be told any more
+            if self._lifecycle.is_draining:
+                return
             pause_s = self._note_end(code, details)
             # Workers that lost one scheduler together must not come back in step.
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
@@ -83,10 +87,10 @@ class Registration:
             return False
         try:
             async with asyncio.timeout(timeout_s), self._told:
-                await self._told.wait_for(lambda: self._told_state == state)
+                await self._told.wait_for(lambda: self._told_state == state or not self.is_connected)
         except TimeoutError:
             return False
-        return True
+        return self._told_state == state
 
     async def _session(self) -> tuple[grpc.StatusCode, str]:
         """One stream from its first message to its end. Returns how it ended."""
@@ -94,7 +98,7 @@ class Registration:
         try:
             await self._follow(call)
         except StreamEndedError:
-            return grpc.StatusCode.UNAVAILABLE, "it ended the stream"
+            return grpc.StatusCode.OK, "it ended the stream"
         except TimeoutError:
             return grpc.StatusCode.UNAVAILABLE, "it does not answer"
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -152,7 +156,7 @@ class Registration:
         log.info("registered with scheduler %s; a heartbeat every %g s", self._scheduler, interval_s)
         self.is_connected = True
         self._pause_s = FIRST_PAUSE_S
-        self._last_complaint = ""
+        self._complaints.clear()
 
     def _note_end(self, code: grpc.StatusCode, details: str) -> float:
         """Log what is new about it; returns how long to wait."""
@@ -167,7 +171,7 @@ class Registration:
         return pause_s
 
     def _complain(self, level: int, message: str, details: str = "") -> None:
-        if message == self._last_complaint:
+        if message in self._complaints:
             return
-        self._last_complaint = message
+        self._complaints.add(message)
         log.log(level, "%s", f"{message}: {details}" if details else message)

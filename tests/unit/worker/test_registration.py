@@ -29,6 +29,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.num_streams = 0
         self.refusal = ""
         self.is_silent = False
+        self.ends_when: int | None = None
 
     async def Register(self, request_iterator: Any, context: Any) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
         self.num_streams += 1
@@ -38,6 +39,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.heard.append(request)
             if self.refusal and answer.HasField("heartbeat_ack"):  # as a scheduler: accepted first, then refused
                 raise StaleEpochError(self.refusal)
+            if request.state == self.ends_when:
+                return
             if not self.is_silent:
                 yield answer
             answer = scheduler_pb2.RegisterResponse(heartbeat_ack=scheduler_pb2.HeartbeatAck())
@@ -61,26 +64,29 @@ async def serve(scheduler: FakeScheduler, port: int = 0) -> AsyncIterator[int]:
         await server.stop(0)
 
 
-@asynccontextmanager
-async def registered(port: int, lifecycle: Lifecycle, **options: Any) -> AsyncIterator[Registration]:
-    channel = open_channel(f"127.0.0.1:{port}")
-    registration = Registration(
+def make_registration(channel: grpc.aio.Channel, lifecycle: Lifecycle, **options: Any) -> Registration:
+    return Registration(
         channel=channel,
-        scheduler=f"127.0.0.1:{port}",
+        scheduler="scheduler:1",
         worker_id="w0",
         address="127.0.0.1:1",
         worker_epoch=7,
         lifecycle=lifecycle,
         **options,
     )
-    running = asyncio.ensure_future(registration.run())
-    try:
-        yield registration
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        await channel.close()
+
+
+@asynccontextmanager
+async def registered(port: int, lifecycle: Lifecycle, **options: Any) -> AsyncIterator[Registration]:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        registration = make_registration(channel, lifecycle, **options)
+        running = asyncio.ensure_future(registration.run())
+        try:
+            yield registration
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -105,6 +111,19 @@ async def test_a_worker_tells_its_whole_life() -> None:
     assert (first.worker_id, first.address, first.worker_epoch) == ("w0", "127.0.0.1:1", 7)
     assert not first.HasField("capacity")
     assert last.capacity.num_blocks == 9
+
+
+async def test_a_draining_worker_that_was_let_go_stays_away() -> None:
+    scheduler, lifecycle = FakeScheduler(), Lifecycle()
+    scheduler.ends_when = DRAINING
+    async with serve(scheduler) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        registration = make_registration(channel, lifecycle)
+        running = asyncio.ensure_future(registration.run())
+        await until(lambda: registration.is_connected)
+        lifecycle.set_draining()
+        await asyncio.wait_for(registration.told(DRAINING, 600), 30)
+        await asyncio.wait_for(running, 30)
+    assert scheduler.num_streams == 1
 
 
 async def test_heartbeats_come_without_news() -> None:
