@@ -7,6 +7,8 @@ stubs are newer than the protos and this script, unless told `--force`.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from importlib import resources
 from pathlib import Path
@@ -27,12 +29,20 @@ def is_fresh() -> bool:
     return min(s.stat().st_mtime for s in stubs) >= max(s.stat().st_mtime for s in sources)
 
 
+def find_plugin(name: str) -> str:
+    """Beside this Python, or on the PATH: in pip's isolated builds the tools are not installed beside it."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise SystemExit(f"{name} not found; `pip install mypy-protobuf` brings it")
+    return found
+
+
 def generate() -> None:
     from grpc_tools import protoc  # heavy, and absent from a plain install
 
     well_known = str(resources.files("grpc_tools") / "_proto")
-    bin_dir = Path(sys.executable).parent
-    plugins = [f"--plugin=protoc-gen-{n}={bin_dir / f'protoc-gen-{n}'}" for n in ("mypy", "mypy_grpc")]
+    plugins = [f"--plugin={name}={find_plugin(name)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     out = str(PROTO_ROOT)
     code = protoc.main(
         [
