@@ -93,6 +93,8 @@ class Scheduler:
         worker.adopt(blocks)
         self._model = self._model or capacity
         self._workers[capacity.worker_id] = worker
+        for seq in self._waiting:
+            seq.refused_by = None  # by an earlier life of this worker, perhaps
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """A worker is lost: its sequences wait again, with their tokens."""

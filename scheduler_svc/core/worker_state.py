@@ -96,8 +96,11 @@ class WorkerState:
         return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_limbo
 
     def adopt(self, blocks: Iterable[CachedBlock]) -> None:
-        """Take over what the worker's pool already holds."""
-        for block in blocks:
+        """Take over what the worker's pool already holds, listed in the order of the commits.
+
+        A head is committed before what continues it: the reverse makes tails the first to go.
+        """
+        for block in reversed(list(blocks)):
             if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
                 raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
             self.pool.adopt(block.block_id, block.digest, block.token_ids)
