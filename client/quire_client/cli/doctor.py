@@ -80,9 +80,11 @@ def check_packages(name: str, packages: Iterable[str], *, is_required: bool) -> 
     if not missing:
         return Finding(name, OK, present)
     if is_required:
-        return Finding(name, MISSING, f"not installed: {', '.join(missing)}; `pip install quire`")
+        return Finding(name, MISSING, f"not installed: {', '.join(missing)}; `pip install .` in a checkout of Quire")
     return Finding(
-        name, FALLBACK, f"cannot run here, not installed: {', '.join(missing)}; `pip install 'quire[{name}]'`"
+        name,
+        FALLBACK,
+        f"cannot run here, not installed: {', '.join(missing)}; `pip install '.[{name}]'` in a checkout of Quire",
     )
 
 

@@ -112,7 +112,9 @@ def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
 def _check_installed() -> None:
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        raise SetupError(f"{', '.join(missing)} not installed; `pip install 'quire[all]'` installs every service")
+        raise SetupError(
+            f"{', '.join(missing)} not installed; `pip install '.[all]'` in a checkout of Quire installs all"
+        )
 
 
 def _gateway_port(host: str, port: int) -> int:
