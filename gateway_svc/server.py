@@ -46,7 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = config.make_parser(
         "gateway", "The public gRPC API of Quire: text in, text out, any number of models.", EPILOG
     )
-    parser.add_argument("--listen", type=config.address, default="0.0.0.0:50051", help="host:port to listen on")
+    parser.add_argument(
+        "--listen", type=config.address, default="0.0.0.0:50051", metavar="HOST:PORT", help="where to listen"
+    )
     parser.add_argument(
         "--scheduler",
         type=config.address,

@@ -25,6 +25,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_BYTES = 128
 MAX_PRIORITY = 1000
+MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size says less about its tokens
 MAX_ID_CHARS_SHOWN = 80
 
 
@@ -170,11 +171,13 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
         if len(prompt.tokens.ids) > model.max_tokens:
             resolve_max_tokens(types.StopParams(), len(prompt.tokens.ids), model)
         return
-    size = prompt.ByteSize()
-    if size > model.max_prompt_bytes:
+    size, limit = prompt.ByteSize(), model.max_prompt_bytes
+    if kind == "chat":
+        limit = max(limit, MIN_CHAT_LIMIT_BYTES)
+    if size > limit:
         raise _invalid(
             f"prompt.{kind}",
-            f"has {size} bytes, more than the {model.max_prompt_bytes} bytes that max_model_len "
+            f"has {size} bytes, more than the {limit} bytes that max_model_len "
             f"({model.info.max_model_len} tokens) can hold: shorten it",
         )
 

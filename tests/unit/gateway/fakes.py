@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+import pytest
 import xxhash
 from quire.v1 import inference_pb2 as public
 from quire.v1 import scheduler_pb2 as pb
@@ -46,6 +47,21 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  (conditions of other tasks' state, without an event of their own)
             await asyncio.sleep(0.002)
+
+
+async def rest(call: Any) -> list[public.GenerateResponse]:
+    """The events that are left of a call."""
+    events = []
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    """The error that ends a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest(call)
+    return caught.value
 
 
 def make_bundle(files: dict[str, bytes] | None = None) -> bytes:

@@ -250,3 +250,17 @@ def test_server_variables_cannot_be_overwritten() -> None:
 def test_no_template_says_what_to_send_instead() -> None:
     with pytest.raises(ChatTemplateError, match=r"prompt\.text"):
         Tokenizer.from_files(bundle_files(byte_level())).render_chat(CHATS[0])
+
+
+DEMO_MODEL = Path(__file__).parents[3] / "client" / "quire_client" / "demo_model"
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").exists(), reason="the demo model is not in this checkout")
+def test_the_demo_model_gives_the_same_ids_as_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+    files = {name: (DEMO_MODEL / name).read_bytes() for name in names if (DEMO_MODEL / name).exists()}
+    ours, reference = Tokenizer.from_files(files), transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for messages in (CHATS[0], [{"role": "user", "content": "What does abs do?"}]):
+        assert ours.encode_chat(messages) == theirs(reference, messages)
+    assert ours.encode("What does abs do?", add_special_tokens=True) == reference.encode("What does abs do?")

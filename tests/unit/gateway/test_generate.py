@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +10,18 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from tests.unit.gateway.fakes import ABORTED, EOS, LENGTH, STOP, FakeScheduler, TestGateway, digest_of, until
+from tests.unit.gateway.fakes import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    STOP,
+    FakeScheduler,
+    TestGateway,
+    digest_of,
+    refused,
+    rest,
+    until,
+)
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
 TOKENIZER = byte_level()
@@ -19,21 +29,6 @@ TOKENIZER = byte_level()
 
 def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-async def rest(call: Any) -> list[pb.GenerateResponse]:
-    """The events that are left of a call."""
-    events = []
-    while (event := await call.read()) is not grpc.aio.EOF:
-        events.append(event)
-    return events
-
-
-async def refused(call: Any) -> grpc.aio.AioRpcError:
-    """The error that ends a call."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rest(call)
-    return caught.value
 
 
 async def test_a_stream_has_accepted_chunks_and_finished(gateway: TestGateway, scheduler: FakeScheduler) -> None:

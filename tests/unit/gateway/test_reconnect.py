@@ -1,0 +1,290 @@
+"""A lost scheduler is a pause: requests go on with their Continuation, exactly once, or end in a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import scheduler_pb2
+from quire.v1 import types_pb2 as types
+
+from tests.unit.gateway.fakes import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    STOP,
+    FakeScheduler,
+    TestGateway,
+    digest_of,
+    make_info,
+    refused,
+    rest,
+    until,
+)
+from tests.unit.gateway.tokenizer_kinds import byte_level
+
+TOKENIZER = byte_level()
+UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, INVALID_ARGUMENT = 14, 8, 6, 3
+
+
+def encode_chars(text: str) -> list[int]:
+    return [id_ for char in text for id_ in TOKENIZER.encode(char, add_special_tokens=False).ids]
+
+
+async def read_tokens(call: Any, count: int) -> list[pb.GenerateResponse]:
+    """Events until this many tokens have come."""
+    events: list[pb.GenerateResponse] = []
+    while sum(len(event.chunk.token_ids) for event in events) < count:
+        events.append(await call.read())
+    return events
+
+
+def ids_of(events: list[pb.GenerateResponse]) -> list[int]:
+    return [id_ for event in events for id_ in event.chunk.token_ids]
+
+
+async def test_a_request_goes_on_after_the_scheduler_restarts(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    ids = encode_chars("Hello wörld 😀")
+    call = gateway.generate(sampling=types.SamplingParams(seed=5))
+    await call.read()
+    scheduler.send(scheduler.submits[0].handle, ids[:6])
+    events = await read_tokens(call, 6)
+    await scheduler.stop()
+    await until(lambda: not gateway.clients[0].is_connected)
+    scheduler.play(ids)
+    await scheduler.start()
+    events += await rest(call)
+    assert ids_of(events) == ids
+    assert "".join(event.chunk.text for event in events) == "Hello wörld 😀"
+    assert events[-1].finished.output_digest == digest_of(ids)
+    assert [event.event_seq for event in events] == list(range(1, len(events) + 1))
+    again = scheduler.submits[1]
+    assert [list(s.output_token_ids) for s in again.continuation.samples] == [ids[:6]]
+    assert (again.request_id, again.sampling.seed) == (scheduler.submits[0].request_id, 5)
+
+
+async def test_what_was_sent_again_after_a_broken_stream_is_delivered_once(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.send(scheduler.submits[0].handle, [10, 11])
+    events = await read_tokens(call, 2)
+    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ids=[11, 12], offset=1)
+    scheduler.hang_up()
+    events += await rest(call)
+    assert ids_of(events) == [10, 11, 12]
+
+
+async def test_finished_samples_are_not_started_again(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    call = gateway.generate(sampling=types.SamplingParams(n=3))
+    await call.read()
+    handle = scheduler.submits[0].handle
+    scheduler.finish(handle, EOS, ids=[10, 1], sample=1)
+    scheduler.send(handle, [20], sample=2)
+    events = await read_tokens(call, 3)
+    scheduler.play([20, 21, 22])
+    scheduler.hang_up()
+    events += await rest(call)
+    continued = {s.index: s for s in scheduler.submits[1].continuation.samples}
+    assert sorted(continued) == [1, 2]
+    assert continued[1].finished
+    ends = {event.finished.index: event.finished for event in events if event.HasField("finished")}
+    assert {index: end.reason for index, end in ends.items()} == {0: LENGTH, 1: EOS, 2: LENGTH}
+    assert ends[2].output_digest == digest_of([20, 21, 22])
+
+
+async def test_a_stop_string_that_matched_ends_without_the_scheduler(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    scheduler.answers_cancels = False
+    call = gateway.generate(stop=types.StopParams(stop=["b"]))
+    await call.read()
+    scheduler.send(scheduler.submits[0].handle, encode_chars("ab"))
+    await until(lambda: scheduler.cancels)
+    scheduler.hang_up()
+    events = await rest(call)
+    assert (events[-1].finished.reason, events[-1].finished.stop) == (STOP, "b")
+    await until(lambda: scheduler.num_attached == 2)
+    assert len(scheduler.submits) == 1
+
+
+async def test_patience_ends(scheduler: FakeScheduler) -> None:
+    async with TestGateway([scheduler.address], patience_s=0.3) as gateway:
+        await gateway.ready()
+        call = gateway.generate()
+        await call.read()
+        await scheduler.stop()
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "within 0.3 s" in error.details()
+        assert not gateway.clients[0]._open
+        assert not gateway.clients[0]._patience
+
+
+async def test_new_requests_are_refused_while_the_scheduler_is_away(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    await scheduler.stop()
+    await until(lambda: not gateway.clients[0].is_connected)
+    error = await refused(gateway.generate())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "1000"
+
+
+@pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS])
+async def test_a_passing_refusal_after_a_break_is_tried_again(
+    gateway: TestGateway, scheduler: FakeScheduler, code: int
+) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.refusals.append(scheduler_pb2.Refusal(code=code, message="not yet"))
+    scheduler.play([10, 11])
+    scheduler.hang_up()
+    assert ids_of(await rest(call)) == [10, 11]
+    assert len(scheduler.submits) == 3
+
+
+async def test_a_lasting_refusal_after_a_break_ends_the_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="too big now"))
+    scheduler.hang_up()
+    error = await refused(call)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "too big now")
+
+
+async def test_another_model_revision_ends_the_stream(
+    gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes
+) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.info = make_info(bundle, revision="r2")
+    scheduler.hang_up()
+    error = await refused(call)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "revision" in error.details()
+
+
+async def test_requests_wait_until_the_scheduler_has_its_model_again(
+    gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes
+) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.info = None
+    scheduler.play([10])
+    scheduler.hang_up()
+    await until(lambda: scheduler.num_attached == 2 and gateway.clients[0].is_connected)
+    assert len(scheduler.submits) == 1
+    scheduler.info = make_info(bundle)
+    scheduler.welcome()
+    assert ids_of(await rest(call)) == [10]
+
+
+async def test_cancel_and_abort_while_the_scheduler_is_away(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    left, aborted = gateway.generate(), gateway.generate(request_id="a")
+    await left.read()
+    await aborted.read()
+    await scheduler.stop()
+    await until(lambda: not gateway.clients[0].is_connected)
+    left.cancel()
+    await gateway.stub.Abort(pb.AbortRequest(request_ids=["a"]))
+    assert [event.finished.reason for event in await rest(aborted)] == [ABORTED]
+    await until(lambda: gateway.num_open == 0)
+    assert not gateway.clients[0]._open
+    await scheduler.start()
+    await until(lambda: gateway.clients[0].is_ready)
+    assert len(scheduler.submits) == 2
+
+
+async def test_a_torn_message_breaks_the_stream_not_the_gateway(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    call = gateway.generate()
+    await call.read()
+    scheduler.play([10])
+    scheduler.say(deltas=scheduler_pb2.Deltas(handles=b"\1\0\0"))
+    assert ids_of(await rest(call)) == [10]
+
+
+# -- continuations that a client brings --------------------------------------------------------------------------------
+
+
+def continuation(*outputs: list[int], finished: tuple[int, ...] = ()) -> types.Continuation:
+    samples = [
+        types.SampleState(index=i, output_token_ids=ids, finished=i in finished) for i, ids in enumerate(outputs)
+    ]
+    return types.Continuation(samples=samples)
+
+
+SEEDED = types.SamplingParams(seed=3)
+
+
+@pytest.mark.parametrize("cut", range(14))
+async def test_text_and_offsets_go_on_where_the_client_left(
+    gateway: TestGateway, scheduler: FakeScheduler, cut: int
+) -> None:
+    ids = encode_chars("wörld 😀 ENx END.")
+    scheduler.on_submit = lambda submit: (
+        [scheduler.send(submit.handle, [id_], offset=i) for i, id_ in enumerate(ids)] and None
+    )
+    stop = types.StopParams(stop=["END"])
+    whole = await gateway.collect(sampling=SEEDED, stop=stop)
+    first_part = [event for event in whole.chunks if event.offset + len(event.token_ids) <= cut]
+    have = [id_ for chunk in first_part for id_ in chunk.token_ids]
+    text = "".join(chunk.text for chunk in first_part)
+
+    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids[len(have) :], offset=len(have))
+    result = await gateway.collect(sampling=SEEDED, stop=stop, continuation=continuation(have))
+    assert have + result.ids() == whole.ids()
+    assert text + result.text() == whole.text() == "wörld 😀 ENx "
+    result.check_offsets(start=len(have), text_start=len(text.encode()))
+    assert result.finished[0].output_digest == whole.finished[0].output_digest
+    assert result.finished[0].usage.output_tokens == len(whole.ids())
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "reason"),
+    [
+        ([10, 1], types.StopParams(), EOS),
+        ([10, 4], types.StopParams(stop_token_ids=[4]), STOP),
+        ([10, 11], types.StopParams(max_tokens=2), LENGTH),
+        (encode_chars("ab"), types.StopParams(stop=["b"]), STOP),
+    ],
+)
+async def test_output_that_is_complete_already_only_ends(
+    gateway: TestGateway, scheduler: FakeScheduler, ids: list[int], stop: types.StopParams, reason: int
+) -> None:
+    result = await gateway.collect(sampling=SEEDED, stop=stop, continuation=continuation(ids))
+    finished = result.finished[0]
+    assert (finished.reason, finished.output_digest, finished.usage.output_tokens) == (reason, digest_of(ids), len(ids))
+    assert scheduler.submits == []
+
+
+async def test_finished_samples_of_a_client_get_no_more_events(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play([20, 21])
+    sampling = types.SamplingParams(seed=3, n=2)
+    result = await gateway.collect(sampling=sampling, continuation=continuation([10, 1], [20], finished=(0,)))
+    assert (sorted(result.finished), result.ids(0), result.ids(1)) == ([1], [], [21])
+    assert scheduler.submits[0].continuation.samples[0].finished
+    await until(lambda: not gateway.clients[0]._open)
+    assert scheduler.cancels == []
+
+
+async def test_a_continuation_past_its_stop_string_is_refused(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    request = {"stop": types.StopParams(stop=["b"]), "continuation": continuation(encode_chars("abc"))}
+    error = await refused(gateway.generate(sampling=SEEDED, **request))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'b'" in error.details()
+
+
+async def test_many_requests_share_one_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.on_submit = lambda submit: scheduler.finish(
+        submit.handle, ids=list(struct.unpack("<3I", submit.prompt_token_ids))
+    )
+    prompts = [pb.Prompt(tokens=types.TokenIds(ids=[i, i + 1, i + 2])) for i in range(40)]
+    results = await asyncio.gather(*(gateway.collect(prompt=prompt) for prompt in prompts))
+    assert [result.ids() for result in results] == [list(prompt.tokens.ids) for prompt in prompts]
+    assert scheduler.num_attached == 1

@@ -1,0 +1,212 @@
+"""One row per field and limit: the code, and the words that a caller needs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc import validation
+from gateway_svc.models import ServedModel, read_bundle
+from gateway_svc.prompts import prompt_token_ids
+from gateway_svc.text.bundle import ModelText, SamplingDefaults
+from svc_common.errors import InvalidRequestError, QuireError
+from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
+
+INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
+TOKENS = pb.Prompt(tokens=types.TokenIds(ids=[5, 6, 7]))
+SP, ST, OUT, SCHED = types.SamplingParams, types.StopParams, pb.OutputParams, pb.SchedulingParams
+
+
+def chat(**fields: Any) -> pb.Prompt:
+    fields.setdefault("messages", [pb.ChatMessage(role="user", content="x")])
+    return pb.Prompt(chat=pb.Chat(**fields))
+
+
+def continuation(*samples: types.SampleState) -> types.Continuation:
+    return types.Continuation(samples=samples)
+
+
+def ids(count: int) -> pb.Prompt:
+    return pb.Prompt(tokens=types.TokenIds(ids=[5] * count))
+
+
+STATE = types.SampleState
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"request_id": "has space"}, "request_id", "'has space'"),
+    ({"request_id": "x" * 65}, "request_id", "64 characters"),
+    ({"prompt": pb.Prompt()}, "prompt", "not set"),
+    ({"prompt": pb.Prompt(text="")}, "prompt.text", "is empty"),
+    ({"prompt": ids(0)}, "prompt.tokens.ids", "is empty"),
+    ({"prompt": pb.Prompt(tokens=types.TokenIds(ids=[5, 500]))}, "prompt", "500 at position 1; vocab_size is 500"),
+    ({"prompt": pb.Prompt(chat=pb.Chat())}, "prompt.chat.messages", "is empty"),
+    ({"prompt": chat(messages=[pb.ChatMessage(role="robot")])}, "prompt.chat.messages[0].role", "'robot'"),
+    ({"prompt": chat(template_kwargs_json="{")}, "prompt.chat.template_kwargs_json", "not JSON"),
+    ({"prompt": chat(template_kwargs_json="[]")}, "prompt.chat.template_kwargs_json", "must be an object"),
+    ({"prompt": chat(template_kwargs_json='"\\ud800"')}, "prompt.chat.template_kwargs_json", "not JSON"),
+    ({"prompt": chat(template_kwargs_json="[" * 50_000)}, "prompt.chat.template_kwargs_json", "not JSON"),
+    ({"prompt": chat(tools_json="[" * 2_000_000)}, "prompt.chat", "2000019 bytes"),
+    ({"prompt": chat(template_kwargs_json='{"tools": 1}')}, "prompt.chat", "'tools' is set by the server"),
+    ({"prompt": chat(tools_json="{}")}, "prompt.chat.tools_json", "must be an array"),
+    ({"prompt": ids(257)}, "prompt", "257 tokens; max_model_len is 256"),
+    ({"prompt": ids(256)}, "prompt", "256 tokens; max_model_len is 256"),
+    ({"prompt": pb.Prompt(text="x" * 2_000_000)}, "prompt.text", "bytes"),
+    ({"prompt": pb.Prompt(text="word " * 500)}, "prompt", "shorten the prompt"),
+    ({"sampling": SP(temperature=math.nan)}, "sampling.temperature", "is nan; must be a number from 0 to 2"),
+    ({"sampling": SP(temperature=-0.1)}, "sampling.temperature", "is -0.1"),
+    ({"sampling": SP(temperature=2.1)}, "sampling.temperature", "is 2.1"),
+    ({"sampling": SP(temperature=math.inf)}, "sampling.temperature", "is inf"),
+    ({"sampling": SP(top_p=0)}, "sampling.top_p", "above 0"),
+    ({"sampling": SP(top_p=1.5)}, "sampling.top_p", "is 1.5"),
+    ({"sampling": SP(top_p=math.nan)}, "sampling.top_p", "is nan"),
+    ({"sampling": SP(min_p=-1)}, "sampling.min_p", "is -1"),
+    ({"sampling": SP(min_p=math.nan)}, "sampling.min_p", "is nan"),
+    ({"sampling": SP(n=0)}, "sampling.n", "at least 1"),
+    ({"sampling": SP(n=9)}, "sampling.n", "at most 8"),
+    ({"stop": ST(max_tokens=254)}, "stop.max_tokens", "3 tokens that is 257, .* 256: ask for at most 253"),
+    ({"stop": ST(stop=["a", ""])}, "stop.stop[1]", "is empty"),
+    ({"stop": ST(stop=["a"] * 17)}, "stop.stop", "17 strings; at most 16"),
+    ({"stop": ST(stop=["a" * 257])}, "stop.stop[0]", "257 characters; at most 256"),
+    ({"stop": ST(stop_token_ids=[500])}, "stop.stop_token_ids", "vocab_size is 500"),
+    ({"stop": ST(stop_token_ids=[1] * 257)}, "stop.stop_token_ids", "at most 256"),
+    ({"scheduling": SCHED(priority=1001)}, "scheduling.priority", "is 1001"),
+    ({"scheduling": SCHED(priority=-1001)}, "scheduling.priority", "is -1001"),
+    ({"scheduling": SCHED(cache_salt="é" * 65)}, "scheduling.cache_salt", "130 bytes; at most 128"),
+    ({"scheduling": SCHED(determinism=2)}, "scheduling.determinism", "EXACT.*BEST_EFFORT"),
+    ({"scheduling": SCHED(determinism=9)}, "scheduling.determinism", "is 9"),  # type: ignore[arg-type]
+    ({"continuation": continuation(STATE(index=1))}, "continuation.samples[0].index", "sampling.n is 1"),
+    ({"continuation": continuation(STATE(), STATE())}, "continuation.samples[1].index", "earlier entry"),
+    (
+        {"continuation": continuation(STATE(output_token_ids=[500])), "sampling": SP(seed=1)},
+        "continuation.samples[0].output_token_ids",
+        "vocab_size is 500",
+    ),
+    (
+        {"continuation": continuation(STATE(output_token_ids=[5, 5])), "stop": ST(max_tokens=1)},
+        "continuation.samples[0].output_token_ids",
+        "2 ids; max_tokens is 1",
+    ),
+    ({"continuation": continuation(STATE(output_token_ids=[5]))}, "sampling.seed", "Accepted"),
+]
+UNSERVED: list[tuple[dict[str, Any], str]] = [
+    ({"sampling": SP(repetition_penalty=1.1)}, "sampling.repetition_penalty"),
+    ({"sampling": SP(repetition_penalty=math.nan)}, "sampling.repetition_penalty"),
+    ({"sampling": SP(repetition_penalty=0)}, "sampling.repetition_penalty"),
+    ({"sampling": SP(frequency_penalty=0.5)}, "sampling.frequency_penalty"),
+    ({"sampling": SP(presence_penalty=-0.5)}, "sampling.presence_penalty"),
+    ({"sampling": SP(logit_bias={5: 1.0})}, "sampling.logit_bias"),
+    ({"sampling": SP(beam_width=2)}, "sampling.beam_width"),
+    ({"sampling": SP(json_schema="{}")}, "sampling.json_schema"),
+    ({"sampling": SP(regex="a+")}, "sampling.regex"),
+    ({"sampling": SP(grammar="root ::= a")}, "sampling.grammar"),
+    ({"stop": ST(min_tokens=1)}, "stop.min_tokens"),
+    ({"output": OUT(logprobs=0)}, "output.logprobs"),
+    ({"output": OUT(prompt_logprobs=1)}, "output.prompt_logprobs"),
+    ({"adapter": "lora"}, "adapter"),
+    ({"media": [b"png"]}, "media"),
+]
+GOOD: list[dict[str, Any]] = [
+    {"request_id": "A-z.0_9:" * 8},
+    {"sampling": SP(temperature=0, top_p=1, top_k=0, min_p=0, n=8, seed=2**64 - 1)},
+    {"sampling": SP(temperature=2, min_p=1, top_k=2**32 - 1, top_p=1e-6)},
+    {"sampling": SP(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, beam_width=0, regex="")},
+    {"stop": ST(min_tokens=0, max_tokens=253, stop=["a" * 256] * 16, stop_token_ids=[499])},
+    {"stop": ST(max_tokens=0), "prompt": ids(256)},
+    {"scheduling": SCHED(priority=-1000, cache_salt="s" * 128, determinism=1)},
+    {"continuation": continuation(STATE(output_token_ids=[5])), "sampling": SP(temperature=0)},
+    {"prompt": pb.Prompt(text="Hello")},
+    {"prompt": chat(template_kwargs_json='{"a": 1}', tools_json="[]")},
+]
+
+
+@pytest.fixture(scope="module")
+def model(bundle: bytes) -> ServedModel:
+    info = make_info(bundle)
+    return ServedModel(info, read_bundle(bundle, info.bundle_digest))
+
+
+def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPlan:
+    """What the servicer does with a request before it submits."""
+    request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
+    validation.check_generate(request)
+    validation.check_prompt_size(request.prompt, model)
+    prompt_ids = prompt_token_ids(request.prompt, model, add_special_tokens=True)
+    return validation.plan_generation(request, model, prompt_ids, request_id="r", drawn_seed=99)
+
+
+@pytest.mark.parametrize(("fields", "field", "words"), BAD, ids=[f"{row[1]}-{i}" for i, row in enumerate(BAD)])
+def test_a_bad_value_is_refused_with_field_and_limit(
+    model: ServedModel, fields: dict[str, Any], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        plan(fields, model)
+    assert caught.value.field == field
+    assert caught.value.message.startswith(field)
+
+
+@pytest.mark.parametrize(("fields", "field"), UNSERVED, ids=[f"{row[1]}-{i}" for i, row in enumerate(UNSERVED)])
+def test_a_field_that_is_not_served_is_named(model: ServedModel, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(QuireError, match=field.replace(".", r"\.")) as caught:
+        plan(fields, model)
+    assert (caught.value.code, caught.value.field) == (UNIMPLEMENTED, field)
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=range(len(GOOD)))
+def test_values_at_the_limits_pass(model: ServedModel, fields: dict[str, Any]) -> None:
+    plan(fields, model)
+
+
+def test_the_pool_limits_before_the_model(bundle: bytes, model: ServedModel) -> None:
+    small = ServedModel(make_info(bundle, max_num_blocks=4), model.text)
+    with pytest.raises(InvalidRequestError, match=r"KV pool .* is 64: ask for at most 61"):
+        plan({"stop": ST(max_tokens=62)}, small)
+    assert plan({}, small).stop.max_tokens == 61
+
+
+def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> None:
+    text = ModelText(None, SamplingDefaults(temperature=0.5, top_k=20, top_p=0.8))
+    info = make_info(bundle, default_sampling=SP(top_p=0.7))
+    sampling = plan({"sampling": SP(top_k=5)}, ServedModel(info, text)).sampling
+    assert (sampling.temperature, sampling.top_k, round(sampling.top_p, 3), sampling.min_p) == (0.5, 5, 0.7, 0)
+    assert (sampling.seed, sampling.n) == (99, 1)
+
+
+def test_an_explicit_zero_is_no_default(bundle: bytes) -> None:
+    text = ModelText(None, SamplingDefaults(temperature=0.5, top_k=20))
+    sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, ServedModel(make_info(bundle), text)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": pb.Prompt(text="x")}, {"prompt": chat()}, {"stop": ST(stop=["x"])}])
+def test_a_model_without_tokenizer_takes_ids_only(fields: dict[str, Any]) -> None:
+    model = ServedModel(make_info(), ModelText(None, SamplingDefaults()))
+    assert not plan({}, model).wants_text
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        plan(fields, model)
+
+
+def test_a_refusing_chat_template_is_quoted() -> None:
+    files = {"chat_template.jinja": b"{{ raise_exception('roles must alternate') }}"}
+    bundle = make_bundle()
+    full = types.ModelBundle.FromString(bundle)
+    data = make_bundle({**{file.name: file.data for file in full.files}, **files})
+    info = make_info(data)
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        plan({"prompt": chat()}, ServedModel(info, read_bundle(data, info.bundle_digest)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sampling": SP(top_p=2)}, {"sampling": SP(regex="a")}, {"prompt": ids(300)}], ids=["bad", "new", "long"]
+)
+async def test_refusals_harm_nobody_and_reach_no_scheduler(
+    gateway: TestGateway, scheduler: FakeScheduler, fields: dict[str, Any]
+) -> None:
+    error = await refused(gateway.generate(**fields))
+    assert error.code() in (INVALID, UNIMPLEMENTED)
+    assert scheduler.submits == []
+    scheduler.play([9])
+    assert (await gateway.collect()).ids() == [9]
