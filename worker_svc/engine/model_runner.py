@@ -299,9 +299,10 @@ def _choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: 
         logger.warning("max_model_len is capped to the model's sliding window of %d tokens", model.sliding_window)
         chosen = model.sliding_window
     capacity = num_blocks * config.block_size
-    if capacity < chosen:
-        logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
-    return min(chosen, capacity)
+    if capacity >= chosen or config.max_model_len is not None:
+        return chosen  # a length that was asked for stays: workers of one model agree in it, not in their pools
+    logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
+    return capacity
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
