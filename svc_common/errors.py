@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
@@ -138,14 +139,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method), **serializers)
         if handler.request_streaming:
             return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), **serializers)
+        serializers["request_deserializer"] = _tolerant(handler.request_deserializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method), **serializers)
         return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **serializers)
 
 
+class _Undecodable:
+    """Stands for a request whose bytes are no message: grpc itself would answer UNKNOWN before any handler runs."""
+
+    def __init__(self, error: DecodeError) -> None:
+        self._error = error
+
+    def refuse(self, method: str) -> NoReturn:
+        raise InvalidRequestError(
+            f"{method} got bytes that are no such message, or text that is no UTF-8: {self._error}"
+        )
+
+
+def _tolerant(deserialize: Any) -> Any:
+    def convert(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Undecodable(error)
+
+    return convert
+
+
 def _unary(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, _Undecodable):
+                request.refuse(method)
             return await behaviour(request, context)
         except QuireError as error:
             await abort(context, error)
@@ -158,6 +184,8 @@ def _unary(behaviour: Any, method: str) -> Any:
 def _streaming(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, _Undecodable):
+                request.refuse(method)
             async for response in behaviour(request, context):
                 yield response
         except QuireError as error:
