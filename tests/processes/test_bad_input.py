@@ -1,0 +1,329 @@
+"""Bad input gets a clear error that names field and limit, and harms nothing: the next request works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from quire.v1 import inference_pb2 as pb
+from quire_client import AlreadyExists, AsyncClient, InvalidRequest, ModelNotFound, Overloaded, QuireError
+from quire_client.errors import error_from_rpc
+from quire_client.retry import RetryPolicy
+from safetensors.torch import load_file, save_file
+
+from tests.processes.models import MAX_MODEL_LEN, SHAPES, VOCAB_SIZE, make_checkpoint
+from tests.processes.stack import Service, Stack, is_ready, wait_idle
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 40
+POOL_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # 640: less than max_model_len
+FLAGS = (
+    *("--dtype", "float32", "--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE)),
+    *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", str(MAX_MODEL_LEN)),
+)
+MAX_WAITING = 6
+GENERATE = "/quire.v1.InferenceService/Generate"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_checkpoint(tmp_path_factory.mktemp("bad_input") / "model")
+
+
+class Running:
+    """A stack with a small pool and a short queue."""
+
+    def __init__(self, stack: Stack, model_dir: Path) -> None:
+        self.stack = stack
+        self.scheduler = stack.start_scheduler("--max-waiting", str(MAX_WAITING))
+        self.worker = stack.start_worker(self.scheduler, model_dir, *FLAGS)
+        self.gateway = stack.start_gateway(self.scheduler)
+
+
+@pytest.fixture(scope="module")
+def running(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with Stack(tmp_path_factory.mktemp("running")) as stack:
+        yield Running(stack, model_dir)
+
+
+@pytest.fixture
+async def client(running: Running) -> AsyncIterator[AsyncClient]:
+    async with await running.stack.connect(running.gateway) as client:
+        yield client
+        await check_works(running, client)
+
+
+async def check_works(running: Running, client: AsyncClient) -> None:
+    """Nothing is left behind, and a good request gets its four tokens."""
+    await wait_idle(running.stack, client)
+    result = await client.generate(token_ids=[1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True)
+    assert len(result.token_ids) == 4
+
+
+def tokens(*ids: int) -> dict[str, Any]:
+    return {"prompt": {"tokens": {"ids": ids}}}
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"sampling": fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"prompt": {"chat": {"messages": [{"role": "user", "content": "hi"}]} | fields}}
+
+
+NAN, INF = math.nan, math.inf
+CODES = grpc.StatusCode
+BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
+    # name, what is wrong with an otherwise good request, code, field, a part of the message
+    ("no prompt", {"prompt": {}}, CODES.INVALID_ARGUMENT, "prompt", "not set"),
+    ("empty text", {"prompt": {"text": ""}}, CODES.INVALID_ARGUMENT, "prompt.text", "empty"),
+    ("empty tokens", {"prompt": {"tokens": {}}}, CODES.INVALID_ARGUMENT, "prompt.tokens.ids", "empty"),
+    ("empty chat", chat(messages=[]), CODES.INVALID_ARGUMENT, "prompt.chat.messages", "empty"),
+    ("unknown role", chat(messages=[{"role": "king"}]), CODES.INVALID_ARGUMENT, "prompt.chat.messages[0].role", "king"),
+    ("bad kwargs", chat(template_kwargs_json="{"), CODES.INVALID_ARGUMENT, "prompt.chat.template_kwargs_json", "JSON"),
+    ("bad tools", chat(tools_json="3"), CODES.INVALID_ARGUMENT, "prompt.chat.tools_json", "JSON"),
+    ("token = vocab", tokens(1, VOCAB_SIZE), CODES.INVALID_ARGUMENT, "prompt", str(VOCAB_SIZE)),
+    ("token = 2^32-1", tokens(2**32 - 1), CODES.INVALID_ARGUMENT, "prompt", str(VOCAB_SIZE)),
+    ("prompt too long", tokens(*[1] * 2000), CODES.INVALID_ARGUMENT, "prompt", str(MAX_MODEL_LEN)),
+    ("2 MB of text", {"prompt": {"text": "x" * (2 << 20)}}, CODES.INVALID_ARGUMENT, "prompt.text", str(MAX_MODEL_LEN)),
+    ("too many out", {"stop": {"max_tokens": 1022}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_MODEL_LEN)),
+    ("above pool", {"stop": {"max_tokens": 700}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(POOL_TOKENS)),
+    ("max_tokens 2^32-1", {"stop": {"max_tokens": 2**32 - 1}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", "1024"),
+    ("empty stop", {"stop": {"stop": ["a", ""]}}, CODES.INVALID_ARGUMENT, "stop.stop[1]", "empty"),
+    ("stop id", {"stop": {"stop_token_ids": [512]}}, CODES.INVALID_ARGUMENT, "stop.stop_token_ids", str(VOCAB_SIZE)),
+    ("unknown model", {"model": "nobody"}, CODES.NOT_FOUND, "model", "nobody"),
+    ("temperature NaN", sampling(temperature=NAN), CODES.INVALID_ARGUMENT, "sampling.temperature", "nan"),
+    ("temperature inf", sampling(temperature=INF), CODES.INVALID_ARGUMENT, "sampling.temperature", "inf"),
+    ("temperature 3", sampling(temperature=3), CODES.INVALID_ARGUMENT, "sampling.temperature", "2"),
+    ("temperature -1", sampling(temperature=-1), CODES.INVALID_ARGUMENT, "sampling.temperature", "0"),
+    ("top_p 0", sampling(top_p=0), CODES.INVALID_ARGUMENT, "sampling.top_p", "above 0"),
+    ("top_p 1.5", sampling(top_p=1.5), CODES.INVALID_ARGUMENT, "sampling.top_p", "1.5"),
+    ("top_p NaN", sampling(top_p=NAN), CODES.INVALID_ARGUMENT, "sampling.top_p", "nan"),
+    ("min_p NaN", sampling(min_p=NAN), CODES.INVALID_ARGUMENT, "sampling.min_p", "nan"),
+    ("min_p 2", sampling(min_p=2), CODES.INVALID_ARGUMENT, "sampling.min_p", "2"),
+    ("n 0", sampling(n=0), CODES.INVALID_ARGUMENT, "sampling.n", "at least 1"),
+    ("n above rows", sampling(n=5), CODES.INVALID_ARGUMENT, "sampling.n", "4"),
+    ("priority", {"scheduling": {"priority": 5000}}, CODES.INVALID_ARGUMENT, "scheduling.priority", "1000"),
+    ("long salt", {"scheduling": {"cache_salt": "s" * 200}}, CODES.INVALID_ARGUMENT, "scheduling.cache_salt", "128"),
+    ("bad id", {"request_id": "no spaces"}, CODES.INVALID_ARGUMENT, "request_id", "no spaces"),
+    ("penalty", sampling(frequency_penalty=1), CODES.UNIMPLEMENTED, "sampling.frequency_penalty", "not served"),
+    ("bias", sampling(logit_bias={1: 1.0}), CODES.UNIMPLEMENTED, "sampling.logit_bias", "not served"),
+    ("beams", sampling(beam_width=2), CODES.UNIMPLEMENTED, "sampling.beam_width", "not served"),
+    ("schema", sampling(json_schema="{}"), CODES.UNIMPLEMENTED, "sampling.json_schema", "not served"),
+    ("logprobs", {"output": {"logprobs": 1}}, CODES.UNIMPLEMENTED, "output.logprobs", "not served"),
+    ("min_tokens", {"stop": {"min_tokens": 1}}, CODES.UNIMPLEMENTED, "stop.min_tokens", "not served"),
+    ("adapter", {"adapter": "lora"}, CODES.UNIMPLEMENTED, "adapter", "not served"),
+    ("media", {"media": [b"png"]}, CODES.UNIMPLEMENTED, "media", "not served"),
+]
+
+
+async def test_every_bad_field_is_named(client: AsyncClient) -> None:
+    for name, wrong, code, field, part in BAD_REQUESTS:
+        good = {"prompt": {"tokens": {"ids": [1, 2, 3]}}, "stop": {"max_tokens": 4}}
+        error = await refusal(client, pb.GenerateRequest(**(good | wrong)))
+        assert error.code == code, f"{name}: {error.code} {error.message}"
+        assert [v.field for v in error.field_violations] == [field], f"{name}: {error.message}"
+        assert part in error.message, f"{name}: {error.message}"
+        assert len(error.message) < 1000, name
+
+
+async def refusal(client: AsyncClient, request: pb.GenerateRequest) -> QuireError:
+    try:
+        async for _ in client.raw.Generate(request, timeout=30):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error_from_rpc(error)
+    raise AssertionError(f"accepted: {str(request)[:300]}")
+
+
+async def test_a_request_as_large_as_the_pool_is_served(client: AsyncClient) -> None:
+    result = await client.generate(token_ids=[5] * (POOL_TOKENS - 20), max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert len(result.token_ids) == 20
+
+
+@pytest.mark.parametrize("data", [b"\x1a\x04\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x1a\x7f\x00"])
+async def test_bytes_that_are_no_request(client: AsyncClient, running: Running, data: bytes) -> None:
+    """Invalid UTF-8 in a string field, and what is no protobuf message at all."""
+    async with grpc.aio.insecure_channel(running.gateway.address) as channel:
+        call = channel.unary_stream(GENERATE)(data, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() == CODES.INVALID_ARGUMENT
+    assert "GenerateRequest" in (caught.value.details() or "")
+
+
+async def test_a_message_above_the_transport_limit(client: AsyncClient) -> None:
+    error = await refusal(client, pb.GenerateRequest(prompt={"text": "x" * (65 << 20)}))
+    assert error.code == CODES.RESOURCE_EXHAUSTED
+
+
+async def test_a_request_id_in_flight_is_refused_and_free_again_later(client: AsyncClient) -> None:
+    options: dict[str, Any] = {"token_ids": [1], "request_id": "mine", "temperature": 0.0, "ignore_eos": True}
+    async with client.stream(**options, max_tokens=600) as stream:
+        await anext(stream)
+        with pytest.raises(AlreadyExists, match="mine"):
+            await client.generate(**options, max_tokens=4)
+        assert (await anext(stream)).token_ids
+    deadline = asyncio.get_running_loop().time() + 10
+    while True:
+        try:
+            assert len((await client.generate(**options, max_tokens=4)).token_ids) == 4
+            return
+        except AlreadyExists:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.02)
+
+
+async def test_a_full_queue_says_when_to_come_back(client: AsyncClient, running: Running) -> None:
+    async with await AsyncClient.connect(running.gateway.address, retry=RetryPolicy(max_attempts=1)) as impatient:
+        long = [impatient.stream(token_ids=[i], max_tokens=500, temperature=0.0, ignore_eos=True) for i in range(30)]
+        results = await asyncio.gather(*(stream.__aenter__() for stream in long), return_exceptions=True)
+        for stream in long:
+            stream.cancel()
+    refused = [result for result in results if isinstance(result, BaseException)]
+    assert refused, "30 long requests fitted into 4 rows and a queue of 6"
+    assert len(refused) < 30
+    for error in refused:
+        assert isinstance(error, Overloaded), error
+        assert str(MAX_WAITING) in error.message
+        assert error.retry_after_s is not None
+        assert 0 < error.retry_after_s <= 60
+
+
+async def test_unknown_models_and_requests(client: AsyncClient) -> None:
+    with pytest.raises(ModelNotFound, match="nobody"):
+        await client.model("nobody")
+    with pytest.raises(ModelNotFound, match="nobody"):
+        await client.tokenize("x", model="nobody")
+    with pytest.raises(InvalidRequest, match=str(VOCAB_SIZE)):
+        await client.detokenize([VOCAB_SIZE])
+    assert (await client.abort("nobody")).unknown_ids == ("nobody",)
+
+
+async def test_a_template_that_fails_is_the_callers_error(model_dir: Path, tmp_path: Path) -> None:
+    """The checkpoint's own template may refuse a conversation; others go on."""
+    folder = copy_of(model_dir, tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('Conversations must end with a question') }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with Stack(tmp_path) as stack:
+        running = Running(stack, folder)
+        async with await stack.connect(running.gateway) as client:
+            with pytest.raises(InvalidRequest, match="must end with a question") as caught:
+                await client.chat("hi")
+            assert [v.field for v in caught.value.field_violations] == ["prompt.chat"]
+            await check_works(running, client)
+
+
+# -- checkpoints and workers -------------------------------------------------------------------------------------------
+
+
+def copy_of(model_dir: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for path in model_dir.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def drop_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+def cut_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][:-1].contiguous()
+    save_file(weights, folder / "model.safetensors")
+
+
+BROKEN = {
+    "missing tensor": (drop_tensor, "model.layers.1.mlp.down_proj.weight"),
+    "wrong shape": (cut_tensor, "model.layers.0.self_attn.k_proj.weight"),
+    "unknown architecture": (
+        lambda f: change_config(f, architectures=["FancyModel"], model_type="fancy"),
+        "FancyModel",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "cut file": (lambda f: (f / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}"), "model.safetensors"),
+    "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "num_key_value_heads"),
+}
+
+
+def test_a_broken_checkpoint_ends_the_worker_with_its_fault(model_dir: Path, tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        workers: dict[str, Service] = {}
+        for name, (harm, _) in BROKEN.items():
+            (tmp_path / name).mkdir()
+            folder = copy_of(model_dir, tmp_path / name)
+            harm(folder)
+            workers[name] = stack.start_worker(scheduler, folder)
+        for name, worker in workers.items():
+            assert worker.wait(60) == 2, f"{name}: {worker.log()}"
+            assert BROKEN[name][1] in worker.log(), f"{name}: {worker.log()}"
+            assert "Traceback" not in worker.log(), f"{name}: {worker.log()}"
+        assert scheduler.is_running
+
+
+async def test_workers_that_do_not_match_are_refused(client: AsyncClient, running: Running, tmp_path: Path) -> None:
+    stack = running.stack
+    other_model = make_checkpoint(tmp_path / "model", SHAPES[2], seed=9)
+    mine = running.worker.command[running.worker.command.index("--model") + 1]
+    strangers = {
+        "block_size": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--block-size", "32"),
+        "max_model_len": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--max-model-len", "512"),
+        "revision": stack.start_worker(running.scheduler, other_model, *FLAGS, "--model-name", "model"),
+    }
+    for field, worker in strangers.items():
+        await wait_for_log(worker, "refuses this worker")
+        assert field in worker.log(), worker.log()
+        schedulers = (await client.status()).schedulers
+        assert is_ready(schedulers, running.worker)
+        assert not is_ready(schedulers, worker)
+        worker.terminate()
+
+
+async def wait_for_log(service: Service, words: str) -> None:
+    deadline = asyncio.get_running_loop().time() + 60
+    while words not in service.log():
+        assert service.is_running, service.log()
+        assert asyncio.get_running_loop().time() < deadline, service.log()
+        await asyncio.sleep(0.05)
+
+
+def test_bad_flags_end_a_service_with_their_name(tmp_path: Path, model_dir: Path) -> None:
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        scheduler.wait_ready()
+        starts = {
+            "--max-waiting": stack.start_scheduler("--max-waiting", "0"),
+            "block_size": stack.start_worker(scheduler, model_dir, "--block-size", "17"),
+            "--scheduler": stack.start_gateway(flags=("--scheduler", "nowhere")),
+        }
+        for flag, service in starts.items():
+            assert service.wait() == 2, service.log()
+            assert flag in service.log(), service.log()
+            assert "Traceback" not in service.log(), service.log()
+        taken = Service("twin", scheduler.command, scheduler.address, tmp_path / "twin.log")
+        taken.start()
+        assert taken.wait() == 2, taken.log()
+        assert scheduler.address in taken.log()
