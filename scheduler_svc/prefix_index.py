@@ -183,11 +183,13 @@ class RedisPrefixIndex:
         self._renew_at = 0.0
         self._is_up = False
         self._has_warned = False
+        self._is_closed = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to speak with the server; called once, on the event loop."""
+        self._refresh_at = asyncio.get_running_loop().time() + self._entry_ttl_s / 3
         self._task = asyncio.create_task(self._run())
 
     # -- what callers do: nothing here waits ---------------------------------------------------------------------------
@@ -226,6 +228,9 @@ class RedisPrefixIndex:
         return "redis" if self._is_up else "redis (down)"
 
     async def close(self) -> None:
+        # The client swallows a cancellation that meets it while it connects: hence the flag as well.
+        self._is_closed = True
+        self._wake.set()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -289,7 +294,7 @@ class RedisPrefixIndex:
 
     async def _run(self) -> None:
         backoff_s = 0.05
-        while True:
+        while not self._is_closed:
             try:
                 await self._write_all()
                 backoff_s = 0.05
@@ -310,7 +315,7 @@ class RedisPrefixIndex:
             await self._write_batch()
             if self._needs_snapshot:
                 self._load_snapshot()
-            if not (self._pending or self._dirty):
+            if self._is_closed or not (self._pending or self._dirty):
                 return
 
     def _plan_renewals(self) -> None:
@@ -324,11 +329,10 @@ class RedisPrefixIndex:
             self._needs_snapshot = True
 
     def _load_snapshot(self) -> None:
-        """Everything is to be written again. Removals that still wait stay, unless the snapshot says otherwise."""
+        """Everything is to be written again; the snapshot is newer than what waits."""
         self._needs_snapshot = False
         cached = {(Holder(e.worker_id, e.worker_epoch), e.digest): True for e in self._snapshot()}
-        removals = {entry: False for entry, is_cached in self._pending.items() if not is_cached}
-        self._pending = removals | cached
+        self._pending |= cached
         self._limit = max(self._max_pending, 2 * len(cached))
         for holder in self._addresses:
             self._dirty.setdefault(holder, True)

@@ -1,0 +1,399 @@
+"""One suite for every prefix index: in memory, and in a real Redis that is stopped, flushed, slow and started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from hashlib import md5
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_svc.core.messages import PrefixEvent
+from scheduler_svc.prefix_index import Holder, MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
+from tests.processes.redis_server import RedisServer
+
+DEADLINE_S = 15.0
+W0, W1 = Holder("w0", 2**64 - 1), Holder("w1", 5)
+
+
+def chain(count: int, name: str = "a") -> list[bytes]:
+    """Digests of a chain of blocks, any bytes included."""
+    return [md5(f"{name}{i}".encode()).digest() for i in range(count)]
+
+
+def cached(holder: Holder, digests: list[bytes]) -> list[PrefixEvent]:
+    return [PrefixEvent(*holder, digest, is_cached=True) for digest in digests]
+
+
+def evicted(holder: Holder, digests: list[bytes]) -> list[PrefixEvent]:
+    return [PrefixEvent(*holder, digest, is_cached=False) for digest in digests]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():  # noqa: ASYNC110 - what is waited for is in another process
+            await asyncio.sleep(0.005)
+
+
+async def comes_to(index: PrefixIndex, digests: list[bytes], expected: dict[Holder, int]) -> None:
+    """Wait until a lookup gives `expected`: publishing happens behind the caller's back."""
+    found: dict[Holder, int] | None = None
+
+    async def is_expected() -> bool:
+        nonlocal found
+        found = await index.lookup(digests)
+        return found == expected
+
+    try:
+        await until(is_expected)
+    except TimeoutError:
+        raise AssertionError(f"lookup gives {found}, not {expected}") from None
+
+
+async def state_is(index: PrefixIndex, expected: str) -> None:
+    async def is_expected() -> bool:
+        return index.state() == expected
+
+    await until(is_expected)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    folder: Path = tmp_path_factory.mktemp("redis")
+    with RedisServer(folder) as server:
+        yield server
+
+
+class Redis:
+    """Makes indexes on one server; each is another scheduler. `held` is what its pools hold."""
+
+    def __init__(self, server: RedisServer, cleanup: AsyncExitStack) -> None:
+        self.server = server
+        self._cleanup = cleanup
+        self.num_snapshots = 0
+
+    def index(self, owner: str = "s0", held: list[PrefixEvent] | None = None, **options: Any) -> RedisPrefixIndex:
+        def snapshot() -> list[PrefixEvent]:
+            self.num_snapshots += 1
+            return held or []
+
+        options = {"lease_ttl_s": 0.6, "max_backoff_s": 0.1} | options
+        index = RedisPrefixIndex(self.server.url, owner=owner, snapshot=snapshot, **options)
+        index.start()
+        self._cleanup.push_async_callback(index.close)
+        return index
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    redis_server.stop()
+    redis_server.start()
+    async with AsyncExitStack() as cleanup:
+        yield Redis(redis_server, cleanup)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def index(request: pytest.FixtureRequest) -> AsyncIterator[PrefixIndex]:
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        server.stop()
+        server.start()
+        async with AsyncExitStack() as cleanup:
+            yield Redis(server, cleanup).index()
+        return
+    memory = MemoryPrefixIndex()
+    yield memory
+    await memory.close()
+
+
+# -- what every index does -------------------------------------------------------------------------------------------
+
+
+async def test_knows_nothing_at_first(index: PrefixIndex) -> None:
+    assert await index.lookup([]) == {}
+    assert await index.lookup(chain(3)) == {}
+
+
+async def test_counts_leading_blocks_per_worker(index: PrefixIndex) -> None:
+    digests = chain(6)
+    index.register_worker(*W0, "127.0.0.1:1")
+    index.register_worker(*W1, "127.0.0.1:2")
+    await index.publish(cached(W0, digests[:4]) + cached(W1, digests[:2]))
+    await comes_to(index, digests, {W0: 4, W1: 2})
+    await comes_to(index, digests[:3], {W0: 3, W1: 2})
+    await comes_to(index, chain(3, "other"), {})
+    await comes_to(index, [*chain(1, "other"), *digests], {})
+
+
+async def test_a_gap_ends_the_prefix(index: PrefixIndex) -> None:
+    digests = chain(5)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await index.publish(evicted(W0, digests[2:3]))
+    await comes_to(index, digests, {W0: 2})
+    await index.publish(evicted(W0, digests[:1]))
+    await comes_to(index, digests, {})
+
+
+async def test_eviction_concerns_one_worker_only(index: PrefixIndex) -> None:
+    digests = chain(3)
+    for holder in (W0, W1):
+        index.register_worker(*holder, "127.0.0.1:1")
+        await index.publish(cached(holder, digests))
+    await index.publish(evicted(W0, digests[1:]))
+    await comes_to(index, digests, {W0: 1, W1: 3})
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 500, 1025])
+async def test_finds_the_end_of_long_chains(index: PrefixIndex, count: int) -> None:
+    digests = chain(1100)
+    index.register_worker(*W0, "127.0.0.1:1")
+    index.register_worker(*W1, "127.0.0.1:2")
+    await index.publish(cached(W0, digests[:count]) + cached(W1, digests[: 1 + count // 3]))
+    await comes_to(index, digests, {W0: count, W1: 1 + count // 3})
+
+
+async def test_another_life_of_a_worker_starts_from_nothing(index: PrefixIndex) -> None:
+    digests = chain(3)
+    index.register_worker(*W1, "127.0.0.1:1")
+    await index.publish(cached(W1, digests))
+    await comes_to(index, digests, {W1: 3})
+    reborn = Holder("w1", 6)
+    index.register_worker(*reborn, "127.0.0.1:1")
+    await comes_to(index, digests, {})
+    await index.publish(cached(reborn, digests[:1]))
+    await comes_to(index, digests, {reborn: 1})
+    index.forget(*W1)  # late news of the former life
+    await index.publish(evicted(W1, digests[:1]))
+    await asyncio.sleep(0.05)
+    await comes_to(index, digests, {reborn: 1})
+
+
+async def test_a_forgotten_worker_counts_for_nothing(index: PrefixIndex) -> None:
+    digests = chain(3)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await comes_to(index, digests, {W0: 3})
+    index.forget(*W0)
+    index.forget(*W0)
+    index.forget("nobody", 1)
+    await comes_to(index, digests, {})
+
+
+async def test_the_newest_event_of_a_block_wins(index: PrefixIndex) -> None:
+    digests = chain(2)
+    index.register_worker(*W0, "127.0.0.1:1")
+    for _ in range(3):
+        await index.publish(cached(W0, digests))
+        await index.publish(evicted(W0, digests))
+    await index.publish(cached(W0, digests))
+    await comes_to(index, digests, {W0: 2})
+
+
+async def test_epochs_of_schedulers_only_grow(index: PrefixIndex) -> None:
+    first = await index.next_scheduler_epoch()
+    index.note_scheduler_epoch(max(first, 40))
+    if first == 0:
+        assert index.state() == "memory"
+        return
+
+    async def is_above() -> bool:
+        return await index.next_scheduler_epoch() > 40
+
+    await until(is_above)
+
+
+# -- what only Redis can do ------------------------------------------------------------------------------------------
+
+
+async def test_schedulers_see_each_other(redis: Redis) -> None:
+    mine, other = redis.index("s0"), redis.index("s1")
+    digests = chain(40)
+    mine.register_worker(*W0, "127.0.0.1:1")
+    await mine.publish(cached(W0, digests))
+    await comes_to(other, digests, {W0: 40})
+    assert mine.state() == other.state() == "redis"
+
+
+async def test_a_worker_taken_over_is_not_forgotten_by_its_former_scheduler(redis: Redis) -> None:
+    old, new = redis.index("s0"), redis.index("s1")
+    digests = chain(2)
+    old.register_worker(*W0, "127.0.0.1:1")
+    await old.publish(cached(W0, digests))
+    await comes_to(new, digests, {W0: 2})
+    new.register_worker(*W0, "127.0.0.1:1")
+    with redis.server.client() as client:
+
+        async def is_taken_over() -> bool:
+            return bool(client.hget("quire:worker:w0", "owner") == b"s1")
+
+        await until(is_taken_over)
+    old.forget(*W0)
+    old.register_worker(*W1, "127.0.0.1:1")  # written after the forget: shows that it was applied
+    await old.publish(cached(W1, digests[:1]))
+    await comes_to(new, digests, {W0: 2, W1: 1})
+
+
+async def test_a_lease_that_nobody_renews_expires(redis: Redis) -> None:
+    reader, gone = redis.index("s0"), redis.index("s1")
+    digests = chain(2)
+    gone.register_worker(*W0, "127.0.0.1:1")
+    await gone.publish(cached(W0, digests))
+    await comes_to(reader, digests, {W0: 2})
+    await gone.close()
+    await comes_to(reader, digests, {})
+
+
+async def test_a_lease_is_renewed(redis: Redis) -> None:
+    index = redis.index()
+    digests = chain(2)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await comes_to(index, digests, {W0: 2})
+    for _ in range(20):
+        await asyncio.sleep(0.06)
+        assert await index.lookup(digests) == {W0: 2}
+
+
+async def test_every_key_expires_or_is_one_of_two_counters(redis: Redis) -> None:
+    index = redis.index()
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, chain(5)))
+    await index.next_scheduler_epoch()
+    await comes_to(index, chain(5), {W0: 5})
+    with redis.server.client() as client:
+        eternal = {key for key in client.scan_iter() if client.ttl(key) == -1}
+    assert eternal == {b"quire:generation", b"quire:scheduler_epoch"}
+
+
+async def test_entries_are_refreshed_before_they_expire(redis: Redis) -> None:
+    digests = chain(3)
+    index = redis.index(held=cached(W0, digests), entry_ttl_s=0.9, lease_ttl_s=0.3)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await comes_to(index, digests, {W0: 3})
+    for _ in range(30):
+        await asyncio.sleep(0.05)
+        assert await index.lookup(digests) == {W0: 3}
+    assert redis.num_snapshots > 2
+
+
+async def test_works_before_there_is_a_server_and_finds_it_later(redis: Redis) -> None:
+    redis.server.stop()
+    index = redis.index()
+    digests = chain(3)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    assert await index.lookup(digests) == {}
+    assert await index.next_scheduler_epoch() == 0
+    assert index.state() == "redis (down)"
+    redis.server.start()
+    await comes_to(index, digests, {W0: 3})
+    assert index.state() == "redis"
+
+
+async def test_a_restart_is_healed_from_the_snapshot(redis: Redis) -> None:
+    digests = chain(700)
+    held = cached(W0, digests[:600])
+    index = redis.index(held=held)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(held)
+    await comes_to(index, digests, {W0: 600})
+    redis.server.stop()
+    await state_is(index, "redis (down)")
+    held += cached(W0, digests[600:])
+    await index.publish(held[600:])
+    assert await index.lookup(digests) == {}
+    redis.server.start()
+    await comes_to(index, digests, {W0: 700})
+    assert await index.next_scheduler_epoch() > 0
+
+
+async def test_a_flush_is_noticed_without_any_traffic(redis: Redis) -> None:
+    digests = chain(9)
+    one = redis.index("s0", held=cached(W0, digests))
+    two = redis.index("s1", held=cached(W1, digests[:5]))
+    one.register_worker(*W0, "127.0.0.1:1")
+    two.register_worker(*W1, "127.0.0.1:2")
+    await one.publish(cached(W0, digests))
+    await two.publish(cached(W1, digests[:5]))
+    await comes_to(one, digests, {W0: 9, W1: 5})
+    redis.server.flush()
+    await comes_to(two, digests, {W0: 9, W1: 5})
+
+
+async def test_evictions_during_an_outage_are_not_lost(redis: Redis) -> None:
+    index = redis.index()
+    digests = chain(4)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await comes_to(index, digests, {W0: 4})
+    with redis.server.client() as client:
+        client.execute_command("CLIENT", "PAUSE", "700", "ALL")
+    await index.publish(evicted(W0, digests[2:]))
+    await state_is(index, "redis (down)")
+    await comes_to(index, digests, {W0: 2})
+
+
+async def test_a_slow_server_holds_nobody_up(redis: Redis) -> None:
+    index = redis.index(timeout_s=0.1)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, chain(2)))
+    await comes_to(index, chain(2), {W0: 2})
+    with redis.server.client() as client:
+        client.execute_command("CLIENT", "PAUSE", "1500", "ALL")
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    assert await index.lookup(chain(2)) == {}
+    assert await index.next_scheduler_epoch() == 0
+    for i in range(100):
+        await index.publish(cached(W0, chain(20, str(i))))
+    assert loop.time() - start < 1.0
+    await comes_to(index, chain(20, "99"), {W0: 20})
+
+
+async def test_what_waits_is_bounded_and_healed_afterwards(redis: Redis) -> None:
+    redis.server.stop()
+    held: list[PrefixEvent] = []
+    index = redis.index(held=held, max_pending=50)
+    index.register_worker(*W0, "127.0.0.1:1")
+    for i in range(100):
+        held += cached(W0, chain(10, str(i)))
+        await index.publish(held[-10:])
+        assert len(index._pending) <= 50
+    redis.server.start()
+    for i in (0, 50, 99):
+        await comes_to(index, chain(10, str(i)), {W0: 10})
+
+
+async def test_survives_being_stopped_and_started_again_and_again(redis: Redis) -> None:
+    digests = chain(300)
+    held: list[PrefixEvent] = []
+    index = redis.index(held=held)
+    index.register_worker(*W0, "127.0.0.1:1")
+    for i in range(3):
+        for digest in digests[100 * i : 100 * i + 100]:
+            held += cached(W0, [digest])
+            await index.publish(held[-1:])
+            await asyncio.sleep(0)
+        redis.server.stop()
+        await index.lookup(digests)
+        redis.server.start()
+    await comes_to(index, digests, {W0: 300})
+
+
+async def test_deployments_on_one_server_keep_apart(redis: Redis) -> None:
+    one, two = redis.index("s0", namespace="one"), redis.index("s1", namespace="two")
+    one.register_worker(*W0, "127.0.0.1:1")
+    await one.publish(cached(W0, chain(2)))
+    await comes_to(one, chain(2), {W0: 2})
+    assert await two.lookup(chain(2)) == {}
+
+
+@pytest.mark.parametrize("url", ["foo", "http://localhost:1", ""])
+def test_a_url_that_cannot_be_one_is_refused_at_start(url: str) -> None:
+    with pytest.raises(ValueError, match="redis://"):
+        RedisPrefixIndex(url, owner="s", snapshot=list)

@@ -1,0 +1,225 @@
+"""Gateways: outboxes that coalesce and stay bounded, streams over real gRPC, refusals one by one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+from quire.v1 import scheduler_pb2, types_pb2
+
+from scheduler_svc import gateway_links
+from scheduler_svc.core.messages import Deltas
+from scheduler_svc.gateway_links import Outbox
+from svc_common.errors import OverloadedError
+from tests.unit.scheduler.conftest import MakeStack
+from tests.unit.scheduler.fakes import settle, until
+from tests.unit.scheduler.toy_worker import expected_tokens, make_submit
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint32)
+
+
+def deltas(offset: int, count: int = 1) -> Deltas:
+    ones = np.ones(count, dtype=np.uint32)
+    return Deltas(ones * 0, ones, ones * 0, np.arange(offset, offset + count, dtype=np.uint32), ones * 9)
+
+
+async def test_outbox_merges_what_was_not_read() -> None:
+    outbox = Outbox("g")
+    outbox.deliver(deltas(0))
+    outbox.reply(1, None)
+    outbox.welcome(scheduler_pb2.Welcome(ready_workers=1))
+    for offset in range(1, 50):
+        outbox.deliver(deltas(offset))
+        outbox.welcome(scheduler_pb2.Welcome(ready_workers=2))
+    outbox.close()
+    messages = [message async for message in outbox.messages()]
+    assert [message.WhichOneof("message") for message in messages] == ["welcome", "submit_reply", "deltas"]
+    assert messages[0].welcome.ready_workers == 2
+    assert np.frombuffer(messages[2].deltas.offsets, dtype="<u4").tolist() == list(range(50))
+    assert messages[2].deltas.sample_indices == b""
+
+
+async def test_outbox_wakes_its_reader() -> None:
+    outbox = Outbox("g")
+    messages = outbox.messages()
+    for offset in range(3):
+        reader = asyncio.ensure_future(anext(messages))
+        await settle()
+        outbox.deliver(deltas(offset))
+        assert len((await reader).deltas.offsets) == 4
+
+
+async def test_outbox_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 100)
+    outbox = Outbox("g")
+    for offset in range(0, 1000, 10):
+        outbox.deliver(deltas(offset, 10))
+        assert outbox.num_pending_tokens <= 100
+    with pytest.raises(OverloadedError, match="110 unread tokens"):
+        await anext(outbox.messages())
+
+
+async def test_a_gateway_that_stops_reading_stalls_nobody(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 500)
+    stack = await make_stack()
+    await stack.worker(max_model_len=20_000)
+    slow, good = await stack.gateway(), await stack.gateway()
+    await until(lambda: good.welcomes and good.welcomes[-1].ready_workers)
+    outbox = next(iter(stack.parts.gateways._outboxes.values()))
+    await until(lambda: slow.welcomes)
+    taken = outbox._take
+    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never came back
+    await slow.submit(1, [1, 2, 3], max_tokens=200)
+    await slow.submit(2, [1, 2, 4], max_tokens=200)
+    await slow.submit(3, [1, 2, 5], max_tokens=200)
+    await good.submit(1, [1, 2, 3], max_tokens=200, request_id="good")
+    await until(lambda: (1, 0) in good.finished, 30)
+    assert good.tokens[1, 0] == expected_tokens([1, 2, 3], 200)
+    outbox._take = taken  # type: ignore[method-assign]
+    await until(lambda: slow.error is not None)
+    assert slow.error is not None
+    assert slow.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await until(lambda: not stack.parts.step_loop.has_work)
+
+
+async def test_a_slow_gateway_gets_fewer_larger_messages(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    outbox = next(iter(stack.parts.gateways._outboxes.values()))
+    taken, outbox._take = outbox._take, lambda: None  # type: ignore[method-assign]
+    await gateway.submit(1, [1, 2, 3], max_tokens=100)
+    await until(lambda: outbox.num_pending_tokens == 100)
+    before = gateway.num_messages
+    outbox._take = taken  # type: ignore[method-assign]
+    outbox.reply(77, None)
+    await until(lambda: (1, 0) in gateway.finished)
+    assert gateway.tokens[1, 0] == expected_tokens([1, 2, 3], 100)
+    assert gateway.num_messages - before == 3
+    assert worker.steps >= 100
+
+
+async def test_a_gateway_that_is_gone_frees_everything(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = await stack.worker()
+    gone, stays = await stack.gateway(), await stack.gateway()
+    await until(lambda: stays.welcomes and stays.welcomes[-1].ready_workers)
+    worker.gate.clear()
+    for handle in range(4):
+        await gone.submit(handle, [handle + 1] * 9, max_tokens=200)
+    await stays.submit(1, [7, 8], max_tokens=20, request_id="stays")
+    await until(lambda: len(gone.replies) == 4 and stays.replies)
+    await gone.close()
+    worker.gate.set()
+    await until(lambda: (1, 0) in stays.finished)
+    assert stays.tokens[1, 0] == expected_tokens([7, 8], 20)
+    await until(lambda: not stack.parts.step_loop.has_work)
+    stats = stack.parts.step_loop.stats()
+    assert stats is not None
+    assert stats.workers[0].blocks_used == 0
+
+
+async def test_a_cancelled_request_ends_within_a_step(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    await gateway.submit(1, [1, 2, 3], max_tokens=250 - 3)
+    await gateway.submit(2, [1, 2, 4], max_tokens=100, n=2)
+    await until(lambda: gateway.tokens)
+    await gateway.cancel(1)
+    await gateway.cancel(2, 1)
+    await until(lambda: len(gateway.finished) == 3)
+    assert gateway.finished[1, 0].reason == types_pb2.FINISH_REASON_ABORTED
+    assert gateway.finished[2, 1].reason == types_pb2.FINISH_REASON_ABORTED
+    assert gateway.tokens[2, 0] == expected_tokens([1, 2, 4], 100)
+
+
+async def test_continues_where_another_scheduler_stopped(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    want = [expected_tokens([1, 2, 3], 20, i) for i in range(2)]
+    states = [types_pb2.SampleState(index=i, output_token_ids=want[i][: 5 + i]) for i in range(2)]
+    gateway.tokens = {(1, i): want[i][: 5 + i] for i in range(2)}
+    continuation = types_pb2.Continuation(samples=states)
+    await gateway.submit(1, [1, 2, 3], max_tokens=20, n=2, continuation=continuation)
+    await until(lambda: len(gateway.finished) == 2)
+    assert [gateway.tokens[1, i] for i in range(2)] == want
+    assert gateway.finished[1, 1].usage.output_tokens == 20
+
+
+async def test_bad_submits_are_refused_one_by_one(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    worker.gate.clear()
+    await gateway.submit(1, [1], request_id="taken")
+    await gateway.submit(1, [1], request_id="same handle")
+    await gateway.submit(2, [1], request_id="taken")
+    await gateway.submit(3, [])
+    await gateway.submit(4, [1000])
+    await gateway.submit(5, [1], n=9)
+    await gateway.submit(6, [1] * 10, max_tokens=250)
+    odd = make_submit(7, [1])
+    odd.prompt_token_ids = b"12345"
+    await gateway.call.write(scheduler_pb2.AttachRequest(submit=odd))
+    await until(lambda: len(gateway.replies) == 7)
+    codes = {handle: refusal.code for handle, refusal in gateway.replies.items() if refusal is not None}
+    exists, invalid = grpc.StatusCode.ALREADY_EXISTS.value[0], grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert codes == {1: exists, 2: exists, 3: invalid, 4: invalid, 5: invalid, 6: invalid, 7: invalid}
+    worker.gate.set()
+    await until(lambda: (1, 0) in gateway.finished)
+    assert gateway.tokens[1, 0] == expected_tokens([1], 8)
+
+
+async def test_a_full_queue_says_when_to_come_back(make_stack: MakeStack) -> None:
+    stack = await make_stack("--max-waiting", "1")
+    worker = await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    worker.gate.clear()
+    for handle in range(12):
+        await gateway.submit(handle, [handle + 1])
+        await until(lambda: len(gateway.replies) == handle + 1)  # noqa: B023
+    refusals = [refusal for refusal in gateway.replies.values() if refusal is not None]
+    assert refusals
+    assert {refusal.code for refusal in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
+    assert all(refusal.retry_after_ms >= 100 for refusal in refusals)
+    worker.gate.set()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        scheduler_pb2.AttachRequest(submit=make_submit(1, [1])),
+        scheduler_pb2.AttachRequest(hello=scheduler_pb2.Hello(gateway_id="g", protocol_version=99)),
+        scheduler_pb2.AttachRequest(),
+    ],
+)
+async def test_a_stream_must_begin_with_hello(make_stack: MakeStack, message: scheduler_pb2.AttachRequest) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    call = gateway.stub.Attach()
+    await call.write(message)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "hello" in (caught.value.details() or "")
+
+
+async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes)
+    await gateway.call.done_writing()
+    assert await asyncio.wait_for(gateway.call.code(), 5) is grpc.StatusCode.OK

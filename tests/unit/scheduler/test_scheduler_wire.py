@@ -1,0 +1,260 @@
+"""Conversions and checks, without any I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+
+from scheduler_svc import wire
+from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch
+from scheduler_svc.core.sequence import FinishReason
+from svc_common.errors import InvalidRequestError, OverloadedError, UnimplementedError
+from tests.builders import make_group
+from tests.unit.scheduler.toy_worker import make_info, make_submit
+
+FENCE = worker_pb2.Fence(scheduler_epoch=3, worker_epoch=4)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint32)
+
+
+def info() -> types_pb2.ModelInfo:
+    return make_info(max_num_blocks=40, max_num_seqs=8)
+
+
+def test_steady_decode_is_columns_only() -> None:
+    batch = StepBatch(
+        "w0", 5, column(0, 2), column(1, 1), column(9, 4), np.array([True, True]), slot_mapping=column(17, 2**32 - 1)
+    )
+    message = wire.step_batch_to_proto(batch, FENCE)
+    assert (message.step_id, message.fence) == (5, FENCE)
+    assert message.query_lens == message.sample_mask == b""
+    assert message.rows == b"\0\0\0\0\2\0\0\0"
+    assert message.slot_mapping == b"\x11\0\0\0\xff\xff\xff\xff"
+    assert not message.opens
+
+
+def test_a_step_with_everything_keeps_everything() -> None:
+    group = make_group(3, sampling=types_pb2.SamplingParams(seed=9))
+    opened = [
+        RowOpen(1, group, 0, column(1, 2, 3), 3, column(7), 0),
+        RowOpen(2, group, 1, column(), 3, column(7), 3, fork_of_row=1),
+    ]
+    batch = StepBatch(
+        "w0",
+        1,
+        rows=column(1),
+        query_lens=column(3),
+        context_lens=column(0),
+        sample_mask=np.array([False]),
+        slot_mapping=column(28, 29, 30),
+        fork_rows=column(2),
+        fork_parents=column(1),
+        close_rows=column(0),
+        opens=opened,
+        table_rows=column(1),
+        table_indices=column(1),
+        table_blocks=column(8),
+        copy_src=column(7),
+        copy_dst=column(9),
+        commit_blocks=column(4, 5),
+        commit_digests=[b"a" * 16, b"b" * 16],
+    )
+    message = wire.step_batch_to_proto(batch, FENCE)
+    assert message.sample_mask == b"\0"
+    assert message.commit_hashes == b"a" * 16 + b"b" * 16
+    first, second = message.opens
+    assert (first.prompt_len, first.sampling.seed, first.HasField("fork_of_row")) == (3, 9, False)
+    assert (second.fork_of_row, second.sample_index, second.token_ids) == (1, 1, b"")
+    for name in ("close_rows", "table_rows", "table_indices", "table_blocks", "copy_src", "copy_dst", "fork_rows"):
+        assert wire.u32_from_bytes(getattr(message, name), name).tolist() == getattr(batch, name).tolist()
+
+
+def test_reads_an_answer() -> None:
+    errors = [worker_pb2.RowError(row=3, code=worker_pb2.ROW_ERROR_CODE_NAN, message="logits hold NaN")]
+    rows, tokens = wire.u32_to_bytes(column(1, 2)), wire.u32_to_bytes(column(7, 8))
+    message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
+    output = wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+    assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
+    assert output.failures[0].message == "nan: logits hold NaN"
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (worker_pb2.StepOutput(step_id=2, worker_epoch=5), "worker epoch 0x5"),
+        (worker_pb2.StepOutput(step_id=3, worker_epoch=4), "step 3"),
+        (worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=b"123"), "rows has 3 bytes"),
+        (worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=b"1234"), "1 rows but 0"),
+    ],
+)
+def test_refuses_an_answer_that_breaks_the_protocol(message: worker_pb2.StepOutput, match: str) -> None:
+    with pytest.raises(wire.WireError, match=match):
+        wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+
+
+def test_reads_a_request() -> None:
+    submit = make_submit(
+        5,
+        [1, 2, 3],
+        max_tokens=9,
+        n=2,
+        priority=-3,
+        cache_salt="tenant",
+        continuation=types_pb2.Continuation(samples=[types_pb2.SampleState(index=1, output_token_ids=[4, 5])]),
+    )
+    submit.stop.stop_token_ids.append(7)
+    group = wire.group_from_proto(submit, info(), owner=2)
+    assert (group.owner, group.handle, group.n, group.priority, group.root_key) == (2, 5, 2, -3, b"tenant")
+    assert group.prompt.tolist() == [1, 2, 3]
+    assert (group.stop.max_tokens, group.stop.stop_token_ids) == (9, {7})
+    assert [output.tolist() for output in group.outputs] == [[], [4, 5]]
+    assert group.sampling.seed == 1
+
+
+Change = Callable[[scheduler_pb2.Submit], object]
+
+
+def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
+    return types_pb2.Continuation(samples=states)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda s: s.ClearField("request_id"), "request_id"),
+        (lambda s: setattr(s, "request_id", "x" * 300), "request_id"),
+        (lambda s: s.ClearField("prompt_token_ids"), "prompt_token_ids"),
+        (lambda s: setattr(s, "prompt_token_ids", b"12345"), "prompt_token_ids"),
+        (lambda s: setattr(s, "prompt_token_ids", b"\xff\xff\xff\xff"), "prompt_token_ids"),
+        (lambda s: setattr(s, "prompt_token_ids", b"\1\0\0\0" * 257), "prompt_token_ids"),
+        (lambda s: s.stop.ClearField("max_tokens"), "stop.max_tokens"),
+        (lambda s: setattr(s.stop, "max_tokens", 255), "stop.max_tokens"),
+        (lambda s: setattr(s.stop, "max_tokens", 170), "stop.max_tokens"),
+        (lambda s: s.stop.stop_token_ids.append(1000), "stop.stop_token_ids"),
+        (lambda s: setattr(s.sampling, "n", 9), "sampling.n"),
+        (lambda s: setattr(s.sampling, "n", 0), "sampling.n"),
+        (lambda s: setattr(s.sampling, "temperature", float("nan")), "sampling.temperature"),
+        (lambda s: setattr(s.sampling, "temperature", -1), "sampling.temperature"),
+        (lambda s: setattr(s.sampling, "top_p", 0), "sampling.top_p"),
+        (lambda s: setattr(s.sampling, "top_p", 1.5), "sampling.top_p"),
+        (lambda s: setattr(s.sampling, "min_p", float("inf")), "sampling.min_p"),
+        (lambda s: s.sampling.ClearField("seed"), "sampling.seed"),
+        (lambda s: setattr(s, "cache_salt", "x" * 5000), "cache_salt"),
+        (lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(index=1))), "continuation.samples.index"),
+        (
+            lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(), types_pb2.SampleState())),
+            "continuation.samples.index",
+        ),
+        (
+            lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(output_token_ids=[1] * 9))),
+            "continuation.samples.output_token_ids",
+        ),
+        (
+            lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(output_token_ids=[5000]))),
+            "continuation.samples.output_token_ids",
+        ),
+        (lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(finished=True))), "continuation"),
+    ],
+)
+def test_refuses_a_bad_request_by_its_field(change: Change, field: str) -> None:
+    submit = make_submit(1, [1, 2, 3], max_tokens=8)
+    change(submit)
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.group_from_proto(submit, info(), owner=0)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda s: setattr(s.sampling, "repetition_penalty", 1.1), "sampling.repetition_penalty"),
+        (lambda s: setattr(s.sampling, "beam_width", 2), "sampling.beam_width"),
+        (lambda s: setattr(s.sampling, "json_schema", "{}"), "sampling.json_schema"),
+        (lambda s: s.sampling.logit_bias.update({1: 2.0}), "sampling.logit_bias"),
+        (lambda s: setattr(s.stop, "min_tokens", 2), "stop.min_tokens"),
+    ],
+)
+def test_names_what_is_not_served(change: Change, field: str) -> None:
+    submit = make_submit(1, [1])
+    change(submit)
+    with pytest.raises(UnimplementedError) as caught:
+        wire.group_from_proto(submit, info(), owner=0)
+    assert caught.value.field == field
+
+
+def test_every_field_of_a_later_capability_is_known() -> None:
+    """A field added to the protocol must be served or refused, never ignored."""
+    served = {"temperature", "top_p", "top_k", "min_p", "seed", "n", "logit_bias"}
+    assert {f.name for f in types_pb2.SamplingParams.DESCRIPTOR.fields} == served | set(wire.UNSERVED_SAMPLING)
+
+
+def finished(owner: int, handle: int, **fields: object) -> Finished:
+    group = make_group(4, owner=owner, handle=handle)
+    return Finished(group, 0, FinishReason.STOP, 3, 2, 1, 5, **fields)  # type: ignore[arg-type]
+
+
+def test_deltas_of_one_gateway_are_not_copied() -> None:
+    deltas = Deltas(column(1, 1), column(5, 6), column(0, 0), column(3, 4), column(7, 8), [finished(1, 5)])
+    assert wire.split_deltas(deltas) == {1: deltas}
+    message = wire.deltas_to_proto([deltas])
+    assert message.sample_indices == b""
+    [end] = message.finished
+    assert (end.handle, end.reason, end.preemptions) == (5, types_pb2.FINISH_REASON_STOP, 5)
+    usage = end.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, usage.recomputed_tokens) == (4, 2, 3, 1)
+    assert not end.HasField("stop_token_id")
+    assert (
+        wire.deltas_to_proto([Deltas(*[column()] * 5, [finished(1, 5, stop_token_id=0)])])
+        .finished[0]
+        .HasField("stop_token_id")
+    )
+
+
+def test_deltas_are_split_by_owner_and_merged_in_order() -> None:
+    first = Deltas(column(1, 2), column(5, 6), column(0, 1), column(0, 0), column(7, 8), [finished(2, 6)])
+    parts = wire.split_deltas(first)
+    assert parts[1].handles.tolist() == [5]
+    assert parts[1].finished == []
+    assert parts[2].sample_indices.tolist() == [1]
+    later = Deltas(column(2), column(9), column(0), column(1), column(3), [])
+    message = wire.deltas_to_proto([parts[2], later])
+    assert wire.u32_from_bytes(message.handles, "handles").tolist() == [6, 9]
+    assert wire.u32_from_bytes(message.sample_indices, "sample_indices").tolist() == [1, 0]
+    assert len(message.finished) == 1
+
+
+def test_refusals_carry_code_field_and_advice() -> None:
+    refusal = wire.refusal_to_proto(OverloadedError("full", field="f", retry_after_s=0.25))
+    assert (refusal.code, refusal.message, refusal.field, refusal.retry_after_ms) == (8, "full", "f", 250)
+    assert wire.refusal_to_proto(InvalidRequestError("bad")).retry_after_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (worker_pb2.ListBlocksResponse(block_ids=b"\1\0\0\0", hashes=b"x" * 15, token_ids=b"\0" * 16), "15 bytes"),
+        (worker_pb2.ListBlocksResponse(block_ids=b"\1\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 12), "3 token_ids"),
+        (worker_pb2.ListBlocksResponse(block_ids=b"\x40\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 16), "block 64"),
+    ],
+)
+def test_refuses_cached_blocks_that_cannot_be(message: worker_pb2.ListBlocksResponse, match: str) -> None:
+    with pytest.raises(wire.WireError, match=match):
+        wire.cached_blocks_from_proto([message], block_size=4, num_blocks=64)
+
+
+def test_the_salt_separates_what_kv_depends_on() -> None:
+    salts = {
+        wire.root_salt(make_info(**change))
+        for change in (
+            {},
+            {"revision": "r2"},
+            {"dtype": "bfloat16"},
+            {"determinism": types_pb2.DETERMINISM_BEST_EFFORT},
+        )
+    }
+    assert len(salts) == 4

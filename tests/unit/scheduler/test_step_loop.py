@@ -1,0 +1,287 @@
+"""The step loop with fake links: order, routing, refusals, losses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from scheduler_svc.core.messages import StepOutput
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.prefix_index import Holder
+from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
+from tests.builders import make_group
+from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
+
+
+def submit(loop: StepLoop, owner: int, handle: int, **fields: object) -> None:
+    fields.setdefault("request_id", f"r{owner}-{handle}")
+    loop.submit(make_group(owner=owner, handle=handle, **fields))  # type: ignore[arg-type]
+
+
+async def test_refuses_until_a_worker_is_there() -> None:
+    async with running_loop() as loop:
+        gateway = FakeGateway()
+        submit(loop, loop.attach(gateway), 1)
+        await settle()
+        [(handle, error)] = gateway.replies
+        assert handle == 1
+        assert isinstance(error, UnavailableError)
+        assert error.retry_after_s
+        assert not loop.has_work
+
+
+async def test_serves_a_request_to_its_end() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=3)
+        await worker.answer_all(token=5)
+        assert gateway.replies == [(1, None)]
+        assert gateway.tokens(1) == [5, 5, 5]
+        assert gateway.reasons() == {(1, 0): "length"}
+        assert not loop.has_work
+
+
+async def test_the_models_eos_ids_come_with_the_first_worker() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join(ModelFacts(eos_token_ids=frozenset({9})))
+        submit(loop, loop.attach(gateway), 1)
+        await worker.answer_all(token=9)
+        assert gateway.reasons() == {(1, 0): "eos"}
+
+
+async def test_what_arrives_together_goes_into_one_step() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(gateway)
+        for handle in range(5):
+            submit(loop, owner, handle, prompt=[handle + 1] * 6)
+        await settle()
+        assert [len(batch.rows) for batch in worker.sent] == [5]
+
+
+async def test_each_gateway_gets_one_message_per_step_with_its_own_requests() -> None:
+    async with running_loop() as loop:
+        gateways, worker = [FakeGateway(), FakeGateway()], FakeWorker(loop)
+        worker.join()
+        for gateway in gateways:
+            owner = loop.attach(gateway)
+            for handle in (1, 2):
+                submit(loop, owner, handle, prompt=[owner + 1, handle], max_tokens=2)
+        await worker.answer_all()
+        for gateway in gateways:
+            assert len(gateway.delivered) == 2
+            assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
+            assert len(gateway.reasons()) == 2
+
+
+async def test_cancels_a_request_and_a_sample() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, n=2, max_tokens=50)
+        submit(loop, owner, 2, max_tokens=50)
+        await settle()
+        worker.answer()
+        await settle()
+        loop.cancel(owner, 1, 1, FinishReason.STOP)
+        loop.cancel(owner, 2, None, FinishReason.ABORTED)
+        loop.cancel(owner, 3, None, FinishReason.ABORTED)
+        await settle()
+        assert gateway.reasons() == {(1, 1): "stop", (2, 0): "aborted"}
+        loop.cancel(owner, 1, 0, FinishReason.STOP)
+        await worker.answer_all()
+        assert not loop.has_work
+
+
+async def test_a_gateway_that_leaves_takes_its_requests_along() -> None:
+    async with running_loop() as loop:
+        stays, leaves, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(leaves)
+        submit(loop, owner, 1, max_tokens=50)
+        submit(loop, loop.attach(stays), 1, max_tokens=3)
+        await settle()
+        loop.detach(owner)
+        await worker.answer_all()
+        assert leaves.delivered == []
+        assert stays.tokens(1) == [7, 7, 7]
+        assert not loop.has_work
+        stats = loop.stats()
+        assert stats is not None
+        assert stats.workers[0].rows_used == stats.workers[0].blocks_used == 0
+
+
+async def test_refusals_name_their_reason_and_harm_nobody() -> None:
+    async with running_loop(max_waiting=2) as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join(max_num_seqs=1)
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1)
+        await settle()
+        submit(loop, owner, 1, request_id="other")
+        submit(loop, owner, 2, request_id="r0-1")
+        submit(loop, owner, 3, max_tokens=10_000)
+        submit(loop, owner, 4)
+        submit(loop, owner, 5)
+        submit(loop, owner, 6)
+        await settle()
+        errors = dict(gateway.replies[1:])
+        assert isinstance(errors[1], AlreadyExistsError)
+        assert errors[1].field == "handle"
+        assert isinstance(errors[2], AlreadyExistsError)
+        assert errors[2].field == "request_id"
+        assert isinstance(errors[3], InvalidRequestError)
+        assert errors[4] is errors[5] is None
+        assert isinstance(errors[6], OverloadedError)
+        assert errors[6].retry_after_s
+        assert errors[6].retry_after_s >= 0.1
+        await worker.answer_all()
+        assert {handle for handle, _ in gateway.reasons()} == {1, 4, 5}
+
+
+async def test_a_lost_workers_sequences_go_on_elsewhere() -> None:
+    async with running_loop() as loop:
+        gateway, first, second = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1", 2)
+        first.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=4)
+        await settle()
+        first.answer(token=1)
+        await settle()
+        second.join()
+        late = first.unanswered[0]
+        loop.worker_lost(first, "gone")
+        loop.step_answered(first, StepOutput("w0", late.step_id, late.rows, np.array([99], dtype=np.uint32)))
+        await second.answer_all(token=2)
+        assert gateway.tokens(1) == [1, 2, 2, 2]
+        assert first.closed == "gone"
+        assert second.sent[0].opens[0].token_ids.tolist() == [*range(1, 11), 1]
+
+
+async def test_requests_wait_while_all_workers_are_gone() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, max_tokens=2)
+        await settle()
+        loop.worker_lost(worker, "gone")
+        submit(loop, owner, 2, max_tokens=2)
+        await settle()
+        assert gateway.replies == [(1, None), (2, None)]
+        back = FakeWorker(loop, "w0", 2)
+        back.join()
+        await back.answer_all()
+        assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
+
+
+async def test_a_new_lease_replaces_the_old_one() -> None:
+    async with running_loop() as loop:
+        gateway, old, new = FakeGateway(), FakeWorker(loop), FakeWorker(loop)
+        old.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=3)
+        await settle()
+        new.join()
+        await settle()
+        old.answer(token=99)
+        loop.worker_lost(old, "late news")
+        await new.answer_all(token=1)
+        assert gateway.tokens(1) == [1, 1, 1]
+        assert old.closed
+        assert new.closed is None
+
+
+async def test_a_worker_that_answers_another_step_is_dropped() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=2)
+        await settle()
+        loop.step_answered(worker, StepOutput("w0", 77, worker.sent[0].rows, worker.sent[0].rows))
+        await settle()
+        assert worker.closed
+        assert "77" in worker.closed
+        assert loop.has_work
+
+
+async def test_a_draining_worker_is_released_when_it_is_empty() -> None:
+    async with running_loop() as loop:
+        gateway, leaving, staying = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1")
+        leaving.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, max_tokens=3)
+        await settle()
+        staying.join()
+        loop.worker_draining(leaving)
+        submit(loop, owner, 2, max_tokens=2)
+        await settle()
+        assert leaving.closed is None
+        await leaving.answer_all(token=1)
+        await staying.answer_all(token=2)
+        assert leaving.closed == "drained"
+        assert gateway.tokens(1) == [1, 1, 1]
+        assert gateway.tokens(2) == [2, 2]
+
+
+async def test_a_worker_that_differs_is_closed_with_the_reason() -> None:
+    async with running_loop() as loop:
+        first, other = FakeWorker(loop), FakeWorker(loop, "w1")
+        first.join()
+        other.join(block_size=8)
+        await settle()
+        assert first.closed is None
+        assert other.closed is not None
+        assert "block_size 8" in other.closed
+
+
+async def test_prefixes_are_published_and_forgotten_with_their_worker() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(gateway), 1, prompt=9, max_tokens=1)
+        await worker.answer_all()
+        digests = [event.digest for event in loop.cached_prefixes()]
+        assert len(digests) == 2
+        assert await loop._index.lookup(digests) == {Holder("w0", 1): 2}
+        loop.worker_lost(worker, "gone")
+        await settle()
+        assert await loop._index.lookup(digests) == {}
+        assert loop.cached_prefixes() == []
+
+
+async def test_drains() -> None:
+    async with running_loop() as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, max_tokens=2)
+        await settle()
+        loop.refuse_new("stopping")
+        submit(loop, owner, 2)
+        idle = asyncio.create_task(loop.wait_idle())
+        await settle()
+        assert not idle.done()
+        assert isinstance(gateway.replies[1][1], UnavailableError)
+        await worker.answer_all()
+        await asyncio.wait_for(idle, 5)
+
+
+async def test_drains_at_once_without_a_worker() -> None:
+    async with running_loop() as loop:
+        submit(loop, loop.attach(FakeGateway()), 1)
+        await asyncio.wait_for(loop.wait_idle(), 5)
+
+
+def test_retry_advice_follows_how_fast_requests_end() -> None:
+    advice = RetryAdvice()
+    assert advice.seconds(1000, 0.0) == 1.0
+    for i in range(11):
+        advice.note_end(i * 0.1)
+    assert 0.1 <= advice.seconds(30, 1.0) <= 0.2
+    assert 2.0 < advice.seconds(900, 1.0) < 4.0
+    assert advice.seconds(10**6, 1.0) == 30.0

@@ -1,0 +1,363 @@
+"""Workers over real gRPC: registration, leases, mismatches, losses, reconnects, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
+
+from tests.unit.scheduler.conftest import MakeStack, Stack
+from tests.unit.scheduler.fakes import until
+from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def ready(stack: Stack, count: int = 1) -> None:
+    await until(lambda: stack.parts.pool.num_ready == count)
+
+
+async def finished(gateway: ToyGateway, *handles: int) -> None:
+    await until(lambda: all((handle, 0) in gateway.finished for handle in handles))
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def states(stack: Stack) -> dict[str, str]:
+    return {w.worker_id: w.state for w in stack.parts.pool.describe(stack.parts.step_loop.stats())}
+
+
+async def test_serves_through_a_registered_worker(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=12)
+    await gateway.submit(2, PROMPT, max_tokens=5, n=3)
+    await finished(gateway, 1, 2)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 12)
+    await until(lambda: len(gateway.finished) == 4)
+    for i in range(3):
+        assert gateway.tokens[2, i] == expected_tokens(PROMPT, 5, i)
+    assert gateway.finished[1, 0].reason == types_pb2.FINISH_REASON_LENGTH
+    assert gateway.finished[1, 0].usage.prompt_tokens == 5
+    assert gateway.finished[1, 0].usage.output_tokens == 12
+
+
+async def test_welcome_tells_the_model_and_the_ready_workers(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes)
+    assert not gateway.welcomes[0].HasField("info")
+    big, small = await stack.worker("w0"), ToyWorker(stack.address, "w1", epoch=12)
+    await until(lambda: gateway.welcomes[-1].ready_workers == 1)
+    small.num_blocks = 16
+    stack.cleanup.push_async_callback(small.stop)
+    await small.start()
+    await until(lambda: gateway.welcomes[-1].ready_workers == 2)
+    info = gateway.welcomes[-1].info
+    assert (info.model, info.max_num_blocks, info.max_num_seqs) == ("toy", 64, 8)
+    await big.stop()
+    await until(lambda: gateway.welcomes[-1].ready_workers == 1)
+    assert gateway.welcomes[-1].info.max_num_blocks == 16
+    assert len({w.scheduler_epoch for w in gateway.welcomes}) == 1
+
+
+async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = ToyWorker(stack.address)
+    worker.state = scheduler_pb2.WORKER_STATE_LOADING
+    stack.cleanup.push_async_callback(worker.stop)
+    await worker.start()
+    await until(lambda: states(stack) == {"w0": "loading"})
+    worker.state = scheduler_pb2.WORKER_STATE_READY
+    await ready(stack)
+    assert states(stack) == {"w0": "ready"}
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "shown"),
+    [
+        ("model", {"model": "other"}, ("'toy'", "'other'")),
+        ("revision", {"revision": "r2"}, ("'r1'", "'r2'")),
+        ("block_size", {"block_size": 8}, ("4", "8")),
+        ("max_model_len", {"max_model_len": 128}, ("256", "128")),
+        ("dtype", {"dtype": "bfloat16"}, ("'float32'", "'bfloat16'")),
+        ("determinism", {"determinism": types_pb2.DETERMINISM_BEST_EFFORT}, ("exact", "best_effort")),
+        ("bundle_digest", {"bundle_digest": b"x" * 16}, (b"x".hex() * 16,)),
+    ],
+)
+async def test_a_worker_that_differs_is_refused_with_both_values(
+    make_stack: MakeStack, field: str, changes: dict[str, object], shown: tuple[str, ...]
+) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    await ready(stack)
+    gateway = await stack.gateway()
+    await gateway.submit(1, PROMPT, max_tokens=100)
+    other = await stack.worker("w1", epoch=12, **changes)
+    await until(lambda: other.refusals)
+    [error] = other.refusals
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    details = error.details() or ""
+    assert field in details
+    assert all(value in details for value in shown)
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
+    assert stack.parts.pool.num_ready == 1
+
+
+async def test_a_bundle_that_is_not_what_its_digest_says_is_refused(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = ToyWorker(stack.address)
+    worker.bundle = b"something else"
+    stack.cleanup.push_async_callback(worker.stop)
+    await worker.start()
+    await until(lambda: worker.refusals)
+    assert "bundle" in (worker.refusals[0].details() or "")
+    assert stack.parts.pool.num_ready == 0
+
+
+async def test_hands_the_bundle_on(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    request = scheduler_pb2.GetBundleRequest(digest=worker.info.bundle_digest)
+    assert b"".join([piece.data async for piece in gateway.stub.GetBundle(request)]) == BUNDLE
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.stub.GetBundle(scheduler_pb2.GetBundleRequest(digest=b"?")).read()
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_killed_workers_sequences_resume_on_another(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    first, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=200)
+    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
+    first.gate.clear()
+    second = await stack.worker("w1", epoch=12)
+    await ready(stack, 2)
+    await first.stop()
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 200)
+    assert gateway.finished[1, 0].preemptions == 1
+    assert second.steps
+    assert states(stack) == {"w0": "lost", "w1": "ready"}
+
+
+async def test_requests_wait_for_a_worker_that_comes_back(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=100)
+    await until(lambda: gateway.tokens)
+    worker.gate.clear()
+    await worker.stop()
+    await ready(stack, 0)
+    await gateway.submit(2, PROMPT, max_tokens=4)
+    await until(lambda: 2 in gateway.replies)
+    assert gateway.replies[2] is None
+    await stack.worker(epoch=99)
+    await finished(gateway, 1, 2)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
+
+
+async def test_a_register_stream_that_reconnects_costs_nothing(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=60)
+    await until(lambda: gateway.tokens)
+    worker.gate.clear()
+    known = stack.parts.pool._workers["w0"]
+    for _ in range(3):
+        before = known.registration
+        worker.register_call.cancel()
+        await until(lambda before=before: known.registration not in (None, before))
+    worker.gate.set()
+    await finished(gateway, 1)
+    assert len(worker.lease_epochs) == 1
+    assert worker.opens == 1
+    assert gateway.finished[1, 0].preemptions == 0
+
+
+async def test_a_step_stream_that_breaks_is_leased_again(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=40)
+    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 3)
+    worker.answer_epoch = 12345  # an answer of another life is a broken protocol
+    await until(lambda: worker.refusals)
+    worker.answer_epoch = None
+    assert worker.refusals[0].code() is grpc.StatusCode.UNAVAILABLE
+    assert "epoch" in (worker.refusals[0].details() or "")
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 40)
+    assert worker.lease_epochs == sorted(set(worker.lease_epochs))
+    assert len(worker.lease_epochs) > 1
+
+
+async def test_a_silent_worker_is_lost(make_stack: MakeStack) -> None:
+    stack = await make_stack("--heartbeat-timeout-s", "0.4")
+    worker = await stack.worker()
+    await ready(stack)
+    worker.heartbeats = False
+    await until(lambda: worker.refusals)
+    assert "no heartbeat" in (worker.refusals[0].details() or "")
+
+
+async def test_a_step_that_takes_too_long_loses_the_worker(make_stack: MakeStack) -> None:
+    stack = await make_stack("--step-timeout-s", "0.3")
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    worker.gate.clear()
+    await gateway.submit(1, PROMPT, max_tokens=4)
+    await until(lambda: worker.refusals)
+    worker.gate.set()
+    assert "step 1 is not answered" in (worker.refusals[0].details() or "")
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 4)
+
+
+async def test_two_live_workers_cannot_share_an_id(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    first = await stack.worker("w0", epoch=1)
+    await ready(stack)
+    second = await stack.worker("w0", epoch=2)
+    await until(lambda: second.refusals)
+    assert second.refusals[0].code() is grpc.StatusCode.ALREADY_EXISTS
+    assert first.address in (second.refusals[0].details() or "")
+    await first.stop()
+    await until(lambda: second.lease_epochs)
+
+
+async def test_a_worker_that_cannot_be_dialled_is_told_its_address(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = ToyWorker(stack.address)
+    stack.cleanup.push_async_callback(worker.stop)
+    await worker.start()
+    await worker._server.stop(0)
+    await until(lambda: worker.refusals)
+    assert worker.address in (worker.refusals[0].details() or "")
+
+
+async def test_adopts_what_a_workers_pool_holds(make_stack: MakeStack) -> None:
+    prompt = list(range(1, 14))
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, prompt, max_tokens=8)
+    await finished(gateway, 1)
+    await until(lambda: len(worker.committed) >= 3)
+    again = await make_stack()
+    taken_over = ToyWorker(again.address, "w0", epoch=11)
+    taken_over.committed, taken_over.scheduler_epoch = worker.committed, worker.scheduler_epoch
+    again.cleanup.push_async_callback(taken_over.stop)
+    await taken_over.start()
+    other = await again.gateway()
+    await ready(again)
+    await other.submit(1, prompt, max_tokens=8)
+    await finished(other, 1)
+    assert other.tokens == gateway.tokens
+    assert other.finished[1, 0].usage.cached_tokens == 12
+
+
+async def test_a_draining_worker_finishes_and_is_let_go(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    leaving, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=30)
+    await until(lambda: gateway.tokens)
+    leaving.gate.clear()
+    leaving.state = scheduler_pb2.WORKER_STATE_DRAINING
+    await until(lambda: states(stack)["w0"] == "draining")
+    staying = await stack.worker("w1", epoch=12)
+    await ready(stack)
+    await gateway.submit(2, PROMPT, max_tokens=5)
+    await finished(gateway, 2)
+    leaving.gate.set()
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 30)
+    assert gateway.finished[1, 0].preemptions == 0
+    assert staying.opens == 1
+    await until(lambda: states(stack)["w0"] == "lost")
+
+
+async def test_status_shows_what_happens(make_stack: MakeStack) -> None:
+    stack = await make_stack("--max-waiting", "7")
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    worker.gate.clear()
+    await gateway.submit(1, PROMPT, max_tokens=4)
+    await until(lambda: 1 in gateway.replies)
+    answer = await gateway.stub.GetSchedulerStatus(scheduler_pb2.GetSchedulerStatusRequest())
+    status = answer.status
+    assert (status.model, status.prefix_index, status.max_waiting, status.num_running) == ("toy", "memory", 7, 1)
+    [info] = status.workers
+    assert (info.worker_id, info.state, info.rows_used, info.rows_total) == ("w0", "ready", 1, 8)
+    assert info.blocks_free + info.blocks_cached + info.blocks_used == 64
+    assert info.worker_epoch == 11
+    worker.gate.set()
+    await finished(gateway, 1)
+    await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.stats())[0].steps >= 4)
+
+
+async def test_stale_epoch_counter_in_redis_does_not_lock_a_worker_out(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    epochs = iter([3, 0])
+
+    async def next_epoch() -> int:
+        return next(epochs)
+
+    stack.parts.index.next_scheduler_epoch = next_epoch  # type: ignore[method-assign]
+    worker = ToyWorker(stack.address)
+    worker.scheduler_epoch = 50
+    stack.cleanup.push_async_callback(worker.stop)
+    await worker.start()
+    await ready(stack)
+    assert worker.lease_epochs == [51]
+
+
+async def test_a_worker_that_registers_without_what_it_must_say_is_told(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    for message, field in (
+        (scheduler_pb2.RegisterRequest(address="a:1"), "worker_id"),
+        (scheduler_pb2.RegisterRequest(worker_id="w"), "address"),
+        (
+            scheduler_pb2.RegisterRequest(
+                worker_id="w", address="a:1", state=scheduler_pb2.WORKER_STATE_READY, worker_epoch=1
+            ),
+            "capacity",
+        ),
+    ):
+        call = gateway.stub.Register()
+        await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_end(call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in (caught.value.details() or "")
+
+
+async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    async with asyncio.timeout(3):
+        stack.parts.gateways.close()
+        await stack.parts.pool.close()
+        await until(lambda: gateway.call.done() and worker.refusals)
+    assert "stopping" in (worker.refusals[0].details() or "")
+
+
+def test_the_toy_speaks_the_whole_service() -> None:
+    served = {"Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
+    assert served <= set(dir(worker_pb2_grpc.WorkerServiceServicer))
