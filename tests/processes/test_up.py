@@ -1,0 +1,118 @@
+"""`quire up` and the commands beside it, as a person or a script at a shell uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.processes.models import SHAPES, Reference, Shape, make_checkpoint
+from tests.processes.stack import ROOT
+
+QUIRE = (sys.executable, "-m", "quire_client.cli")
+READY_DEADLINE_S = 90.0
+PROMPT = [1, 2, 3]
+
+
+@contextmanager
+def quire_up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A running `quire up` and its ready file; killed at the end if it still runs."""
+    ready_file = folder / "ready.json"
+    own = ("--port", "0", "--ready-file", str(ready_file), "--log-dir", str(folder / "logs"))
+    with (folder / "up.txt").open("w+") as output:
+        process = subprocess.Popen([*QUIRE, "up", *own, *flags], cwd=ROOT, stdout=output, stderr=output, text=True)
+        try:
+            deadline = time.monotonic() + READY_DEADLINE_S
+            while not ready_file.exists():
+                said = (folder / "up.txt").read_text()
+                assert process.poll() is None, said
+                assert time.monotonic() < deadline, said
+                time.sleep(0.05)
+            yield process, json.loads(ready_file.read_text())
+        finally:
+            process.kill()
+            process.wait()
+
+
+def quire(target: str, *arguments: str) -> str:
+    """Run one command against the stack; its stdout."""
+    command = [*QUIRE, *arguments, "--target", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# One shape of each architecture: what an outsider would compare with transformers.
+@pytest.mark.parametrize("shape", SHAPES[1::2], ids=lambda shape: shape.name)
+def test_up_serves_any_folder_and_leaves_nothing_behind(shape: Shape, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model_dir = make_checkpoint(tmp_path / "my-model", shape)
+    expected = Reference(model_dir).greedy(PROMPT, 8)
+    flags = ("--model", str(model_dir), "--workers", "2", "--dtype", "float32", "--threads", "1")
+    with quire_up(tmp_path, *flags) as (process, ready):
+        target = ready["target"]
+        options = ("--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--json")
+        lines = quire(target, "generate", "--tokens", ",".join(map(str, PROMPT)), *options).splitlines()
+        assert len(lines) == 1
+        answer = json.loads(lines[0])
+        assert answer["token_ids"] == expected
+        assert isinstance(answer["text"], str)
+        assert answer["finish_reason"] == "length"
+        assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+        assert answer["usage"]["output_tokens"] == 8
+        check_status(json.loads(quire(target, "status", "--json")))
+        assert json.loads(quire(target, "models", "--json"))["models"][0]["name"] == "my-model"
+        pids = [service["pid"] for service in ready["services"]]
+        assert len(pids) == 4
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert "Traceback" not in "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+
+
+def check_status(status: dict[str, Any]) -> None:
+    (scheduler,) = status["schedulers"]
+    assert scheduler["model"] == "my-model"
+    assert scheduler["connected"] is True
+    assert scheduler["num_waiting"] == 0
+    assert scheduler["prefix_query_tokens"] == len(PROMPT)
+    assert scheduler["prefix_hit_tokens"] == 0
+    assert {worker["worker_id"] for worker in scheduler["workers"]} == {"worker-0", "worker-1"}
+    for worker in scheduler["workers"]:
+        assert worker["state"] == "ready"
+        assert worker["rows_used"] == 0
+        assert worker["blocks_used"] == 0
+        assert worker["blocks_free"] > 0
+        assert worker["blocks_cached"] >= 0
+
+
+def test_the_bundled_model_answers_a_chat_from_the_shell(tmp_path: Path) -> None:
+    with quire_up(tmp_path, "--threads", "1") as (process, ready):
+        assert ready["model"] == "demo"
+        answer = quire(ready["target"], "chat", "What does os.path.join do?")
+        assert answer.strip() == "Join two or more pathname components, inserting '/' as needed."
+        in_json = json.loads(quire(ready["target"], "chat", "Who are you?", "--json"))
+        assert in_json["finish_reason"] == "eos"
+        assert "demo model of Quire" in in_json["text"]
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
+    said = (tmp_path / "up.txt").read_text()
+    assert all(name in said for name in ("scheduler", "worker-0", "gateway")), said
+
+
+def test_up_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+    done = subprocess.run([*QUIRE, "up", "--model", str(tmp_path / "nowhere")], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
