@@ -30,6 +30,7 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0  # a service that ran this long starts again with the first backoff
 HURRY_S = 1.0
+QUIET_S = 5.0  # a start that says nothing for so long is asked what it is doing
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
 PORT_RANGE = (20_000, 32_000)  # below the ports that the system gives to outgoing connections
@@ -82,7 +83,10 @@ class Service:
 
 
 class Stack:
-    """Runs services until `stop`. `report` hears: started, progress, ready, died, stopping, stopped, killed."""
+    """Runs services until `stop`.
+
+    `report` hears: started, progress, waiting, ready, died, stopping, stopped, killed.
+    """
 
     def __init__(self, specs: Iterable[ServiceSpec], log_dir: Path, report: Report) -> None:
         self.services = [Service(spec, log_dir / f"{spec.name}.log") for spec in specs]
@@ -141,8 +145,8 @@ class Stack:
             service.ready.clear()
 
     async def _watch(self, service: Service, log_start: int) -> None:
-        """Report progress until the service says SERVING."""
-        started = time.monotonic()
+        """Report progress, and signs of life where there is none, until the service says SERVING."""
+        started = told = time.monotonic()
         last_percent = None
         async with grpc.aio.insecure_channel(
             service.spec.address, options=channel_options(service.spec.address)
@@ -151,7 +155,10 @@ class Stack:
                 percent = loading_percent(service.log_path, log_start)
                 if percent not in (None, last_percent):
                     self._report("progress", service.spec.name, {"percent": percent})
-                    last_percent = percent
+                    last_percent, told = percent, time.monotonic()
+                elif time.monotonic() - told > QUIET_S:
+                    self._report("waiting", service.spec.name, {"log_tail": log_tail(service.log_path, 1)})
+                    told = time.monotonic()
                 await asyncio.sleep(POLL_S)
         service.was_ready = True
         service.ready.set()

@@ -306,6 +306,9 @@ class TextNarrator:
     def report(self, event: str, service: str, facts: dict[str, Any]) -> None:
         tellers: dict[str, Callable[[str, dict[str, Any]], None]] = {
             "progress": self._progress,
+            "waiting": lambda name, facts: self._line(
+                f"{name:<10} still starting: {''.join(facts['log_tail']) or '...'}"
+            ),
             "ready": self._ready,
             "died": self._died,
             "stopped": lambda name, _: self._line(f"{name:<10} stopped"),

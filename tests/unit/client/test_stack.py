@@ -21,6 +21,9 @@ TOY = """
 
     _, name, address, mood = sys.argv
     print("loading weights 50 %", flush=True)
+    if mood == "slow":
+        import time
+        time.sleep(0.5)
     if mood == "broken":
         sys.exit("config.json: no such file")
     server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
@@ -104,6 +107,17 @@ async def test_a_service_that_never_was_ready_fails_the_start(toy, tmp_path):
         await services.run()
     assert caught.value.tail[-1] == "config.json: no such file"
     assert services.services[0].pid is None
+
+
+async def test_a_slow_start_gives_signs_of_life(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(stack, "QUIET_S", 0.05)
+    events = Events()
+    services = Stack([toy("a", mood="slow")], tmp_path, events)
+    running = asyncio.create_task(services.run())
+    await events.wait_for("ready")
+    assert {"log_tail": ["loading weights 50 %"]} in [facts for _, facts in events.of("waiting")]
+    await services.stop(10, asyncio.Event())
+    await running
 
 
 async def test_who_does_not_stop_is_killed(toy, tmp_path, monkeypatch):
@@ -289,6 +303,7 @@ def told(capsys, tmp_path):
         narrator.begin(made)
         for percent in (10, 30, 40, 100):
             narrator.report("progress", "worker-0", {"percent": percent})
+        narrator.report("waiting", "worker-0", {"log_tail": ["compiling"]})
         narrator.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
         narrator.serving(made, {})
         narrator.report("died", "worker-0", {"how": "was killed by SIGKILL", "restart_in_s": 0.5, "log_tail": ["bye"]})
@@ -305,6 +320,7 @@ def test_text_of_a_whole_life(told):
     lines = [line.split() for line in out.splitlines()]
     assert ["worker-0", "loading", "weights:", "30", "%"] in lines
     assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
+    assert ["worker-0", "still", "starting:", "compiling"] in lines
     assert ["worker-0", "ready", "127.0.0.1:7", "1.2", "s"] in lines
     assert ["worker-0", "ready", "again", "127.0.0.1:7", "1.2", "s"] in lines
     assert 'quire chat "What does os.path.join do?"\n' in out
