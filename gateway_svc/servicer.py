@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_FULL_S = 1.0
 RETRY_DRAINING_S = 1.0
-MAX_TOKENIZE_BYTES = 16 << 20
+MAX_TOKENIZE_BYTES = 4 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

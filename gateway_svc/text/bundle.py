@@ -92,11 +92,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written in the text become their ids, as in transformers."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's calls only those for batches release the GIL, and a long text takes seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids; incomplete characters become U+FFFD, ids without a token nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def encode_chat(
         self,

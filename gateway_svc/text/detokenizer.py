@@ -38,7 +38,7 @@ class DetokenizerFactory:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        decoder = json.loads(backend.to_str()).get("decoder")
+        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._special_ids = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
