@@ -16,6 +16,7 @@ from quire_client.types import Message
 MessageLike = Message | Mapping[str, str] | tuple[str, str]
 Messages = str | Iterable[MessageLike]
 
+MAX_CHARS_SHOWN = 80
 DETERMINISM = {
     "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
     "exact": types_pb2.DETERMINISM_EXACT,
@@ -123,7 +124,7 @@ def prompt_message(
         request.tokens.SetInParent()
         _extend(request.tokens, "ids", token_ids, "token_ids")
     else:
-        _assign(request, "text", {"text": prompt})
+        _assign(request, "text", {"prompt": prompt}, "prompt")
     return request
 
 
@@ -179,8 +180,10 @@ def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option
         return
     try:
         setattr(message, name, value)
+    except UnicodeEncodeError as error:
+        raise invalid(option, f"{option} is no text at character {error.start}: {error.reason}") from None
     except (TypeError, ValueError) as error:
-        raise invalid(option, f"{option}={value!r} is not possible: {error}") from None
+        raise invalid(option, f"{option}={repr(value)[:MAX_CHARS_SHOWN]} is not possible: {error}") from None
 
 
 def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str = "") -> None:

@@ -214,7 +214,7 @@ def test_messages_in_every_form(client, gateway):
         ({"prompt": "a", "seed": 2**64}, "seed"),
         ({"prompt": "a", "determinism": "maybe"}, "determinism"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
-        ({"prompt": "\ud800"}, "text"),
+        ({"prompt": "\ud800"}, "prompt"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
