@@ -21,6 +21,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors become one line on stderr, never a traceback."""
     args = make_parser().parse_args(argv)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes about connections between our lines
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
