@@ -77,6 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._drain = drain
         self._pipeline_depth = pipeline_depth
         self._inboxes: set[StepInbox] = set()
+        self._end_error: QuireError | None = None
 
     async def Lease(self, request: worker_pb2.LeaseRequest, context: Context) -> worker_pb2.LeaseResponse:
         if request.protocol_version != PROTOCOL_VERSION:
@@ -94,6 +95,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def StepStream(
         self, request_iterator: AsyncIterator[worker_pb2.StepStreamRequest], context: Context
     ) -> AsyncIterator[worker_pb2.StepStreamResponse]:
+        if self._end_error is not None:
+            raise self._end_error
         inbox = StepInbox(self._executor, self._pipeline_depth)
         unwatch = self._executor.current_lease().watch(inbox.fail)
         self._inboxes.add(inbox)
@@ -128,7 +131,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.GetWorkerBundleResponse(data=data)
 
     def end_streams(self, error: QuireError) -> None:
-        """End every open StepStream with `error`, after the answers that it is owed."""
+        """End every open StepStream with `error`, after the answers that it is owed; later ones at once."""
+        self._end_error = error
         for inbox in self._inboxes:
             inbox.fail(error)
 

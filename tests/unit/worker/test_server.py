@@ -137,9 +137,11 @@ async def test_an_idle_stream_does_not_hold_up_the_end(tiny_model: Path) -> None
     async with start(tiny_model) as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
-        await stub.Lease(worker_pb2.LeaseRequest(protocol_version=1), timeout=30)
+        lease = await stub.Lease(worker_pb2.LeaseRequest(protocol_version=1), timeout=30)
         idle = stub.StepStream()
-        await idle.wait_for_connection()
+        batch = worker_pb2.StepBatch(step_id=lease.next_step_id, fence=lease.fence)
+        await idle.write(worker_pb2.StepStreamRequest(batch=batch))
+        await idle.read()
         worker.process.send_signal(signal.SIGTERM)
         assert await idle.code() is grpc.StatusCode.UNAVAILABLE
         assert "drained" in await idle.details()
