@@ -57,6 +57,19 @@ def _address(x: npt.NDArray[Any]) -> int:
     return int(x.ctypes.data)
 
 
+class _Addresses:
+    """Where a batch's columns lie. Asking numpy takes longer than a small kernel, so it is done once per batch."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self.batch = batch
+        self.positions = _address(batch.positions)
+        self.slots = _address(batch.slots)
+        self.tables = _address(batch.tables)
+        self.rows = _address(batch.rows)
+        self.query_starts = _address(batch.query_starts)
+        self.context_lens = _address(batch.context_lens)
+
+
 class CpuBackend:
     """Kernels of cpu.cpp. Raises KernelBuildError where they cannot be compiled."""
 
@@ -66,6 +79,12 @@ class CpuBackend:
         self._kernels = declare(load_kernels())
         self._threads = threads
         self._row_rules = RowRules() if determinism == "exact" else None
+        self._addresses: _Addresses | None = None
+
+    def _addresses_of(self, batch: ForwardBatch) -> _Addresses:
+        if self._addresses is None or self._addresses.batch is not batch:
+            self._addresses = _Addresses(batch)
+        return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         linear = PackedLinear(weight, bias)
@@ -93,6 +112,7 @@ class CpuBackend:
         shape: HeadShape,
         eps: float,
     ) -> None:
+        addresses = self._addresses_of(batch)
         q_norm, k_norm = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         self._kernels.quire_qk_norm_rope_store(
             _is_bf16(qkv),
@@ -101,8 +121,8 @@ class CpuBackend:
             k_norm,
             rotary.cos.data_ptr(),
             rotary.sin.data_ptr(),
-            _address(batch.positions),
-            _address(batch.slots),
+            addresses.positions,
+            addresses.slots,
             cache[0].data_ptr(),
             cache[1].data_ptr(),
             q_out.data_ptr(),
@@ -123,17 +143,18 @@ class CpuBackend:
         out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
+        addresses = self._addresses_of(batch)
         self._kernels.quire_paged_attention(
             _is_bf16(q),
             q.data_ptr(),
             cache[0].data_ptr(),
             cache[1].data_ptr(),
             out.data_ptr(),
-            _address(batch.tables),
+            addresses.tables,
             batch.tables.shape[1],
-            _address(batch.rows),
-            _address(batch.query_starts),
-            _address(batch.context_lens),
+            addresses.rows,
+            addresses.query_starts,
+            addresses.context_lens,
             len(batch.rows),
             shape.num_q_heads,
             shape.num_kv_heads,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ class PackedLinear:
         self.rule = BEST_EFFORT_RULE
         self._bias = bias
         self._packed = _pack(weight)
+        self._product: Any = torch.ops.mkldnn._linear_pointwise.default if self._packed is not None else None
         self._weight = weight if self._packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,7 @@ class PackedLinear:
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        result: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
         return result
 
     def _tiled(self, x: torch.Tensor, tile: int) -> torch.Tensor:

@@ -146,31 +146,47 @@ class DecoderModel:
 
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
-        config, backend, eps = self._config, self._backend, self._config.rms_norm_eps
         x = self._embedding[torch.from_numpy(batch.token_ids)]
-        num_tokens, heads = len(x), config.heads
-        normed = torch.empty_like(x)
-        q = x.new_empty(num_tokens, heads.num_q_heads, heads.head_dim)
-        attended = torch.empty_like(q)
-        activated = x.new_empty(num_tokens, config.intermediate_size)
+        heads = torch.from_numpy(batch.head_tokens)
+        last = len(self._layers) - 1
         residual = None
         for index, layer in enumerate(self._layers):
-            cache = pool.layer(index)
-            backend.add_rms_norm(x, residual, layer.input_norm, normed, eps)
-            qkv = layer.qkv(normed)
-            backend.qk_norm_rope_store(qkv, layer.qk_norms, self._rotary, batch, cache, q, heads, eps)
-            backend.paged_attention(q, cache, batch, attended, heads)
-            residual = layer.o(attended.view(num_tokens, -1))
-            backend.add_rms_norm(x, residual, layer.post_norm, normed, eps)
-            backend.gated_activation(layer.gate_up(normed), activated, config.activation)
-            residual = layer.down(activated)
-        return self._logits(x, residual, torch.from_numpy(batch.head_tokens))
+            attended = self._attend(x, residual, layer, batch, pool.layer(index))
+            if index == last and len(heads) < len(x):
+                x, attended = x[heads], attended[heads]  # what follows is read of these tokens only
+            if not len(x):
+                return x.new_empty(0, self._config.vocab_size)
+            residual = self._feed_forward(x, layer.o(attended), layer)
+        return self._logits(x, residual)
 
-    def _logits(self, x: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-        last = x[tokens]
-        if not len(last):
-            return last.new_empty(0, self._config.vocab_size)
-        added = None if residual is None else residual[tokens]
-        normed = torch.empty_like(last)
-        self._backend.add_rms_norm(last, added, self._final_norm, normed, self._config.rms_norm_eps)
+    def _attend(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        layer: Layer,
+        batch: ForwardBatch,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention [T, q_heads * head_dim] after x += residual."""
+        backend, heads, eps = self._backend, self._config.heads, self._config.rms_norm_eps
+        normed = torch.empty_like(x)
+        backend.add_rms_norm(x, residual, layer.input_norm, normed, eps)
+        qkv = layer.qkv(normed)
+        q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
+        backend.qk_norm_rope_store(qkv, layer.qk_norms, self._rotary, batch, cache, q, heads, eps)
+        attended = torch.empty_like(q)
+        backend.paged_attention(q, cache, batch, attended, heads)
+        return attended.view(len(x), -1)
+
+    def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """The MLP's output [n, hidden] after x += residual."""
+        normed = torch.empty_like(x)
+        self._backend.add_rms_norm(x, residual, layer.post_norm, normed, self._config.rms_norm_eps)
+        activated = x.new_empty(len(x), self._config.intermediate_size)
+        self._backend.gated_activation(layer.gate_up(normed), activated, self._config.activation)
+        return layer.down(activated)
+
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        normed = torch.empty_like(x)
+        self._backend.add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
         return self._head(normed)

@@ -517,7 +517,7 @@ void copy_blocks(char* pool, const int64_t* src, const int64_t* dst, int64_t n, 
 
 constexpr float kMaxNoise = 22.9f;
 constexpr double kMassUnit = 1099511627776.0;  // 2^40
-constexpr double kMassFloor = -28.5;           // exp of less rounds to no mass at all
+constexpr double kMassFloor = -60.0;           // exp of less, or of this, rounds to no mass at all
 
 enum SampleStatus : uint8_t { kSampled = 0, kNotFinite = 1 };
 
@@ -547,6 +547,16 @@ INLINE void philox16(const NoiseKey& key, uint32_t first, uint32_t out[4][kLanes
   memcpy(out[3], &c3, sizeof c3);
 }
 
+// The word with the most noise.
+INLINE uint32_t smallest_word(const uint32_t words[4][kLanes]) {
+  uint32_t lowest[kLanes];
+  for (int i = 0; i < kLanes; i++)
+    lowest[i] = std::min(std::min(words[0][i], words[1][i]), std::min(words[2][i], words[3][i]));
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lowest[i] = std::min(lowest[i], lowest[i + half]);
+  return lowest[0];
+}
+
 INLINE float gumbel(uint32_t word) {
   const double u = (double(word) + 0.5) * 0x1p-32;
   return float(-log(-log1p(-u)));
@@ -574,7 +584,7 @@ INLINE float from_order_key(uint32_t key) {
   return x;
 }
 
-// exp for x in [-29, 0] to about 1 ulp of double, written so that compilers vectorize it.
+// exp for x in [-60, 0] to about 1 ulp of double, written so that compilers vectorize it.
 INLINE double exp_mass(double x) {
   const double n = nearbyint(x * 1.4426950408889634074);
   const double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
@@ -599,7 +609,7 @@ INLINE double exp_mass(double x) {
 
 INLINE int64_t mass_of(float z, float top) {
   const double x = double(z) - double(top);
-  return x < kMassFloor ? 0 : int64_t(floor(exp_mass(x) * kMassUnit + 0.5));
+  return int64_t(exp_mass(x > kMassFloor ? x : kMassFloor) * kMassUnit + 0.5);  // truncation is floor here
 }
 
 // The largest value t with weight(z >= t) >= need, by radix descent over the order of floats. Ties share a fate.
@@ -641,8 +651,11 @@ float keep_threshold(const float* z, int64_t vocab, float top, const RowSampling
   if (!(s.top_p < 1.f)) return lowest;
   std::vector<int64_t> mass(vocab);
   int64_t total = 0;
-  for (int64_t i = 0; i < vocab; i++) mass[i] = z[i] >= lowest ? mass_of(z[i], top) : 0;
-  for (int64_t i = 0; i < vocab; i++) total += mass[i];
+  for (int64_t i = 0; i < vocab; i++) {
+    const int64_t m = mass_of(z[i], top);
+    mass[i] = z[i] >= lowest ? m : 0;
+    total += mass[i];
+  }
   const int64_t need = int64_t(ceil(double(s.top_p) * double(total)));
   return threshold_for(z, vocab, lowest, std::max<int64_t>(need, 1), [&](int64_t i) { return mass[i]; });
 }
@@ -660,6 +673,7 @@ uint32_t gumbel_argmax(const float* z, int64_t vocab, uint32_t top_id, float low
     float bar = best - (1e-3f + 1e-6f * fabsf(best));
     if (chunk_max + kMaxNoise < bar || chunk_max < lowest) continue;
     philox16(key, uint32_t(start >> 2), words);
+    if (chunk_max + gumbel_bound(smallest_word(words)) < bar) continue;
     for (int i = 0; i < kLanes; i++) {
       for (int w = 0; w < 4; w++) {
         const float value = chunk[4 * i + w];
