@@ -69,22 +69,22 @@ class Outbox:
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._cut_off(f"{self._num_tokens} unread tokens")
 
-    def close(self) -> None:
-        """End `messages` once what waits has been taken."""
+    def close(self, error: QuireError | None = None) -> None:
+        """End `messages` once what waits has been taken, with `error` if there is one."""
+        self._error = self._error or error
         self._is_closed = True
         self._wake.set()
 
     def _cut_off(self, what: str) -> None:
         log.warning("gateway %s does not read: %s; its stream ends", self._gateway_id, what)
-        self._error = OverloadedError(f"this gateway left {what} waiting; attach again and read faster")
         self._welcome = None
         self._replies.clear()
         self._deltas.clear()
         self._num_tokens = 0
-        self.close()
+        self.close(OverloadedError(f"this gateway left {what} waiting; attach again and read faster"))
 
     async def messages(self) -> AsyncIterator[scheduler_pb2.AttachResponse]:
-        """Everything for the stream, in order; ends after `close`. Raises OverloadedError when it was cut off."""
+        """Everything for the stream, in order; ends after `close`, or raises what it was closed with."""
         while True:
             while (message := self._take()) is not None:
                 yield message
@@ -150,8 +150,6 @@ class Gateways:
         try:
             async for message in outbox.messages():
                 yield message
-            if reader.done():
-                reader.result()
         finally:
             reader.cancel()
             del self._outboxes[owner]
@@ -159,12 +157,16 @@ class Gateways:
             log.info("gateway %s left", hello.gateway_id)
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.AttachRequest], owner: int, outbox: Outbox) -> None:
-        """Until the gateway ends its side; then the outbox is closed."""
+        """Until the gateway ends its side or breaks the protocol; then the outbox is closed."""
         try:
             async for request in requests:
                 self._take_request(request, owner, outbox)
-        finally:
             outbox.close()
+        except QuireError as error:
+            outbox.close(error)
+        except Exception as error:
+            log.exception("reading a gateway's stream failed")
+            outbox.close(QuireError(f"internal error: {type(error).__name__}; the server's log has it"))
 
     def _take_request(self, request: scheduler_pb2.AttachRequest, owner: int, outbox: Outbox) -> None:
         kind = request.WhichOneof("message")

@@ -26,6 +26,7 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     SchedulerError,
     UnexpectedStepError,
+    WorkerMismatchError,
 )
 from scheduler_svc.core.messages import (
     CachedBlock,
@@ -114,13 +115,15 @@ class StepLoop:
     """Owner of `core.Scheduler`. Every public method but `run`, `stop` and `wait_idle` only queues a fact.
 
     The core is built when the first worker joins, because the model's facts come from it. Until then requests are
-    refused with UNAVAILABLE; later they wait, even while no worker is there.
+    refused with UNAVAILABLE; later they wait, even while no worker is there. When all workers are gone and nothing
+    waits, a worker of another model may be the first again.
     """
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
         self._config = config
         self._index = index
         self._scheduler: Scheduler | None = None
+        self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
         self._draining: set[str] = set()
         self._gateways: dict[int, GatewayLink] = {}
@@ -342,10 +345,7 @@ class StepLoop:
         if stale is not None:
             self._drop_worker(stale, "leased again", now)
         try:
-            if self._scheduler is None:
-                self._scheduler = self._build(capacity, facts, blocks, next_step_id, now)
-            else:
-                self._scheduler.add_worker(capacity, now, blocks, next_step_id)
+            self._core_for(facts).add_worker(capacity, now, blocks, next_step_id)
         except (SchedulerError, ValueError) as error:
             log.error("worker %s is refused: %s", link.worker_id, error)
             link.close(str(error))
@@ -353,18 +353,15 @@ class StepLoop:
         self._workers[link.worker_id] = link
         self._index.register_worker(link.worker_id, link.worker_epoch, link.address)
 
-    def _build(
-        self,
-        capacity: WorkerCapacity,
-        facts: ModelFacts,
-        blocks: Sequence[CachedBlock],
-        next_step_id: int,
-        now: float,
-    ) -> Scheduler:
+    def _core_for(self, facts: ModelFacts) -> Scheduler:
+        """The core that serves this model. Raises WorkerMismatchError while another model is in use."""
+        if self._scheduler is not None and facts == self._facts:
+            return self._scheduler
+        if self._scheduler is not None and (self._workers or self._scheduler.has_work):
+            raise WorkerMismatchError("the worker's model differs from the one that is served")
         config = replace(self._config, eos_token_ids=facts.eos_token_ids, root_salt=facts.root_salt)
-        scheduler = Scheduler(config)
-        scheduler.add_worker(capacity, now, blocks, next_step_id)
-        return scheduler
+        self._scheduler, self._facts = Scheduler(config), facts
+        return self._scheduler
 
     def _apply_answer(self, link: WorkerLink, output: StepOutput, now: float) -> None:
         if self._workers.get(link.worker_id) is not link or self._scheduler is None:

@@ -332,7 +332,10 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
 
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
     """Per owner. With one owner, the usual case, nothing is copied."""
-    owners = set(np.unique(deltas.owners).tolist()) | {finished.group.owner for finished in deltas.finished}
+    columns = deltas.owners
+    is_uniform = len(columns) > 0 and bool((columns == columns[0]).all())
+    owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())
+    owners |= {finished.group.owner for finished in deltas.finished}
     if len(owners) == 1:
         return {owners.pop(): deltas}
     return {owner: _of_owner(deltas, owner) for owner in owners}

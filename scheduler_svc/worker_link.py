@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 TRANSFER_TIMEOUT_S = 60.0
+NOTABLE_PART = 0.25  # of the heartbeat timeout: below it, a late timer is just a late timer
 
 StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.StepStreamResponse]
 
@@ -139,7 +140,15 @@ class LeasedWorker:
             if now >= deadline:
                 return reason
             # A step sent while we sleep may fall due before the heartbeat does.
-            await asyncio.sleep(min(deadline - now, self._timeouts.step_s))
+            pause = min(deadline - now, self._timeouts.step_s)
+            await asyncio.sleep(pause)
+            self._excuse(self._loop.time() - now - pause)
+
+    def _excuse(self, overslept: float) -> None:
+        """After this process itself was stopped or busy, what came meanwhile is still unread: start counting anew."""
+        if overslept < self._timeouts.heartbeat_s * NOTABLE_PART:
+            return
+        self._last_seen = self._last_answer = self._loop.time()
 
     def _deadline(self) -> tuple[float, str]:
         silence = self._last_seen + self._timeouts.heartbeat_s

@@ -123,6 +123,10 @@ class WorkerPool:
     def num_ready(self) -> int:
         return sum(worker.is_ready for worker in self._workers.values())
 
+    @property
+    def _has_links(self) -> bool:
+        return any(worker.link is not None for worker in self._workers.values())
+
     # -- registration -------------------------------------------------------------------------------------------------
 
     async def register(
@@ -173,6 +177,7 @@ class WorkerPool:
         return self._remember(request)
 
     def _remember(self, request: scheduler_pb2.RegisterRequest) -> Worker:
+        self._drop_old_losses()
         worker = Worker(request.worker_id, request.worker_epoch, request.address)
         self._workers[worker.worker_id] = worker
         log.info("worker %s registered from %s", worker.worker_id, worker.address)
@@ -221,7 +226,8 @@ class WorkerPool:
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info))
 
     def _check_facts(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        if self._reference is None:
+        """All workers agree, as long as the model is in use; then a first worker may bring another one."""
+        if self._reference is None or not (self._has_links or self._step_loop.has_work):
             return
         for name in SHARED_FACTS:
             mine, theirs = getattr(info, name), getattr(self._reference.info, name)
@@ -229,7 +235,7 @@ class WorkerPool:
                 raise WorkerRefusedError(
                     f"worker {worker_id} has {name} {_show(name, mine)}, but this scheduler serves "
                     f"{_show(name, theirs)} (from worker {self._reference.worker_id}); start the worker with "
-                    "the same, or another scheduler",
+                    "the same, or under another scheduler",
                     field=f"capacity.info.{name}",
                 )
 
@@ -255,16 +261,16 @@ class WorkerPool:
             self._changed()
 
     def _joined(self, worker: Worker, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
-        worker.link = link
-        if self._reference is None:
+        if self._reference is None or not self._has_links:
             self._reference = Reference(worker.worker_id, info)
+        worker.link = link
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
         if worker.state == DRAINING:  # it changed its mind during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
 
     def _end_of_lease(self, worker: Worker, reason: str) -> QuireError | None:
-        if worker.state == DRAINING:
+        if worker.state == DRAINING or self._is_closed:
             log.info("worker %s left: %s", worker.worker_id, reason)
             return None
         log.warning("worker %s is lost: %s", worker.worker_id, reason)
@@ -272,6 +278,10 @@ class WorkerPool:
 
     def _mark_lost(self, worker: Worker) -> None:
         worker.lost_at = asyncio.get_running_loop().time()
+
+    def _drop_old_losses(self) -> None:
+        since = asyncio.get_running_loop().time() - LOST_SHOWN_S
+        self._workers = {i: w for i, w in self._workers.items() if w.lost_at is None or w.lost_at > since}
 
     def _changed(self) -> None:
         infos = [
@@ -301,9 +311,8 @@ class WorkerPool:
 
     def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
         """All workers, those that are still loading and those lost lately included."""
-        now = asyncio.get_running_loop().time()
+        self._drop_old_losses()
         books = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
-        self._workers = {i: w for i, w in self._workers.items() if w.lost_at is None or now - w.lost_at < LOST_SHOWN_S}
         return [_describe(worker, books.get(worker.worker_id)) for worker in self._workers.values()]
 
 

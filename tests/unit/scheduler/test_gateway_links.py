@@ -217,6 +217,23 @@ async def test_a_stream_must_begin_with_hello(make_stack: MakeStack, message: sc
     assert "hello" in (caught.value.details() or "")
 
 
+async def test_a_gateway_that_breaks_the_protocol_is_told_and_ends_alone(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    bad, good = await stack.gateway(), await stack.gateway()
+    await until(lambda: good.welcomes and good.welcomes[-1].ready_workers)
+    await bad.submit(1, [1, 2], max_tokens=200)
+    await good.submit(1, [1, 2], max_tokens=50, request_id="good")
+    await bad.hello()
+    await until(lambda: bad.error is not None)
+    assert bad.error is not None
+    assert bad.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "hello" in (bad.error.details() or "")
+    await until(lambda: (1, 0) in good.finished)
+    assert good.tokens[1, 0] == expected_tokens([1, 2], 50)
+    await until(lambda: not stack.parts.step_loop.has_work)
+
+
 async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
     stack = await make_stack()
     gateway = await stack.gateway()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -212,6 +213,52 @@ async def test_a_silent_worker_is_lost(make_stack: MakeStack) -> None:
     worker.heartbeats = False
     await until(lambda: worker.refusals)
     assert "no heartbeat" in (worker.refusals[0].details() or "")
+
+
+async def test_a_scheduler_that_was_stopped_itself_does_not_blame_its_workers(make_stack: MakeStack) -> None:
+    stack = await make_stack("--heartbeat-timeout-s", "0.5")
+    worker = await stack.worker()
+    await ready(stack)
+    for _ in range(3):
+        time.sleep(1.0)  # noqa: ASYNC251 - as if the process had been suspended
+        await asyncio.sleep(0.3)
+    assert worker.refusals == []
+    assert len(worker.lease_epochs) == 1
+
+
+async def test_a_newer_register_stream_takes_over(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker = await stack.worker()
+    await ready(stack)
+    gateway = await stack.gateway()
+    newer = gateway.stub.Register()
+    await newer.write(worker.registration())
+    await newer.read()
+    await until(lambda: worker.refusals)
+    assert "took over" in (worker.refusals[0].details() or "")
+    assert len(worker.lease_epochs) == 1
+    newer.cancel()
+
+
+async def test_another_model_may_follow_when_nothing_is_left_of_the_first(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    first, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=100)
+    await until(lambda: gateway.tokens)
+    await first.stop()
+    await ready(stack, 0)
+    early = await stack.worker("w1", epoch=12, revision="r2")
+    await until(lambda: early.refusals)
+    assert "revision" in (early.refusals[0].details() or "")
+    await gateway.cancel(1)
+    await finished(gateway, 1)
+    await stack.worker("w2", epoch=13, revision="r2", model="next", max_model_len=512, block_size=8)
+    await until(lambda: gateway.welcomes[-1].info.model == "next")
+    assert gateway.welcomes[-1].info.max_model_len == 512
+    await gateway.submit(2, PROMPT, max_tokens=300)
+    await finished(gateway, 2)
+    assert gateway.tokens[2, 0] == expected_tokens(PROMPT, 300)
 
 
 async def test_a_step_that_takes_too_long_loses_the_worker(make_stack: MakeStack) -> None:

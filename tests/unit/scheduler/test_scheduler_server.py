@@ -1,0 +1,156 @@
+"""The scheduler as a process: health, flags, signals, and what a bug does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from scheduler_svc import server
+from scheduler_svc.server import build, make_arguments, serve
+from svc_common.config import parse
+from tests.processes.ports import free_port
+from tests.unit.scheduler.fakes import until
+from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker, expected_tokens
+
+
+@asynccontextmanager
+async def scheduler_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A scheduler on a free port that says SERVING."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "scheduler_svc.server", "--listen", address, *flags]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        await wait_serving(address)
+        yield process, address
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def wait_serving(address: str, service: str = "") -> None:
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(30):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await check(request, wait_for_ready=True)
+        while response.status != health_pb2.HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.01)
+            response = await check(request)
+
+
+async def run_command(*flags: str) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "scheduler_svc.server", *flags]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, (out + err).decode()
+
+
+async def test_drains_on_sigterm() -> None:
+    async with scheduler_process() as (process, address):
+        await wait_serving(address, server.SERVICE_NAME)
+        worker, gateway = ToyWorker(address), await ToyGateway(address).hello()
+        await worker.start()
+        await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers, 30)
+        await gateway.submit(1, [1, 2, 3], max_tokens=30)
+        await until(lambda: len(gateway.tokens.get((1, 0), ())) > 3)
+        worker.gate.clear()
+        process.send_signal(signal.SIGTERM)
+        await refused_soon(gateway)
+        worker.gate.set()
+        await until(lambda: (1, 0) in gateway.finished)
+        assert gateway.tokens[1, 0] == expected_tokens([1, 2, 3], 30)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+        await gateway.close()
+        await worker.stop()
+
+
+async def refused_soon(gateway: ToyGateway) -> None:
+    """New requests get UNAVAILABLE with advice once the signal has arrived."""
+    for handle in range(2, 1000):
+        await gateway.submit(handle, [handle], max_tokens=1)
+        await until(lambda handle=handle: handle in gateway.replies)  # type: ignore[misc]
+        refusal = gateway.replies[handle]
+        if refusal is not None:
+            assert refusal.code == grpc.StatusCode.UNAVAILABLE.value[0]
+            assert refusal.retry_after_ms
+            return
+        await gateway.cancel(handle)
+    raise AssertionError("never refused")
+
+
+async def test_a_second_signal_stops_at_once() -> None:
+    async with scheduler_process("--drain-timeout-s", "60") as (process, address):
+        worker, gateway = ToyWorker(address), await ToyGateway(address).hello()
+        await worker.start()
+        await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers, 30)
+        worker.gate.clear()
+        await gateway.submit(1, [1, 2, 3])
+        await until(lambda: gateway.replies)
+        process.send_signal(signal.SIGTERM)
+        await refused_soon(gateway)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+        await gateway.close()
+        await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (("--listen", "nowhere"), "--listen"),
+        (("--max-waiting", "0"), "--max-waiting"),
+        (("--watermark", "2"), "--watermark"),
+        (("--redis", "http://x"), "redis://"),
+        (("--heartbeat-timeout-s", "nan"), "--heartbeat-timeout-s"),
+    ],
+)
+async def test_a_bad_setting_stops_the_start(flags: tuple[str, ...], shown: str) -> None:
+    code, text = await run_command(*flags)
+    assert code == 2
+    assert shown in text
+
+
+async def test_a_taken_port_is_named() -> None:
+    async with scheduler_process() as (_, address):
+        code, text = await run_command("--listen", address)
+        assert code == 2
+        assert address in text
+
+
+async def test_help_shows_every_default() -> None:
+    code, text = await run_command("--help")
+    assert code == 0
+    for flag in ("--redis", "--max-waiting", "--heartbeat-timeout-s", "--drain-timeout-s", "QUIRE_MAX_WAITING"):
+        assert flag in text
+
+
+async def test_a_bug_in_the_step_loop_ends_the_process_loudly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: float) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(server, "_settle_gc", lambda: None)
+    args = parse(make_arguments(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
+    parts = build(args)
+    parts.step_loop._post(broken)
+    assert await asyncio.wait_for(serve(args, parts), 10) == 1
+    assert "planted" in caplog.text
+
+
+def test_environment_sets_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "QUIRE_MAX_WAITING", "7")
+    assert parse(make_arguments(), []).max_waiting == 7
