@@ -55,18 +55,26 @@ async def test_prefixes_find_their_holder_load_spreads_and_a_late_worker_takes_p
 
 
 async def check_prefix_holder(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
-    """Whoever computed a prefix gets all requests that begin with it, and nobody else a step."""
-    prefix = random_prompt(1, PREFIX_TOKENS)
+    """Each of two prefixes is computed by one worker; whoever has it gets all requests that begin with it."""
+    prefixes = [random_prompt(seed, PREFIX_TOKENS) for seed in (1, 2)]
     before = await steps(stack, client, workers)
-    assert (await generate(client, prefix)).usage.cached_tokens == 0
+    first = await asyncio.gather(*(generate(client, prefix, max_tokens=40) for prefix in prefixes))
+    assert [result.usage.cached_tokens for result in first] == [0, 0]
     after = await steps(stack, client, workers)
-    (holder,) = [i for i in range(2) if after[i] > before[i]]
-    for i in range(6):
+    assert all(b > a for a, b in zip(before, after, strict=True)), "both prefixes went to one worker"
+    holders = [await check_follow_ups(stack, client, workers, prefix) for prefix in prefixes]
+    assert sorted(holders) == [0, 1]
+
+
+async def check_follow_ups(stack: Stack, client: AsyncClient, workers: list[Service], prefix: list[int]) -> int:
+    """All go to the one worker that is returned, and compute only what is theirs."""
+    before = await steps(stack, client, workers)
+    for i in range(4):
         result = await generate(client, prefix + random_prompt(100 + i, 20))
         assert result.usage.cached_tokens == PREFIX_TOKENS
-    finally_ = await steps(stack, client, workers)
-    assert finally_[holder] > after[holder]
-    assert finally_[1 - holder] == after[1 - holder]
+    after = await steps(stack, client, workers)
+    (holder,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a]
+    return holder
 
 
 async def check_balance(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
