@@ -172,6 +172,7 @@ class Worker:
         registering = asyncio.ensure_future(self._register(channel, address))
         serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
         loading = asyncio.ensure_future(self._load_or_cancel(serving))
+        registering.add_done_callback(lambda _: self._cancel_if_failed(registering, serving))
         try:
             await asyncio.wait([serving])
         finally:
@@ -202,6 +203,13 @@ class Worker:
             lifecycle=self._lifecycle,
         )
         await self._registration.run()
+
+    def _cancel_if_failed(self, registering: asyncio.Future[None], serving: asyncio.Future[None]) -> None:
+        if registering.cancelled() or (error := registering.exception()) is None:
+            return
+        log.error("registering failed, which is a bug; this worker ends", exc_info=error)
+        self._exit_code = EXIT_FAILED
+        serving.cancel()
 
     async def _load_or_cancel(self, serving: asyncio.Future[None]) -> None:
         try:
@@ -325,8 +333,7 @@ def set_thread_environment(threads: int | None) -> None:
 
 async def _cancel(task: asyncio.Future[None]) -> None:
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.gather(task, return_exceptions=True)  # a failure has been logged where it happened
 
 
 def _leave_now() -> NoReturn:
