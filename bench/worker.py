@@ -8,10 +8,12 @@ w3: 64 requests that share 1,024 tokens and add 32 of their own, 32 out, on the 
 All requests are there at the start and ignore the end-of-sequence token. The last line printed is JSON.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -21,10 +23,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
+
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from worker_svc.engine import linear
 from worker_svc.engine.batch import EMPTY, RowOpen, SamplingParams, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
@@ -204,7 +209,6 @@ class Loop:
 def profile(loop: Loop, sampling: SamplingParams) -> None:
     """Prints where the time of one run goes, by operation of the backend."""
     backend, spent, calls = loop.runner._backend, Counter(), Counter()
-    from worker_svc.engine import linear
 
     def timed(name, function):
         def call(*args, **kwargs):

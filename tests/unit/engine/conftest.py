@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+
+# Threads that wait for each other sleep: on a busy machine spinning takes the core that the other one needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
