@@ -55,7 +55,9 @@ SHAPES = (
 DEFAULT_SHAPE = SHAPES[0]
 
 
-def make_checkpoint(folder: Path, shape: Shape = DEFAULT_SHAPE, *, seed: int = 0) -> Path:
+def make_checkpoint(
+    folder: Path, shape: Shape = DEFAULT_SHAPE, *, seed: int = 0, max_model_len: int = MAX_MODEL_LEN
+) -> Path:
     """Write a Hugging Face folder of float32 weights that differ enough for argmax to be far from ties."""
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(
@@ -67,7 +69,7 @@ def make_checkpoint(folder: Path, shape: Shape = DEFAULT_SHAPE, *, seed: int = 0
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=max_model_len,
         tie_word_embeddings=shape.is_tied,
         eos_token_id=EOS_ID,
         bos_token_id=None,

@@ -10,11 +10,14 @@ import pytest
 import torch
 from quire_client import AsyncClient, AsyncGenerateStream, DeadlineExceeded, FinishReason
 
-from tests.processes.models import make_checkpoint
+from tests.processes.models import SHAPES, make_checkpoint
 from tests.processes.stack import Service, Stack, wait_idle
 
-FLAGS = ("--dtype", "float32", "--num-blocks", "200", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-LONG: dict[str, Any] = {"max_tokens": 900, "temperature": 0.0, "ignore_eos": True}
+MAX_MODEL_LEN = 32768
+FLAGS = ("--dtype", "float32", "--num-blocks", "5000", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+# Left alone, one of these takes 30,000 steps: tens of seconds.
+LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0.0, "ignore_eos": True}
+FEW_STEPS = 10000
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +26,21 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, S
     folder = tmp_path_factory.mktemp("cancel")
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler()
-        stack.start_worker(scheduler, make_checkpoint(folder / "model"), *FLAGS)
+        stack.start_worker(scheduler, make_checkpoint(folder / "model", SHAPES[1], max_model_len=MAX_MODEL_LEN), *FLAGS)
         yield stack, stack.start_gateway(scheduler)
 
 
 @pytest.fixture
 async def client(running: tuple[Stack, Service]) -> AsyncIterator[AsyncClient]:
-    """Afterwards no block belongs to a sequence and the next request gets its tokens."""
+    """Afterwards, long before the requests could have ended by themselves, no block belongs to a sequence and the next
+    request gets its tokens.
+    """
     stack, gateway = running
     async with await stack.connect(gateway) as client:
+        steps_before = (await client.status()).schedulers[0].steps
         yield client
-        await wait_idle(stack, client)
+        (status,) = await wait_idle(stack, client)
+        assert status.steps - steps_before < FEW_STEPS
         assert len((await client.generate(token_ids=[7], max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
