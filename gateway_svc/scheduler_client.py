@@ -270,8 +270,15 @@ class SchedulerClient:
             words = f"scheduler {self.address} came back with another revision of the model; start again"
             request.fail(UnavailableError(words, retry_after_s=RETRY_AFTER_S))
             return
-        log.info("request %s goes on at scheduler %s", request.request_id, self.address)
+        log.debug("request %s goes on at scheduler %s", request.request_id, self.address)
         self._send_submit(request)
+
+    def _resubmit_all(self) -> None:
+        waiting = [request for request in self._open if request.handle is None]
+        if waiting:
+            log.info("%d requests go on at scheduler %s", len(waiting), self.address)
+        for request in waiting:
+            self._resubmit(request)
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         if not self.is_connected:
@@ -281,8 +288,7 @@ class SchedulerClient:
         if welcome.HasField("info"):
             self._info = welcome.info
             self._update_model(welcome.info)
-            for request in list(self._open):
-                self._resubmit(request)
+            self._resubmit_all()
         elif self.model is None:
             self.problem = "no worker has registered yet"
         self._on_change()
