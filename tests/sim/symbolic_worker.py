@@ -79,7 +79,9 @@ class SymbolicWorker:
         self.queue: deque[Sent] = deque()
         self.num_acked = next_step_id - 1
         self.is_draining = False
-        self.fail_next: str | None = None  # "nan" keeps the row's KV, "lost" leaves garbage
+        self.fail_next: str | None = (
+            None  # "nan" keeps the row's KV, "lost" leaves garbage, "silent" says nothing either
+        )
         self.failed_requests: set[str] = set()
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
@@ -97,6 +99,8 @@ class SymbolicWorker:
     def _columns(self, rows: int, width: int, max_len: int) -> None:
         self.is_open = np.zeros(rows, dtype=np.bool_)
         self.is_broken = np.zeros(rows, dtype=np.bool_)
+        self.is_sticky = np.zeros(rows, dtype=np.bool_)  # broken, and fails in every later step too
+        self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
         self.group: list[RowOpen | None] = [None] * rows
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.sample = np.zeros(rows, dtype=np.uint64)
@@ -173,7 +177,7 @@ class SymbolicWorker:
         for row in rows.tolist():
             self._need_open(row, "closes")
             self.refs[self.table[row, : self.table_len[row]]] -= 1
-            self.is_open[row] = self.is_broken[row] = False
+            self.is_open[row] = self.is_broken[row] = self.is_sticky[row] = self.is_silent[row] = False
 
     def _need_open(self, row: int, verb: str) -> None:
         if row >= len(self.is_open) or not self.is_open[row]:
@@ -345,17 +349,24 @@ class SymbolicWorker:
             raise Violation(f"writes into committed blocks {np.unique(blocks[self.is_committed[blocks]]).tolist()}")
 
     def _break_rows(self, rows: np.ndarray, starts: np.ndarray) -> list[int]:
-        """Rows that fail in this step: one now if asked for, and all that failed before and are still computed."""
-        broken = [row for row in rows.tolist() if self.is_broken[row]]
-        for row in broken:
+        """Rows that fail in this step: one now if asked for, and those that failed before.
+
+        Real workers keep no record of failures: a row that failed inside its prompt computes on, and its tokens are
+        garbage.
+        """
+        hurt = [row for row in rows.tolist() if self.is_broken[row]]
+        for row in hurt:
             self._poison(row, int(starts[rows == row][0]))
+        broken = [row for row in hurt if self.is_sticky[row] or self.computed[row] > self.history_len[row]]
         sound = [row for row in rows.tolist() if not self.is_broken[row]]
         if self.fail_next and sound:
             row = sound[self._next_step % len(sound)]
-            if self.fail_next == "lost":
+            if self.fail_next != "nan":
                 self._poison(row, int(starts[rows == row][0]))
             broken.append(row)
-            self.is_broken[row], self.fail_next = True, None
+            self.is_broken[row], self.is_silent[row] = True, self.fail_next == "silent"
+            self.is_sticky[row] = self._next_step % 2
+            self.fail_next = None
         return broken
 
     def _poison(self, row: int, start: int) -> None:
@@ -413,16 +424,17 @@ class SymbolicWorker:
 
     def _sample(self, batch: StepBatch, rows: np.ndarray, broken: list[int]) -> StepOutput:
         forks, parents = batch.fork_rows.astype(np.int64), batch.fork_parents.astype(np.int64)
-        if self.is_broken.any():
-            children = forks[self.is_broken[parents]]
-            self.is_broken[children] = True
-            broken = broken + children.tolist()
-        samplers = np.concatenate((rows[batch.sample_mask], forks)) if len(rows) else rows
         if broken:
-            self.failed_requests.update(self.group[row].group.request_id for row in broken)
-            samplers = samplers[~np.isin(samplers, broken)]
+            children = forks[np.isin(parents, broken)]
+            self.is_broken[children] = self.is_sticky[children] = True
+            broken = broken + children.tolist()
+        asked = np.concatenate((rows[batch.sample_mask], forks)) if len(rows) else rows
+        samplers = asked[~np.isin(asked, broken)] if broken else asked
         if len(samplers):
             self._append_samples(samplers)
+        if broken:
+            self.failed_requests.update(self.group[row].group.request_id for row in broken)
+            broken = [row for row in broken if not self.is_silent[row] or row not in asked]
         return StepOutput(
             worker_id=batch.worker_id,
             step_id=batch.step_id,

@@ -1,0 +1,437 @@
+"""The scheduler core between gateways that keep journals and symbolic workers: every fact in, every check out.
+
+A `Cluster` chooses nothing: tests say what happens next (`Simulation` from a seed, the property tests from Hypothesis).
+After each call everything that came out of the core has been compared with the oracle and with the protocol; whatever
+is wrong raises Violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import DuplicateRequestError, NeverFitsError, QueueFullError, UnexpectedStepError
+from scheduler_svc.core.messages import EMPTY, Deltas, Finished, PrefixEvent, RowOpen, StepOutput, WorkerCapacity
+from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from tests.sim.oracle import Expected, expected_output
+from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
+
+ROOT_SALT = b"sim"
+
+
+@dataclass(slots=True)
+class Request:
+    """A gateway's journal of one request: what it asked, what it must get, what it got."""
+
+    request_id: str
+    prompt: list[int]
+    seed: int
+    n: int
+    stop: StopCondition
+    root_key: bytes
+    owner: int
+    handle: int
+    priority: int
+    expected: list[Expected]
+    delivered: list[list[int]]
+    finished: list[FinishReason | None]
+    ended_by_us: set[int] = field(default_factory=set)  # samples that the gateway ended
+    num_cached: dict[int, int] = field(default_factory=dict)  # per sample, at its first admission
+
+    @property
+    def is_done(self) -> bool:
+        return None not in self.finished
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + self.stop.max_tokens
+
+
+class Cluster:
+    """One scheduler and its surroundings. `now` is the tests' clock."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        make_scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
+        checks_invariants: bool = True,
+    ) -> None:
+        self.config = config
+        self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
+        self.now = 0.0
+        self.chains = Chains(ROOT_SALT, block_size)
+        self.requests: dict[str, Request] = {}
+        self.open: dict[str, Request] = {}
+        self.workers: dict[str, SymbolicWorker] = {}
+        self.trace: list[tuple[Any, ...]] = []
+        self.num_steps = self.num_tokens = self.num_preemptions = self.num_cached_tokens = 0
+        self.scheduler = make_scheduler(config)
+        self._make_scheduler = make_scheduler
+        self._checks_invariants = checks_invariants
+        self._by_handle: dict[tuple[int, int], Request] = {}
+        self._sample_of_row: dict[tuple[str, int], int] = {}
+        self._published: dict[str, set[bytes]] = {}
+        self._failed_requests: set[str] = set()
+        self._has_seen_worker = False
+
+    def check(self) -> None:
+        """The core's own books."""
+        if self._checks_invariants:
+            self.scheduler.check_invariants()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def make_request(
+        self,
+        prompt: list[int],
+        stop: StopCondition,
+        *,
+        seed: int = 7,
+        n: int = 1,
+        priority: int = 0,
+        root_key: bytes = b"",
+        owner: int = 0,
+    ) -> Request:
+        """A request with the answer that the oracle gives to it."""
+        eos = self.config.eos_token_ids
+        number = len(self.requests) + 1
+        return Request(
+            request_id=f"r{number}",
+            prompt=prompt,
+            seed=seed,
+            n=n,
+            stop=stop,
+            root_key=root_key,
+            owner=owner,
+            handle=number,
+            priority=priority,
+            expected=[expected_output(prompt, root_key, seed, i, stop, eos, self.vocab_size) for i in range(n)],
+            delivered=[[] for _ in range(n)],
+            finished=[None] * n,
+        )
+
+    def submit(self, request: Request) -> None:
+        """A gateway sends it, with whatever was delivered before as Continuation. Gateways know the model's limit."""
+        self.requests[request.request_id] = request
+        if not self._has_seen_worker and request.num_tokens > self.max_model_len:
+            return
+        group = self._group(request)
+        self.trace.append(("submit", group))
+        try:
+            deltas = self.scheduler.add_group(group, self.now)
+        except (NeverFitsError, QueueFullError) as error:
+            self._check_refusal(request, error)
+            return
+        self.open[request.request_id] = request
+        self._by_handle[request.owner, request.handle] = request
+        self._absorb(deltas)
+
+    def _group(self, request: Request) -> SequenceGroup:
+        return SequenceGroup(
+            request_id=request.request_id,
+            prompt=np.array(request.prompt, dtype=np.uint32),
+            stop=request.stop,
+            owner=request.owner,
+            handle=request.handle,
+            n=request.n,
+            priority=request.priority,
+            root_key=request.root_key,
+            sampling=request.seed,
+            outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
+            finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
+        )
+
+    def _check_refusal(self, request: Request, error: Exception) -> None:
+        self.trace.append(("refused", request.request_id, str(error)))
+        self.open.pop(request.request_id, None)
+        if isinstance(error, QueueFullError):
+            if self.scheduler.stats().num_waiting < self.config.max_waiting:
+                raise Violation(f"refused below the limit: {error}")
+        elif any(self._can_hold(worker, request) for worker in self.workers.values()):
+            raise Violation(f"refused although it fits: {error}")
+
+    def _can_hold(self, worker: SymbolicWorker, request: Request) -> bool:
+        c = worker.capacity
+        return (
+            request.num_tokens <= c.max_model_len
+            and ceil_div(request.num_tokens, c.block_size) <= c.num_blocks
+            and request.n <= c.max_num_seqs
+        )
+
+    def abort(self, request: Request) -> None:
+        """The client is gone."""
+        self.trace.append(("abort", request.request_id))
+        request.ended_by_us.update(range(request.n))
+        self._absorb(self.scheduler.abort_group(request.request_id, FinishReason.ABORTED, self.now))
+        if not request.is_done:
+            raise Violation(f"{request.request_id} lives on after an abort")
+
+    def stop_sample(self, request: Request, sample: int) -> None:
+        """The gateway matched a stop string."""
+        self.trace.append(("stop", request.request_id, sample))
+        request.ended_by_us.add(sample)
+        self._absorb(self.scheduler.finish_sample(request.request_id, sample, FinishReason.STOP, self.now))
+        if request.finished[sample] is None:
+            raise Violation(f"{request.request_id} sample {sample} lives on after it was stopped")
+
+    def talk_nonsense(self) -> None:
+        """What callers must not do is refused or ignored, and changes nothing."""
+        for request in self.open.values():
+            self._must_refuse(
+                DuplicateRequestError, lambda r=request: self.scheduler.add_group(self._group(r), self.now)
+            )
+        for worker in self.workers.values():
+            step_id = worker.queue[0].batch.step_id + 1 if worker.queue else worker.next_step_id
+            output = StepOutput(worker.capacity.worker_id, step_id, EMPTY, EMPTY)
+            self._must_refuse(UnexpectedStepError, lambda o=output: self.scheduler.update(o, self.now))
+            self._must_refuse(ValueError, lambda w=worker: self.scheduler.add_worker(w.capacity, self.now))
+        for done in [request for request in self.requests.values() if request.is_done]:
+            self._absorb(self.scheduler.abort_group(done.request_id, FinishReason.ABORTED, self.now))
+            self._absorb(self.scheduler.finish_sample(done.request_id, 0, FinishReason.STOP, self.now))
+        self._absorb(self.scheduler.update(StepOutput("stranger", 1, EMPTY, EMPTY), self.now))
+        self.scheduler.remove_worker("stranger", self.now)
+        self.scheduler.drain_worker("stranger")
+
+    def _must_refuse(self, error: type[Exception], call: Callable[[], object]) -> None:
+        try:
+            call()
+        except error:
+            return
+        raise Violation(f"expected a {error.__name__}")
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> int:
+        """Send whatever the core wants to send; returns the number of steps."""
+        batches = self.scheduler.schedule(self.now)
+        for batch in batches:
+            worker = self.workers[batch.worker_id]
+            self.trace.append(("send", batch))
+            if worker.is_draining and any(opened.fork_of_row is None for opened in batch.opens):
+                raise Violation(f"worker {batch.worker_id} drains and gets a new row")
+            for opened in batch.opens:
+                self._note_cached(batch.worker_id, opened)
+            worker.send(batch)
+        self.num_steps += len(batches)
+        self.check()
+        return len(batches)
+
+    def _note_cached(self, worker_id: str, opened: RowOpen) -> None:
+        """What usage.cached_tokens will have to say: the hit of the first admission, a fork's being its parent's."""
+        request, sample = self.requests[opened.group.request_id], opened.sample_index
+        num_cached = opened.num_computed_tokens
+        if opened.fork_of_row is not None:
+            num_cached = request.num_cached[self._sample_of_row[worker_id, opened.fork_of_row]]
+        self._sample_of_row[worker_id, opened.row] = sample
+        request.num_cached.setdefault(sample, min(num_cached, len(request.prompt)))
+
+    def answer(self, worker: SymbolicWorker) -> None:
+        """The worker's oldest step is answered."""
+        output = worker.answer()
+        self.trace.append(("answer", output))
+        self._absorb(self.scheduler.update(output, self.now))
+        self._follow_prefixes()
+
+    def busy_workers(self) -> list[SymbolicWorker]:
+        """Workers that owe an answer."""
+        return [worker for worker in self.workers.values() if worker.queue]
+
+    def _absorb(self, deltas: Deltas) -> None:
+        columns = (deltas.owners, deltas.handles, deltas.sample_indices, deltas.offsets, deltas.token_ids)
+        for owner, handle, sample, offset, token in zip(*(c.tolist() for c in columns), strict=True):
+            self._receive(self._by_handle[owner, handle], sample, offset, token)
+        for finished in deltas.finished:
+            self._finish(finished)
+
+    def _receive(self, request: Request, sample: int, offset: int, token: int) -> None:
+        delivered, expected = request.delivered[sample], request.expected[sample].tokens
+        name = f"{request.request_id} sample {sample}"
+        self.num_tokens += 1
+        if request.finished[sample] is not None:
+            raise Violation(f"{name}: a token after the end")
+        if offset != len(delivered):
+            raise Violation(f"{name}: token at offset {offset}, {len(delivered)} delivered")
+        if offset >= len(expected) or token != expected[offset]:
+            raise Violation(f"{name}: token {token} at {offset}, the oracle has {expected[offset : offset + 1]}")
+        delivered.append(token)
+
+    def _finish(self, finished: Finished) -> None:
+        request, sample = self.requests[finished.group.request_id], finished.sample_index
+        name = f"{request.request_id} sample {sample} ({finished.reason.name})"
+        if request.finished[sample] is not None:
+            raise Violation(f"{name}: finished twice")
+        request.finished[sample] = finished.reason
+        self._check_reason(name, request, finished)
+        if finished.num_output_tokens != len(request.delivered[sample]):
+            raise Violation(f"{name}: tells {finished.num_output_tokens}, delivered {len(request.delivered[sample])}")
+        num_cached = request.num_cached.get(sample, finished.num_cached_tokens)
+        if finished.num_cached_tokens != num_cached:
+            raise Violation(f"{name}: tells {finished.num_cached_tokens} cached tokens, it had {num_cached}")
+        self.num_cached_tokens += finished.num_cached_tokens
+        self.num_preemptions += finished.num_preemptions
+        if request.is_done:
+            self.open.pop(request.request_id, None)
+
+    def _check_reason(self, name: str, request: Request, finished: Finished) -> None:
+        sample = finished.sample_index
+        if finished.reason is FinishReason.ERROR:
+            if request.request_id not in self._failed_requests:
+                raise Violation(f"{name}: {finished.message}")
+            return
+        got = Expected(request.delivered[sample], finished.reason, finished.stop_token_id)
+        if sample not in request.ended_by_us and got != request.expected[sample]:
+            raise Violation(f"{name}: {got}, the oracle has {request.expected[sample]}")
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def join(self, capacity: WorkerCapacity, *, first_step: int = 1, is_lazy: bool = False) -> SymbolicWorker:
+        """A worker starts and registers."""
+        worker = SymbolicWorker(capacity, self.chains, self.vocab_size, next_step_id=first_step, is_lazy=is_lazy)
+        worker.failed_requests = self._failed_requests
+        self._add(worker)
+        return worker
+
+    def _add(self, worker: SymbolicWorker) -> None:
+        c, blocks = worker.capacity, worker.list_blocks()
+        self.trace.append(("join", c, f"blocks {len(blocks)}", f"next step {worker.next_step_id}"))
+        self.workers[c.worker_id] = worker
+        self._has_seen_worker = True
+        self._published[c.worker_id] = set()
+        self.scheduler.add_worker(c, self.now, blocks, next_step_id=worker.next_step_id)
+        self._follow_prefixes()
+
+    def lose(self, worker: SymbolicWorker) -> None:
+        """The worker is dead for the scheduler; an answer that was still on the wire comes too late."""
+        self._remove(worker)
+        if worker.queue:
+            self._absorb(self.scheduler.update(worker.answer(), self.now))
+
+    def reconnect(self, worker: SymbolicWorker) -> None:
+        """The connection broke, the process did not: its rows end, its committed blocks are adopted."""
+        self._remove(worker)
+        worker.lease()
+        self._add(worker)
+
+    def _remove(self, worker: SymbolicWorker) -> None:
+        name = worker.capacity.worker_id
+        self.trace.append(("remove", name))
+        self.scheduler.remove_worker(name, self.now)
+        del self.workers[name]
+        self._follow_prefixes()
+        if self._published.pop(name):
+            raise Violation(f"worker {name} is gone and still published")
+
+    def drain(self, worker: SymbolicWorker) -> None:
+        """The worker was asked to leave."""
+        self.trace.append(("drain", worker.capacity.worker_id))
+        worker.is_draining = True
+        self.scheduler.drain_worker(worker.capacity.worker_id)
+
+    def restart_scheduler(self, order: Iterable[Request]) -> None:
+        """kill -9: a new scheduler adopts the pools, then the gateways submit what is open, in this order."""
+        self.trace.append(("restart",))
+        self.scheduler = self._make_scheduler(self.config)
+        self.open, workers, self.workers = {}, self.workers, {}
+        for request in self.requests.values():
+            request.num_cached.clear()
+        for worker in workers.values():
+            worker.lease()
+            self._add(worker)
+        for request in order:
+            self.submit(request)
+
+    # -- the prefix index ---------------------------------------------------------------------------------------------
+
+    def _follow_prefixes(self) -> None:
+        """Apply prefix events like an index would, and doubt them."""
+        events = self.scheduler.take_prefix_events()
+        for event in events:
+            self._apply_event(event)
+        for event in events:
+            if event.is_cached and event.digest in self._published[event.worker_id]:
+                self._check_published(event)
+
+    def _apply_event(self, event: PrefixEvent) -> None:
+        held, worker = self._published[event.worker_id], self.workers.get(event.worker_id)
+        if event.is_cached == (event.digest in held):
+            raise Violation(f"worker {event.worker_id}: told twice that a prefix is cached={event.is_cached}")
+        if event.is_cached:
+            held.add(event.digest)
+            return
+        held.remove(event.digest)
+        if worker is None or event.digest in worker.duplicates:
+            return
+        if any(self.chains.parent.get(other) == event.digest for other in held):
+            raise Violation(f"worker {event.worker_id} evicts a block before the blocks that continue it")
+
+    def _check_published(self, event: PrefixEvent) -> None:
+        worker = self.workers[event.worker_id]
+        if event.worker_epoch != worker.capacity.worker_epoch:
+            raise Violation(f"worker {event.worker_id}: an event of epoch {event.worker_epoch}")
+        holders = [block for block, content in enumerate(worker.content) if content == event.digest]
+        if not any(worker.fill_step[block] <= worker.num_acked for block in holders):
+            raise Violation(f"worker {event.worker_id}: published a prefix that no acknowledged step has computed")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def settle(self, choose: Callable[[list[SymbolicWorker]], SymbolicWorker]) -> None:
+        """Nothing new happens any more: all that is open must end within a bounded number of steps."""
+        work = sum(request.num_tokens * request.n for request in self.open.values())
+        bound, num_idle = self.num_steps + 200 + 20 * work, 0
+        while self.schedule() or self.busy_workers() or self.scheduler.has_work:
+            self.now += 1.0
+            busy = self.busy_workers()
+            num_idle = 0 if busy else num_idle + 1
+            if busy:
+                self.answer(choose(busy))
+                self.check()
+            if num_idle > 3:
+                raise Violation(f"nothing moves, and {list(self.open)} are open")
+            if self.num_steps > bound:
+                raise Violation(f"no end after {self.num_steps} steps")
+
+    def can_finish(self) -> bool:
+        """Every open request has a worker that takes new sequences and can hold it."""
+        takers = [worker for worker in self.workers.values() if not worker.is_draining]
+        return all(any(self._can_hold(worker, request) for worker in takers) for request in self.open.values())
+
+    def check_end(self) -> None:
+        """Everything has ended exactly once, and nothing is left behind: here, at the workers, in the index."""
+        if self.open or self.scheduler.has_work:
+            raise Violation(f"{list(self.open)} never finished")
+        stats = self.scheduler.stats()
+        if stats.num_waiting or stats.num_running:
+            raise Violation(f"idle, with {stats.num_waiting} waiting and {stats.num_running} running")
+        for worker in stats.workers:
+            total = self.workers[worker.worker_id].capacity.num_blocks
+            if worker.blocks_used or worker.rows_used or worker.blocks_free + worker.blocks_cached != total:
+                raise Violation(f"worker {worker.worker_id} leaks: {worker}")
+        self._check_index()
+        for name, fake in self.workers.items():
+            self._check_worker_end(name, fake)
+
+    def _check_index(self) -> None:
+        held: dict[str, set[bytes]] = {name: set() for name in self.workers}
+        for event in self.scheduler.cached_prefixes():
+            held[event.worker_id].add(event.digest)
+        if held != {name: self._published[name] for name in self.workers}:
+            raise Violation("the prefix events do not add up to what is cached")
+
+    def _check_worker_end(self, name: str, worker: SymbolicWorker) -> None:
+        if worker.is_open.any() or worker.refs.any():
+            raise Violation(f"worker {name} was never told to close rows {np.flatnonzero(worker.is_open).tolist()}")
+        if not self._published[name] <= set(worker.committed.values()):
+            raise Violation(f"worker {name}: prefixes are published that it was never told to commit")
+        for block in worker.list_blocks():
+            if worker.content[block.block_id] != block.digest:
+                raise Violation(f"worker {name}: committed block {block.block_id} holds something else")

@@ -1,0 +1,399 @@
+"""Would the simulation notice? Each bug is planted into the real core and must be caught, by the named complaint.
+
+The core's own `check_invariants` is switched off where the symbolic workers and the gateways' journals must suffice.
+The seed that caught a bug is then run once more on the core as it is, and passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import hashing, worker_state
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.messages import StepBatch
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.worker_state import Flight, StepPlan, WorkerState
+from tests.sim.cluster import Cluster
+from tests.sim.simulation import run_seed
+from tests.sim.symbolic_worker import SymbolicWorker
+
+MAX_SEEDS = 200
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`plant` breaks the core; `complaint` is what the failure must say (a regular expression)."""
+
+    plant: Callable[[Patch], None]
+    complaint: str
+    checks_invariants: bool = False
+    failure_rate: float | None = None  # for bugs that only show when rows fail in rare moments
+
+    @property
+    def changes(self) -> dict[str, float]:
+        return {} if self.failure_rate is None else {"failure_rate": self.failure_rate}
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(complaint: str, **options: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Add a planted bug to the list under its function's name."""
+
+    def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BUGS[plant.__name__] = Bug(plant, complaint, **options)
+        return plant
+
+    return add
+
+
+def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace owner.name by a function that gets the original as its first argument."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
+    """Break what is sent, not what is decided."""
+    wrap(patch, WorkerState, "_make_batch", lambda make, *args: change(make(*args)))
+
+
+def trust_digests(patch: Patch) -> None:
+    """Nobody compares digests: only what the slots hold can betray the bug."""
+    change_batches(patch, lambda b: replace(b, commit_blocks=b.commit_blocks[:0], commit_digests=[]))
+    patch.setattr(Cluster, "_check_published", lambda *args: None)
+    patch.setattr(Cluster, "_check_worker_end", lambda *args: None)
+
+
+# -- slots and tables --------------------------------------------------------------------------------------------------
+
+
+@bug("slot_mapping .* disagrees with the tables")
+def wrong_slot(patch: Patch) -> None:
+    wrap(patch, RowTable, "slots", lambda slots, table, rows, positions: slots(table, rows, positions ^ 1))
+
+
+@bug("disagrees with the tables|which another open row names|opens with a bad table|reads something else")
+def wrong_table_sent(patch: Patch) -> None:
+    def swap(batch: StepBatch) -> StepBatch:
+        return replace(batch, opens=[replace(o, block_table=o.block_table[::-1]) for o in batch.opens])
+
+    change_batches(patch, swap)
+
+
+@bug("beyond their tables|disagrees with the tables")
+def off_by_one_at_a_block_border(patch: Patch) -> None:
+    def needy(original: Any, worker: WorkerState, decode: np.ndarray) -> np.ndarray:
+        r, bs = worker.rows, worker.capacity.block_size
+        opens = (r.computed[decode] - 1) // bs >= r.num_blocks[decode]
+        tail = r.table[decode, np.minimum(r.computed[decode] // bs, r.num_blocks[decode] - 1)]
+        return decode[opens | (worker.pool.refs[tail] > 1)]
+
+    wrap(patch, WorkerState, "rows_that_need_a_block", needy)
+
+
+@bug("beyond their tables|disagrees with the tables|computed tokens in")
+def last_partial_block_not_allocated(patch: Patch) -> None:
+    patch.setattr(worker_state, "ceil_div", lambda a, b: max(1, a // b))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@bug("which another open row names|which other rows share|reads something else")
+def block_freed_while_one_user_is_left(patch: Patch) -> None:
+    def free(original: Any, pool: BlockManager, blocks: Any) -> None:
+        for block in blocks:
+            pool.refs[block] -= 1
+            if pool.refs[block] <= 1:
+                pool.refs[block] = 0
+                pool._put_back(block)
+
+    wrap(patch, BlockManager, "free", free)
+
+
+@bug("which another open row names|writes into|evicts a block before")
+def hit_stays_in_the_free_list(patch: Patch) -> None:
+    def share(original: Any, pool: BlockManager, blocks: list[int]) -> None:
+        pool.refs[blocks] += 1
+
+    wrap(patch, BlockManager, "share", share)
+
+
+@bug("which another open row names|which other rows share|written to one slot")
+def fork_takes_no_reference(patch: Patch) -> None:
+    def fork(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
+        num_opens = len(plan.opens)
+        original(worker, row, count, plan)
+        for opened in plan.opens[num_opens:]:
+            worker.pool.refs[opened.block_table] -= 1
+
+    wrap(patch, WorkerState, "_fork_if_complete", fork)
+
+
+@bug("ref counts disagree", checks_invariants=True)
+def fork_takes_two_references(patch: Patch) -> None:
+    def fork(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
+        num_opens = len(plan.opens)
+        original(worker, row, count, plan)
+        for opened in plan.opens[num_opens:]:
+            worker.pool.refs[opened.block_table] += 1
+
+    wrap(patch, WorkerState, "_fork_if_complete", fork)
+
+
+@bug("leaks|nothing moves")
+def released_blocks_never_come_back(patch: Patch) -> None:
+    wrap(patch, WorkerState, "free_released", lambda original, worker, flight: None)
+
+
+@bug("which other rows share|written to one slot")
+def copy_on_write_skipped(patch: Patch) -> None:
+    def needy(original: Any, worker: WorkerState, decode: np.ndarray) -> np.ndarray:
+        r = worker.rows
+        return decode[r.computed[decode] // worker.capacity.block_size >= r.num_blocks[decode]]
+
+    wrap(patch, WorkerState, "rows_that_need_a_block", needy)
+
+
+@bug("is replaced by .* without a copy")
+def copy_not_sent(patch: Patch) -> None:
+    change_batches(patch, lambda b: replace(b, copy_src=b.copy_src[:0], copy_dst=b.copy_dst[:0]))
+
+
+@bug("without a copy|which is in use")
+def copy_in_the_wrong_direction(patch: Patch) -> None:
+    change_batches(patch, lambda b: replace(b, copy_src=b.copy_dst, copy_dst=b.copy_src))
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------------------
+
+
+@bug("reads something else|opens with a bad table")
+def hash_without_parent(patch: Patch) -> None:
+    def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
+        while (len(digests) + 1) * block_size <= len(tokens):
+            start = len(digests) * block_size
+            digests.append(hashing.block_digest(root, tokens[start : start + block_size]))
+
+    wrap(patch, worker_state, "extend_digests", extend)
+    trust_digests(patch)
+
+
+@bug("reads something else")
+def salt_ignored(patch: Patch) -> None:
+    wrap(patch, worker_state, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
+    trust_digests(patch)
+
+
+@bug("not that of its chain")
+def wrong_digest_committed(patch: Patch) -> None:
+    change_batches(patch, lambda b: replace(b, commit_digests=[digest[::-1] for digest in b.commit_digests]))
+
+
+@bug("reads something else|the oracle has")
+def shared_before_its_step_was_sent(patch: Patch) -> None:
+    def register(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
+        original(worker, row, len(worker.rows.known_tokens(row)) - int(worker.rows.computed[row]), plan)
+
+    wrap(patch, WorkerState, "_register_fills", register)
+    trust_digests(patch)
+
+
+@bug("commits block .* before step|which is not full|no acknowledged step has computed")
+def committed_before_the_answer(patch: Patch) -> None:
+    def finish(original: Any, worker: WorkerState, plan: StepPlan) -> StepBatch | None:
+        batch = original(worker, plan)
+        if batch is not None:
+            worker.commit_fills(replace_rows(worker.flights[-1]))
+        return batch
+
+    def replace_rows(flight: Flight) -> Flight:
+        return replace(flight, query_lens=flight.query_lens * 0)
+
+    wrap(patch, WorkerState, "finish_plan", finish)
+
+
+@bug("opens with nothing to compute")
+def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
+    def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, limit: int) -> list[int]:
+        return original(pool, digests, tokens, len(tokens) // pool.block_size)
+
+    wrap(patch, BlockManager, "match", match)
+
+
+@bug("evicts a block before the blocks that continue it")
+def heads_evicted_before_tails(patch: Patch) -> None:
+    wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, list(blocks)[::-1]))
+
+
+@bug("evicts a block before the blocks that continue it")
+def most_recently_used_evicted_first(patch: Patch) -> None:
+    def take(original: Any, pool: BlockManager) -> int:
+        if pool._cached and not pool._empty:
+            pool._cached.move_to_end(next(reversed(pool._cached)), last=False)
+        return original(pool)
+
+    wrap(patch, BlockManager, "_take_one", take)
+
+
+@bug("told twice|do not add up|still published|no acknowledged step")
+def evictions_not_announced(patch: Patch) -> None:
+    def forget(original: Any, pool: BlockManager, block: int) -> None:
+        num_events = len(pool._events)
+        original(pool, block)
+        del pool._events[num_events:]
+
+    wrap(patch, BlockManager, "forget", forget)
+
+
+# -- rows and answers --------------------------------------------------------------------------------------------------
+
+
+@bug("the oracle has|a token after the end|token at offset|Error")
+def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
+    def append(original: Any, core: Scheduler, worker: WorkerState, flight: Flight, output: Any) -> Any:
+        return original(core, worker, replace(flight, generation=worker.rows.generation.copy()), output)
+
+    wrap(patch, Scheduler, "_append_tokens", append)
+
+
+@bug("UnexpectedStepError|the oracle has|token at offset|a token after the end")
+def stale_epoch_accepted(patch: Patch) -> None:
+    """The shell's mistake: an answer of the worker's former life reaches the core."""
+    left: dict[str, list[Any]] = {}
+
+    def lose(original: Any, cluster: Cluster, worker: SymbolicWorker) -> None:
+        left[worker.capacity.worker_id] = [worker.answer() for _ in list(worker.queue)]
+        original(cluster, worker)
+
+    def answer(original: Any, cluster: Cluster, worker: SymbolicWorker) -> None:
+        for output in left.pop(worker.capacity.worker_id, []):
+            cluster._absorb(cluster.scheduler.update(output, cluster.now))
+        original(cluster, worker)
+
+    wrap(patch, Cluster, "lose", lose)
+    wrap(patch, Cluster, "answer", answer)
+
+
+@bug("opens row .* which is open|never told to close|which another open row names")
+def closed_row_not_told(patch: Patch) -> None:
+    change_batches(patch, lambda b: replace(b, close_rows=b.close_rows[:0]))
+
+
+@bug("token at offset|the oracle has")
+def newest_token_lost_in_preemption(patch: Patch) -> None:
+    def preempt(original: Any, worker: WorkerState, row: int) -> Sequence:
+        seq = original(worker, row)
+        seq.data.output = seq.data.output[:-1]
+        return seq
+
+    wrap(patch, WorkerState, "preempt", preempt)
+
+
+@bug("the oracle has")
+def fork_samples_the_noise_of_its_parent(patch: Patch) -> None:
+    def same_noise(batch: StepBatch) -> StepBatch:
+        return replace(batch, opens=[replace(o, sample_index=0) for o in batch.opens])
+
+    change_batches(patch, same_noise)
+
+
+@bug("the oracle has|a token after the end")
+def stop_ids_ignored(patch: Patch) -> None:
+    def open_row(original: Any, table: RowTable, *args: Any) -> int:
+        row = original(table, *args)
+        table.has_stop_ids[row] = False
+        return row
+
+    wrap(patch, RowTable, "open", open_row)
+
+
+@bug("the oracle has")
+def one_token_more_than_asked(patch: Patch) -> None:
+    def open_row(original: Any, table: RowTable, seq: Any, tokens: Any, blocks: Any, computed: int, limit: int) -> int:
+        more = limit if seq.group.stop.max_tokens == 0 else min(limit + 1, table.tokens.shape[1])
+        return original(table, seq, tokens, blocks, computed, more)
+
+    wrap(patch, RowTable, "open", open_row)
+
+
+@bug("exceed .* rows or the budget")
+def budget_ignored(patch: Patch) -> None:
+    def begin(original: Any, worker: WorkerState) -> StepPlan:
+        return StepPlan(budget=10**6)
+
+    wrap(patch, WorkerState, "begin_step", begin)
+
+
+@bug("the oracle has|commits block|no acknowledged step has computed")
+def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
+    wrap(patch, WorkerState, "rows_tainted_by", lambda original, worker, failed, flight: [])
+
+
+@bug("the oracle has", failure_rate=0.4)
+def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
+    def tainted(original: Any, worker: WorkerState, failed: set[int], flight: Flight) -> list[int]:
+        for f in (flight, *worker.flights):
+            f.forks = []
+        return original(worker, failed, flight)
+
+    wrap(patch, WorkerState, "rows_tainted_by", tainted)
+
+
+@bug("nothing moves")
+def refused_once_and_never_asked_again(patch: Patch) -> None:
+    def room(original: Any, worker: WorkerState, flight: Flight) -> None:
+        version = worker.room_version
+        original(worker, flight)
+        worker.room_version = version
+
+    wrap(patch, WorkerState, "free_released", room)
+
+
+@bug("drains and gets a new row")
+def draining_worker_gets_sequences(patch: Patch) -> None:
+    def place(original: Any, core: Scheduler, now: float) -> Any:
+        draining = [worker for worker in core._workers.values() if worker.is_draining]
+        for worker in draining:
+            worker.is_draining = False
+        placed = original(core, now)
+        for worker in draining:
+            worker.is_draining = True
+        return placed
+
+    wrap(patch, Scheduler, "_place", place)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
+    planted = BUGS[name]
+    with monkeypatch.context() as patch:
+        planted.plant(patch)
+        seed, complaint = first_failure(planted)
+    assert seed is not None, f"{MAX_SEEDS} seeds ran with the bug and none failed"
+    assert re.search(planted.complaint, complaint), f"seed {seed} says: {complaint}"
+    run_seed(seed, **planted.changes)
+
+
+def first_failure(planted: Bug) -> tuple[int | None, str]:
+    """The first seed that fails, and what was said."""
+    for seed in range(MAX_SEEDS):
+        try:
+            run_seed(seed, checks_invariants=planted.checks_invariants, **planted.changes)
+        except Exception as error:
+            return seed, f"{type(error).__name__}: {error}"
+    return None, ""
