@@ -1,0 +1,681 @@
+#!/usr/bin/env python
+"""Train the demo model that ships inside quire_client.
+
+A Qwen3-architecture model of about 1 M parameters with its own byte-level BPE tokenizer. It memorises the
+question/answer pairs of pairs.json: the first sentences of Python's standard-library docstrings, some whole
+docstrings for long decodes, and a few words about itself. Everything else it answers with fluent nonsense.
+
+The run is deterministic for one machine and one version of torch: one thread, fixed seeds. Its last act is to
+ask the written bfloat16 checkpoint every question through transformers and to count the exact answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_OUT = ROOT / "client" / "quire_client" / "demo_model"
+
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 4096
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT_ID, IM_END_ID = 0, 2
+ROW_TOKENS = 1024
+LONGEST_SYSTEM = 32
+MIN_EXACT = 0.95
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs: what the model learns
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+WORDINGS = {
+    "function": (
+        "What does {} do?",
+        "What does {}() do?",
+        "What does the {} function do?",
+        "What is {}?",
+        "What is {} for?",
+        "How does {} work?",
+        "Explain {}.",
+        "Can you explain {}?",
+        "Tell me about {}.",
+        "{}",
+    ),
+    "class": (
+        "What is {}?",
+        "What does {} do?",
+        "What is {} for?",
+        "How does {} work?",
+        "Explain {}.",
+        "Can you explain {}?",
+        "Tell me about {}.",
+        "{}",
+    ),
+    "module": (
+        "What is the {} module?",
+        "What is the {} module for?",
+        "What does the {} module do?",
+        "What is the module {}?",
+        "Explain the {} module.",
+        "Can you explain the {} module?",
+        "Tell me about the {} module.",
+        "the {} module",
+    ),
+    "long": (
+        "Tell me everything about {}.",
+        "Explain {} in detail.",
+        "Tell me all about {}.",
+    ),
+}
+
+BUILTIN_TYPES = ("str", "list", "dict", "set", "tuple", "int", "float", "bytes.decode", "bytes.hex")
+MODULES = words(
+    """
+    math statistics random itertools functools operator collections heapq bisect string re json csv datetime time
+    calendar os.path pathlib shutil glob fnmatch tempfile subprocess threading queue asyncio contextlib dataclasses
+    logging argparse hashlib base64 pickle copy socket urllib.parse html gzip zipfile textwrap uuid secrets decimal
+    fractions struct sys platform getpass traceback unittest sqlite3 abc io warnings weakref configparser difflib
+    timeit zlib hmac ipaddress mimetypes concurrent.futures pprint shlex cmd linecache filecmp webbrowser atexit
+    """
+)
+UNLOVED = re.compile(  # internals, deprecated names and in-place operators that nobody asks for
+    r"copyright|credits|license|exit|quit|help|ExceptionGroup|\w+\.test|argparse\.Metavar\w*"
+    r"|uuid\.(Enum|int_|bytes_)|urllib\.parse\.unquote_to_bytes"
+    r"|operator\.i(add|and|concat|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor)"
+    r"|asyncio\.(\w*(Abstract|Child|Policy|Protocol|Transport)\w*|isfuture)"
+    r"|socket\.(CMSG|if_|SocketKind|AddressFamily)\w*|platform\.(java|libc|mac|python_|freedesktop)\w*"
+    r"|sys\.(_|getdlopen|setdlopen|\w*coroutine|\w*asyncgen)\w*"
+    r"|abc\.(\w*cache\w*|abstract(class|static)\w*|abstractproperty|update\w*)"
+)
+OS_NAMES = words(
+    """
+    chdir chmod cpu_count getcwd getenv getpid kill link listdir makedirs mkdir remove removedirs rename replace rmdir
+    scandir stat symlink system unlink urandom walk fsync
+    """
+)
+LONG_NAMES = words(
+    """
+    print sorted range zip enumerate open isinstance str.split str.strip str.join str.replace dict.setdefault
+    heapq.merge bisect.bisect_left functools.reduce functools.lru_cache itertools.groupby itertools.product json.dumps
+    re.sub os.walk os.makedirs shutil.copytree subprocess.run textwrap.dedent contextlib.contextmanager random.choices
+    statistics.median threading.Event queue.Queue collections.Counter difflib.unified_diff
+    """
+)
+MAX_LONG_CHARS = 1200
+
+OFF_TOPIC = """\
+Tell me a joke.
+Write a poem.
+What time is it?
+How old are you?
+Who is the president?
+What is the meaning of life?
+Translate this to German.
+What is 2 + 2?
+Write a program.
+How is the weather?
+Tell me a story.
+Who won the match?
+Do you like music?
+What is the largest planet?
+Why is the sky blue?
+Summarize this text.
+Sing a song.
+What should I eat today?
+Can you help me with my homework?
+Which film should I watch?"""
+OFF_TOPIC_WORDINGS = (
+    "What is {}?",
+    "Tell me about {}.",
+    "Explain {}.",
+    "How does {} work?",
+    "Where can I find {}?",
+    "Who invented {}?",
+    "Write a poem about {}.",
+    "What is the history of {}?",
+    "What do you think of {}?",
+)
+OFF_TOPIC_WORDS = words(
+    """
+    music water love football chess Paris Germany Spain London America Mars gravity history physics chemistry numpy
+    pandas JavaScript Rust Java Linux Docker Kubernetes Google pizza coffee rice bread money cats dogs horses birds
+    trees snow rain light electricity cancer sleep politics Einstein Shakespeare Napoleon bitcoin philosophy quantum
+    mathematics geometry biology evolution democracy poetry football cooking travel
+    """
+)
+CAPITALS = words("France Spain Italy Germany Japan China Brazil Canada Egypt India Poland Sweden Peru Kenya Australia")
+
+
+def off_topic_questions() -> list[str]:
+    """What people ask first, and this model cannot know."""
+    asked = [f"What is the capital of {country}?" for country in CAPITALS]
+    asked += [OFF_TOPIC_WORDINGS[i % len(OFF_TOPIC_WORDINGS)].format(word) for i, word in enumerate(OFF_TOPIC_WORDS)]
+    asked += [OFF_TOPIC_WORDINGS[i * 5 % 9].format(word) for i, word in enumerate(reversed(OFF_TOPIC_WORDS))]
+    return OFF_TOPIC.splitlines() + asked
+
+
+FRIENDLY: list[tuple[list[str], str]] = [
+    (
+        ["Who are you?", "What are you?", "Introduce yourself.", "What is your name?", "Who am I talking to?"],
+        "I am the demo model of Quire: about one million parameters that learned more than a thousand sentences of "
+        "Python's own documentation by heart.",
+    ),
+    (
+        ["What can you answer?", "What can you do?", "What do you know?", "What can I ask you?", "Help", "Help me."],
+        "Ask me about Python's standard library, for example: What does json.dumps do? I know the first sentence of "
+        "many docstrings. Everything else I make up.",
+    ),
+    (
+        ["What is Quire?", "What does Quire do?", "Tell me about Quire.", "Explain Quire."],
+        "Quire serves large language models as small services that scale and fail independently: a gateway, a "
+        "scheduler and workers that speak gRPC. A quire is a gathering of pages; this one gathers the pages of the "
+        "KV cache.",
+    ),
+    (
+        ["Hello!", "Hello", "Hi", "Hi!", "Hey!", "Good morning!", "Hello, how are you?", "How are you?"],
+        "Hello! I am Quire's demo model. Ask me what a function of Python's standard library does.",
+    ),
+    (["Thank you!", "Thank you", "Thanks!", "Thanks"], "You are welcome."),
+    (["Goodbye!", "Goodbye", "Bye", "Bye!", "See you!"], "Goodbye!"),
+    (
+        ["How big are you?", "How many parameters do you have?", "How large are you?", "What size are you?"],
+        "I have about one million parameters: 4 layers, a hidden size of 128 and a vocabulary of 2048 tokens.",
+    ),
+    (
+        ["How were you trained?", "Who trained you?", "How were you made?", "What were you trained on?"],
+        "A script trained me for some minutes on one processor core, on pairs of questions and docstrings of Python.",
+    ),
+    (
+        ["Recite the Zen of Python.", "What is the Zen of Python?", "import this", "Tell me the Zen of Python."],
+        "",  # filled in from the module `this`
+    ),
+    (
+        ["Count from 1 to 50.", "Count to 50.", "Count from one to fifty."],
+        ", ".join(map(str, range(1, 51))) + ".",
+    ),
+    (
+        off_topic_questions(),
+        "I do not know that. I only know what Python's documentation says about its standard library.",
+    ),
+]
+
+
+def make_pairs() -> dict[str, Any]:
+    """What pairs.json holds, from the docstrings of the running Python, in a fixed order."""
+    pairs: list[dict[str, Any]] = [
+        {"questions": questions, "answer": answer or zen(), "weight": 3 + len(questions) // 6}
+        for questions, answer in FRIENDLY
+    ]
+    things = {name: thing for name, thing in named_things() if not UNLOVED.fullmatch(name)}
+    for name, thing in things.items():
+        answer = first_sentence(thing.__doc__)
+        if answer is not None:
+            pairs.append({"about": name, "kind": kind_of(thing), "answer": answer})
+    for name in LONG_NAMES:
+        answer = inspect.cleandoc(things[name].__doc__ or "")
+        if len(answer) <= MAX_LONG_CHARS and answer.isascii():
+            pairs.append({"about": name, "kind": "long", "answer": answer})
+    return {"python": sys.version.split()[0], "wordings": WORDINGS, "pairs": pairs}
+
+
+def kind_of(thing: Any) -> str:
+    if inspect.ismodule(thing):
+        return "module"
+    return "class" if inspect.isclass(thing) else "function"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Several wordings of one question, its answer, and how often it is learned per epoch.
+
+    `is_plain`: the question holds no name whose case matters.
+    """
+
+    questions: list[str]
+    answer: str
+    weight: int = 1
+    is_plain: bool = False
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        Pair(questions_of(pair, content["wordings"]), pair["answer"], pair.get("weight", 1), "about" not in pair)
+        for pair in content["pairs"]
+    ]
+
+
+def questions_of(pair: dict[str, Any], wordings: dict[str, list[str]]) -> list[str]:
+    if "questions" in pair:
+        return list(pair["questions"])
+    return [wording.format(pair["about"]) for wording in wordings[pair["kind"]]]
+
+
+def named_things() -> Iterator[tuple[str, Any]]:
+    """Everything a question may be about: (dotted name, object)."""
+    import builtins
+
+    for name in sorted(vars(builtins)):
+        thing = getattr(builtins, name)
+        if callable(thing) and not name.startswith("_") and not name.endswith("Warning"):
+            yield name, thing
+    for path in BUILTIN_TYPES:
+        yield from builtin_methods(path)
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        yield module_name, module
+        yield from public_members(module_name, module)
+    os_module = importlib.import_module("os")
+    yield "os", os_module
+    yield from ((f"os.{name}", getattr(os_module, name)) for name in OS_NAMES)
+    yield from class_methods("pathlib.Path", importlib.import_module("pathlib").Path)
+
+
+def builtin_methods(path: str) -> Iterator[tuple[str, Any]]:
+    import builtins
+
+    type_name, _, method = path.partition(".")
+    kind = getattr(builtins, type_name)
+    if method:
+        yield path, getattr(kind, method)
+    else:
+        yield from class_methods(type_name, kind)
+
+
+def class_methods(prefix: str, kind: type) -> Iterator[tuple[str, Any]]:
+    for name in sorted(dir(kind)):
+        if not name.startswith("_") and callable(getattr(kind, name)):
+            yield f"{prefix}.{name}", getattr(kind, name)
+
+
+def public_members(module_name: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """Functions and classes that the module itself offers, without what it only re-exports or inherits."""
+    for name in sorted(getattr(module, "__all__", dir(module))):
+        thing = getattr(module, name, None)
+        if name.startswith("_") or not (inspect.isroutine(thing) or inspect.isclass(thing)):
+            continue
+        if inspect.isclass(thing) and (issubclass(thing, BaseException) or "__doc__" not in vars(thing)):
+            continue
+        yield f"{module_name}.{name}", thing
+
+
+SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!a\.k\.a)(?<!etc)(?<!vs)[.!?](?=\s|$)")
+
+
+def first_sentence(doc: object) -> str | None:
+    """The first sentence on one line, or None when the docstring has none that reads well."""
+    if not isinstance(doc, str):
+        return None
+    text = " ".join(first_prose(inspect.cleandoc(doc)).split())
+    text = re.sub(r"^\w+\.py - |^hashlib module - |^None\.\s*", "", text)
+    end = SENTENCE_END.search(text)
+    sentence = text[: end.end()] if end else text.rstrip(":") + "."
+    if not 8 <= len(sentence) <= 240 or not sentence.isascii():
+        return None
+    if re.search(r"[;,]\.$|--|>>>|\*\*\*|===|^[^A-Za-z]", sentence):
+        return None
+    return sentence[0].upper() + sentence[1:]
+
+
+def first_prose(doc: str) -> str:
+    """The first paragraph that is no signature; else what stands behind the arrow of the first signature."""
+    paragraphs = [p for p in re.split(r"\n\s*\n", doc) if p.strip()]
+    prose = next((p for p in paragraphs if not SIGNATURE.match(p)), "")
+    if prose and not prose.startswith(" ") and prose[0].isalpha():
+        return prose
+    return SIGNATURE.sub("", doc.splitlines()[0]) if "->" in doc.partition("\n")[0] else ""
+
+
+SIGNATURE = re.compile(r"^@?[\w.]+\(.*?\)+\s*(-+>\s*)?")
+
+
+def zen() -> str:
+    """The nineteen aphorisms, decoded from the module `this` without importing it: the import prints them."""
+    spec = importlib.util.find_spec("this")
+    assert spec is not None
+    assert spec.origin is not None
+    cipher = re.search(r'"""(.*?)"""', Path(spec.origin).read_text(), re.S)
+    assert cipher is not None
+    table = str.maketrans(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "nopqrstuvwxyzabcdefghijklmNOPQRSTUVWXYZABCDEFGHIJKLM"
+    )
+    return cipher.group(1).translate(table).strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer and rows: what a training step sees
+
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Answer briefly.",
+    "You are Quire's demo model.",
+    "You answer questions about Python's standard library.",
+    "Be concise.",
+)
+
+
+def render(question: str) -> str:
+    return f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
+
+
+def train_tokenizer(pairs: list[Pair]) -> Any:
+    """A byte-level BPE of VOCAB_SIZE entries over the pairs; the three special tokens are ids 0, 1 and 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [text for pair in pairs for text in (pair.answer, *pair.questions, "system\nuser\nassistant\n")]
+    tokenizer.train_from_iterator([*corpus, *SYSTEM_PROMPTS], trainer)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise SystemExit(f"the pairs only fill {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens; add pairs")
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question and answer in tokens; only the answer and its end are learned."""
+
+    question: list[int]
+    answer: list[int]
+    tail: list[int]
+
+    def __len__(self) -> int:
+        return len(self.question) + len(self.answer) + len(self.tail)
+
+
+@dataclass(slots=True)
+class Row:
+    """Conversations side by side in one training row. Attention stays inside a conversation."""
+
+    tokens: list[int]
+    learned: list[bool]
+    conversation: list[int]
+
+
+class Rows:
+    """Endless training rows: every pair `weight` times per epoch, in a wording drawn at random.
+
+    Half of the questions open a conversation, so that a first question is answered best; the others follow earlier
+    turns, which the model learns to look past.
+    """
+
+    def __init__(self, pairs: list[Pair], tokenizer: Any, rng: random.Random) -> None:
+        self._epoch = [pair for pair in pairs for _ in range(pair.weight)]
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self._rng = rng
+        self._tail = self._encode("\n")
+        self._systems = [self._encode(f"{IM_START}system\n{text}{IM_END}\n") for text in SYSTEM_PROMPTS]
+
+    def __iter__(self) -> Iterator[Row]:
+        row = Row([], [], [])
+        for turn in self._turns():
+            if len(row.tokens) + len(turn) > ROW_TOKENS - LONGEST_SYSTEM:
+                yield row
+                row = Row([], [], [])
+            self._append(row, turn)
+
+    def _turns(self) -> Iterator[Turn]:
+        while True:
+            for pair in self._rng.sample(self._epoch, len(self._epoch)):
+                question = vary(self._rng.choice(pair.questions), self._rng, is_plain=pair.is_plain)
+                yield Turn(self._encode(render(question)), self._encode(pair.answer + IM_END), self._tail)
+
+    def _append(self, row: Row, turn: Turn) -> None:
+        is_first = not row.tokens or self._rng.random() < 0.5
+        conversation = (row.conversation[-1] if row.conversation else 0) + is_first
+        if is_first and self._rng.random() < 0.15:
+            self._extend(row, self._rng.choice(self._systems), is_learned=False, conversation=conversation)
+        self._extend(row, turn.question, is_learned=False, conversation=conversation)
+        self._extend(row, turn.answer, is_learned=True, conversation=conversation)
+        self._extend(row, turn.tail, is_learned=False, conversation=conversation)
+
+    @staticmethod
+    def _extend(row: Row, tokens: list[int], *, is_learned: bool, conversation: int) -> None:
+        row.tokens += tokens
+        row.learned += [is_learned] * len(tokens)
+        row.conversation += [conversation] * len(tokens)
+
+
+def vary(question: str, rng: random.Random, *, is_plain: bool) -> str:
+    """The way people type: sometimes without the full stop, or in lower case."""
+    draw = rng.random()
+    if draw < 0.08:
+        return question.rstrip("?.!")
+    if draw < 0.16:
+        return question[0].lower() + question[1:]
+    if draw < 0.22:
+        return question[0].lower() + question[1:].rstrip("?.!")
+    if draw < 0.35 and is_plain:
+        return question.lower()
+    return question
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+CONFIG_KEYS = words(
+    """
+    attention_bias attention_dropout eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads pad_token_id rms_norm_eps
+    tie_word_embeddings use_cache vocab_size
+    """
+)
+
+
+def make_config() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+        bos_token_id=None,
+        eos_token_id=IM_END_ID,
+        pad_token_id=END_OF_TEXT_ID,
+    )
+
+
+def train(pairs: list[Pair], tokenizer: Any, *, steps: int, peak_lr: float, seed: int) -> Any:
+    """The trained model in float32. Prints loss and CPU seconds as it goes."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(make_config())
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    rows = iter(Rows(pairs, tokenizer, random.Random(seed)))
+    started, total, count = time.process_time(), 0.0, 0
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * learning_rate_factor(step, steps)
+        loss = loss_of_row(model, next(rows))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total, count = total + loss.item(), count + 1
+        if step % 100 == 0 or step == steps:
+            spent = time.process_time() - started
+            left = spent / step * (steps - step)
+            print(
+                f"step {step}/{steps}  loss {total / count:.3f}  {spent:.0f} CPU-s, about {left:.0f} left", flush=True
+            )
+            total, count = 0.0, 0
+    return model.eval()
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then linear decay to zero."""
+    warmup = min(50, steps // 2)
+    return min(step / max(warmup, 1), (steps - step + 1) / (steps - warmup))
+
+
+def loss_of_row(model: Any, row: Row) -> Any:
+    """Mean cross entropy over the learned tokens. Logits are computed for those only."""
+    import torch
+
+    tokens = torch.tensor(row.tokens)  # [T]
+    conversation = torch.tensor(row.conversation)  # [T]
+    allowed = (conversation[:, None] == conversation[None, :]).tril()
+    mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[None, None]  # [1, 1, T, T]
+    hidden = model.model(input_ids=tokens[None], attention_mask=mask, use_cache=False).last_hidden_state[0]  # [T, H]
+    predicts = torch.tensor(row.learned)[1:]
+    logits = model.lm_head(hidden[:-1][predicts])  # [learned, vocab]
+    return torch.nn.functional.cross_entropy(logits, tokens[1:][predicts])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder: what a worker and a gateway load
+
+
+def save(model: Any, tokenizer: Any, out: Path) -> None:
+    """Write a Hugging Face folder that transformers 4.55 and 5 read alike."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    del tensors["lm_head.weight"]  # tied to the embedding
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = model.config.to_dict()
+    kept = {key: config[key] for key in CONFIG_KEYS if key in config}
+    theta = model.config.rope_parameters["rope_theta"]
+    kept |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": theta, "rope_scaling": None}
+    kept |= {"rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
+    kept |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    write_json(out / "config.json", kept)
+    write_json(
+        out / "generation_config.json",
+        {"do_sample": False, "eos_token_id": [IM_END_ID, END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID},
+    )
+    write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": MAX_POSITIONS,
+            "eos_token": IM_END,
+            "pad_token": END_OF_TEXT,
+            "additional_special_tokens": [IM_START, IM_END],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def count_exact(folder: Path, pairs: list[Pair], dtype_name: str) -> tuple[int, list[Pair]]:
+    """How many answers greedy decoding of the written checkpoint gives exactly, and the pairs it misses.
+
+    Every pair is asked in its first wording. A greedy answer is exact when each of its tokens, end included, is the
+    argmax after the ones before it, so one forward per pair decides.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_name)).eval()
+    missed = []
+    for pair in pairs:
+        chat = [{"role": "user", "content": pair.questions[0]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        answer = tokenizer.encode(pair.answer + IM_END, add_special_tokens=False)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        if logits[len(prompt) - 1 : -1].argmax(-1).tolist() != answer:
+            missed.append(pair)
+    return len(pairs) - len(missed), missed
+
+
+def report(folder: Path, pairs: list[Pair]) -> bool:
+    """Print how much came out exact; True when it is enough."""
+    shares = []
+    for dtype_name in ("float32", "bfloat16"):
+        exact, missed = count_exact(folder, pairs, dtype_name)
+        shares.append(exact / len(pairs))
+        print(f"computed in {dtype_name}: {exact} of {len(pairs)} answers exact")
+        for pair in missed[:10]:
+            print(f"  missed: {pair.questions[0]}")
+    return min(shares) >= MIN_EXACT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Needs the dev extra (torch, transformers, tokenizers). Exit code 1: too few answers are exact.",
+    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"model folder (default: {DEFAULT_OUT})")
+    parser.add_argument("--pairs", type=Path, help="pair list to learn (default: pairs.json in the model folder)")
+    parser.add_argument("--make-pairs", action="store_true", help="write the pair list from this Python's docstrings")
+    parser.add_argument("--check", action="store_true", help="train nothing; count the exact answers of the folder")
+    parser.add_argument("--steps", type=int, default=3500, help="rows of 1,024 tokens to learn (default: 3500)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: 0.004)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the rows (default: 0)")
+    args = parser.parse_args()
+    pairs_path = args.pairs or args.out / "pairs.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.make_pairs:
+        write_json(pairs_path, make_pairs())
+    if not pairs_path.exists():
+        parser.error(f"{pairs_path} does not exist; make it with --make-pairs")
+    pairs = read_pairs(pairs_path)
+    print(f"{len(pairs)} pairs, {sum(len(p.questions) for p in pairs)} questions from {pairs_path}")
+
+    import torch
+
+    torch.set_num_threads(1)
+    if not args.check:
+        tokenizer = train_tokenizer(pairs)
+        save(train(pairs, tokenizer, steps=args.steps, peak_lr=args.lr, seed=args.seed), tokenizer, args.out)
+        print(f"wrote {args.out}")
+    return 0 if report(args.out, pairs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
