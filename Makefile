@@ -11,11 +11,11 @@ TORCH ?= torch==2.13.0
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py $(wildcard protos/quire/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch $(wildcard protos/quire/v1/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	scripts/install_torch $(BIN) "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	$(BIN)/python scripts/gen_protos.py
 	touch $@

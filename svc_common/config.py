@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,15 +38,17 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse flags over environment over defaults; exits with 2 and the setting's name on a bad value."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = {word.partition("=")[0] for word in words}
     for action in parser._actions:
-        _apply_environment(parser, action)
-    return parser.parse_args(argv)
+        flag = next((s for s in action.option_strings if s.startswith("--")), None)
+        # A list on the command line replaces the environment's; argparse would append to it.
+        if flag is not None and flag != "--help" and not (_is_list(action) and flag in given):
+            _apply_environment(parser, action, flag)
+    return parser.parse_args(words)
 
 
-def _apply_environment(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
-    flag = next((s for s in action.option_strings if s.startswith("--")), None)
-    if flag is None or flag == "--help":
-        return
+def _apply_environment(parser: argparse.ArgumentParser, action: argparse.Action, flag: str) -> None:
     name = "QUIRE_" + flag[2:].upper().replace("-", "_")
     text = os.environ.get(name)
     if text is None:

@@ -104,7 +104,8 @@ class GrpcServer:
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, hurried.set)
         await _first_of(drain(), hurried.wait())
-        await self.grpc.stop(0 if hurried.is_set() else grace_s)
+        await _first_of(self.grpc.stop(0 if hurried.is_set() else grace_s), hurried.wait())
+        await self.grpc.stop(0)
         log.info("stopped")
 
 
