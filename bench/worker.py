@@ -8,7 +8,6 @@ w3: 64 requests that share 1,024 tokens and add 32 of their own, 32 out, on the 
 All requests are there at the start and ignore the end-of-sequence token. The last line printed is JSON.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +17,6 @@ from worker_svc.engine.batch import U32, Bools
 DEFAULT_MEMORY = 1 << 30
 HASH_BYTES = 16
 LIST_CHUNK = 1024
-
-
-def available_memory() -> int:
-    """Bytes this process may still take: what the system has free, or what its control group leaves if less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, KeyError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(int(limit) - used, 0))
 
 
 class KVCachePool:

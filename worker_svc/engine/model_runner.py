@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,8 @@ from worker_svc.engine.backend import I64, ForwardBatch, make_backend
 from worker_svc.engine.batch import U32, BadBatchError, Bools, RowErrorCode, SamplingParams, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.kv_cache import DEFAULT_MEMORY, HASH_BYTES, KVCachePool, available_memory
+from worker_svc.engine.kv_cache import DEFAULT_MEMORY, HASH_BYTES, KVCachePool
+from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.rows import RowErrors, RowTable
 
@@ -36,7 +36,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
-        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._threads = config.threads or available_cores()
         self._bound_thread: int | None = None
         self._bind_thread()
         checkpoint = Checkpoint(config.model_dir)
@@ -162,6 +162,7 @@ class ModelRunner:
         )
         return _Plan(
             forward=forward,
+            ends=tokens.ends,
             rows=np.concatenate((tokens.batch_rows[samplers], forks.rows)),
             positions=tokens.ends[sources],
             logits_index=logits_index,
@@ -220,6 +221,7 @@ class ModelRunner:
         forward = plan.forward
         self._pool.write_tokens(forward.slots, forward.token_ids)
         logits = self._model.forward(forward, self._pool)
+        self._rows.mark_computed(forward.rows.astype(np.int64), plan.ends)
         if not len(plan.rows):
             return plan.rows, np.empty(0, np.uint32)
         if len(plan.logits_index) != len(logits) or (plan.logits_index[1:] < plan.logits_index[:-1]).any():
@@ -262,6 +264,7 @@ class _Plan:
     """A step's computation: the forward pass, and who samples from which of its logits."""
 
     forward: ForwardBatch
+    ends: I64  # [B] sequence positions that keys and values reach up to
     rows: I64  # [S] rows that sample
     positions: I64  # [S] sequence positions of the sampled tokens
     logits_index: I64  # [S] which logits each takes
@@ -273,10 +276,17 @@ def _check_length(name: str, length: int, of: str, expected: int) -> None:
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> Literal["float32", "bfloat16"]:
+    if config.dtype == "bfloat16" and not has_bfloat16():
+        logger.warning("this processor has no bfloat16 instructions; float32 is faster on it")
     if config.dtype != "auto":
         return config.dtype
-    is_half = checkpoint.stored_dtype() in (torch.bfloat16, torch.float16)
-    return "bfloat16" if is_half and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    stored = checkpoint.stored_dtype()
+    if stored is torch.float32:
+        return "float32"
+    if not has_bfloat16():
+        logger.info("this processor has no bfloat16 instructions; weights are widened to float32")
+        return "float32"
+    return "bfloat16"
 
 
 def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

@@ -56,6 +56,7 @@ class RowTable:
         self._tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
         self._num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k: I32 = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -128,6 +129,7 @@ class RowTable:
         self._tokens[row, : len(history)] = history
         self._num_tokens[row] = len(history)
         self._prompt_lens[row] = item.prompt_len
+        self._num_computed[row] = item.num_computed_tokens
         self.tables[row, : len(item.block_table)] = item.block_table
         self.tables[row, len(item.block_table) :] = NO_BLOCK
         self.table_lens[row] = len(item.block_table)
@@ -180,7 +182,8 @@ class RowTable:
         ends = batch.context_lens.astype(np.int64) + batch.query_lens
         is_repeated = (np.bincount(rows[~is_outside], minlength=self._max_num_seqs) > 1)[rows]
         first_output = self._prompt_lens[rows]
-        known, room = self._num_tokens[rows], self.table_lens[rows] * self._block_size
+        known, computed = self._num_tokens[rows], self._num_computed[rows]
+        room = self.table_lens[rows] * self._block_size
         checks: list[tuple[Bools, Callable[[int], str]]] = [
             (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
             (~self.is_open[rows], lambda i: "row is not open"),
@@ -191,6 +194,10 @@ class RowTable:
                 lambda i: f"position {ends[i] - 1} reaches max_model_len {self._max_model_len}",
             ),
             (ends > known, lambda i: f"context_len + query_len is {ends[i]}, the row knows {known[i]} tokens"),
+            (
+                batch.context_lens > computed,
+                lambda i: f"context_len is {batch.context_lens[i]}, computed are {computed[i]} tokens",
+            ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
             (
                 batch.sample_mask & (ends < first_output),
@@ -227,6 +234,10 @@ class RowTable:
             sample_indices=self._sample_indices[rows],
             positions=(positions - self._prompt_lens[rows]).astype(np.uint32),
         )
+
+    def mark_computed(self, rows: I64, ends: I64) -> None:
+        """Keys and values of each row now reach up to that sequence position."""
+        self._num_computed[rows] = ends
 
     def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
         """Each row's history continues with a sampled token at that sequence position."""

@@ -88,6 +88,7 @@ BAD_ROWS = {
     "twice": ({"rows": (0, 0), "query_lens": (5, 5), "context_lens": (0, 5)}, "twice"),
     "empty": ({"query_lens": (0,)}, "at least 1"),
     "unknown tokens": ({"context_lens": (1,), "slots": range(1, 11)}, "knows 10 tokens"),
+    "never computed": ({"context_lens": (4,), "query_lens": (6,), "slots": range(4, 10)}, "computed are 0 tokens"),
     "far beyond": ({"context_lens": (2**32 - 1,), "query_lens": (1,), "slots": (0,)}, "max_model_len"),
     "slot outside": ({"slots": [*range(9), 4096]}, "slot 4096"),
     "slot of another block": ({"slots": [*range(9), 40]}, "slot 40 for position 9, the row's table has 9"),
