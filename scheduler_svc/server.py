@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 
+from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
-from scheduler_svc.prefix_index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -39,7 +40,6 @@ from scheduler_svc.core.messages import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.prefix_index import PrefixIndex
 from scheduler_svc.wire import split_deltas
 from svc_common.errors import (
     AlreadyExistsError,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
+from prefix_index.hashing import model_salt
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -428,4 +429,4 @@ def cached_blocks_from_proto(
 
 def root_salt(info: types_pb2.ModelInfo) -> bytes:
     """What KV depends on besides tokens: enters the root of every hash chain."""
-    return f"{info.revision}|{info.dtype}|{info.determinism}".encode()
+    return model_salt(info.revision, info.dtype, info.determinism)

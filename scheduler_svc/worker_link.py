@@ -18,9 +18,9 @@ import grpc
 from quire.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from xxhash import xxh3_128_digest
 
+from prefix_index.index import PrefixIndex
 from scheduler_svc import wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
-from scheduler_svc.prefix_index import PrefixIndex
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError
 from svc_common.serve import open_channel
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from prefix_index.hashing import block_digest, extend_digests, root_digest
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.hashing import block_digest, extend_digests, root_digest
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
 from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
 from scheduler_svc.core.rows import RowTable

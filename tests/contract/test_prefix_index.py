@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from prefix_index.index import Holder, MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
 from scheduler_svc.core.messages import PrefixEvent
-from scheduler_svc.prefix_index import Holder, MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
 from tests.processes.redis_server import RedisServer
 
 DEADLINE_S = 15.0

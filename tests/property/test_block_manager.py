@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from prefix_index.hashing import extend_digests
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.hashing import extend_digests
 
 BLOCK_SIZE = 2
 SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None)

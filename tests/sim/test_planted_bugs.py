@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import hashing, worker_state
+from prefix_index import hashing
+from scheduler_svc.core import worker_state
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable

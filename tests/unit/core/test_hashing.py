@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from scheduler_svc.core.hashing import compute_hash, extend_digests, root_digest
+from prefix_index.hashing import compute_hash, extend_digests, root_digest
 
 
 def u32(*ids: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     NeverFitsError,
@@ -10,7 +11,6 @@ from scheduler_svc.core.errors import (
     UnexpectedStepError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.hashing import extend_digests, root_digest
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowFailure, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import (

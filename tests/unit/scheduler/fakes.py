@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
+from prefix_index.index import MemoryPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput
-from scheduler_svc.prefix_index import MemoryPrefixIndex
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from svc_common.errors import QuireError
 from tests.builders import make_capacity

@@ -6,9 +6,9 @@ import asyncio
 
 import numpy as np
 
+from prefix_index.index import Holder
 from scheduler_svc.core.messages import StepOutput
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.prefix_index import Holder
 from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group

@@ -27,8 +27,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from scheduler_svc.core.messages import PrefixEvent
-
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +35,19 @@ class Holder(NamedTuple):
 
     worker_id: str
     worker_epoch: int
+
+
+class PrefixEvent(Protocol):
+    """A block became a cached prefix on a worker, or stopped being one."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def worker_epoch(self) -> int: ...
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def is_cached(self) -> bool: ...
 
 
 class PrefixIndex(Protocol):

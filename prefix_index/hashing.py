@@ -7,13 +7,24 @@ A digest is only ever a key: on a hit the tokens are compared.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_128_digest, xxh64
 
-U32 = npt.NDArray[np.uint32]
+
+class U32Column(Protocol):
+    """Token ids as uint32 in the machine's byte order: array("I") or a numpy array."""
+
+    def tobytes(self) -> bytes:
+        """Its memory."""
+
+
+def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
+    """What KV depends on besides tokens and requests: the `root_salt` of every chain of a model."""
+    return f"{revision}|{dtype}|{determinism}".encode()
 
 
 def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
@@ -22,14 +33,14 @@ def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     return xxh3_128_digest(head + root_salt + root_key)
 
 
-def block_digest(parent: bytes, block_tokens: U32) -> bytes:
+def block_digest(parent: bytes, block_tokens: U32Column) -> bytes:
     """Digest of one full block whose prefix has digest `parent`."""
-    return xxh3_128_digest(parent + block_tokens.astype("<u4", copy=False).tobytes())
+    return xxh3_128_digest(parent + _little_endian(block_tokens))
 
 
-def extend_digests(digests: list[bytes], root: bytes, token_ids: U32, block_size: int) -> None:
+def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
     """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
-    data = token_ids.astype("<u4", copy=False).tobytes()
+    data = _little_endian(token_ids)
     stride = 4 * block_size
     parent = digests[-1] if digests else root
     for start in range(len(digests) * stride, len(data) - stride + 1, stride):
@@ -42,5 +53,14 @@ def compute_hash(token_ids: Sequence[int], parent: int | None = None) -> int:
     state = xxh64()
     if parent is not None:
         state.update(parent.to_bytes(8, "little"))
-    state.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    state.update(b"".join(token_id.to_bytes(8, "little", signed=True) for token_id in token_ids))
     return state.intdigest()
+
+
+def _little_endian(column: U32Column) -> bytes:
+    data = column.tobytes()
+    if sys.byteorder == "little":
+        return data
+    words = array("I", data)
+    words.byteswap()
+    return words.tobytes()
