@@ -27,6 +27,7 @@ from worker_svc.executor import Runner, StepExecutor
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.registration import Registration
 from worker_svc.servicer import WorkerServicer
+from worker_svc.sim_executor import SimConfig, SimRunner
 from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,35 @@ def make_parser() -> argparse.ArgumentParser:
     compute = parser.add_argument_group("compute")
     compute.add_argument("--backend", default="cpu", metavar="NAME", help="what computes")
     compute.add_argument("--threads", type=_at_least_1, metavar="N", help="unset: one per core this process may use")
+    sim = parser.add_argument_group(
+        "simulation", "for load and failure tests: no weights are read, nothing is computed"
+    )
+    sim.add_argument(
+        "--executor",
+        choices=("model", "sim"),
+        default="model",
+        help="sim: tokens are a function of context and seed, checked against what the KV blocks should hold",
+    )
+    sim.add_argument(
+        "--sim-step-ms", type=_at_least_0, default=5.0, metavar="MS", help="time of every step that computes"
+    )
+    sim.add_argument(
+        "--sim-prefill-tokens-per-s",
+        type=config.in_range(float, 1, 1e12),
+        default=50_000.0,
+        metavar="N",
+        help="more time: for tokens of rows that compute more than one",
+    )
+    sim.add_argument(
+        "--sim-token-us", type=_at_least_0, default=0.0, metavar="US", help="more time: for each row that decodes"
+    )
+    sim.add_argument(
+        "--sim-eos-probability",
+        type=config.in_range(float, 0, 1),
+        default=0.0,
+        metavar="P",
+        help="that a token is the end of its sequence",
+    )
     net = parser.add_argument_group("network")
     net.add_argument("--listen", type=config.address, default="0.0.0.0:0", metavar="HOST:PORT", help="port 0: any free")
     net.add_argument(
@@ -120,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_at_least_0 = config.in_range(float, 0, 1e9)
 _at_least_1 = config.in_range(int, 1, 2**31 - 1)
 
 
@@ -238,7 +269,7 @@ class Worker:
             logged(part)
 
         started_at = loop.time()
-        info = await self._executor.load(lambda: _make_runner(self._settings, progress))
+        info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
         depth = self._args.pipeline_depth
         self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
         if not self._lifecycle.is_draining:
@@ -273,7 +304,19 @@ class Worker:
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def _make_runner(settings: EngineConfig, progress: Callable[[float], None]) -> Runner:
+def sim_config(args: argparse.Namespace) -> SimConfig:
+    """The simulation's part of the flags."""
+    return SimConfig(
+        step_ms=args.sim_step_ms,
+        prefill_tokens_per_s=args.sim_prefill_tokens_per_s,
+        token_us=args.sim_token_us,
+        eos_probability=args.sim_eos_probability,
+    )
+
+
+def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None]) -> Runner:
+    if args.executor == "sim":
+        return SimRunner(settings, sim_config(args))
     # Not before the flags are checked and the port is bound: torch takes seconds.
     from worker_svc.engine.backend import BackendUnavailableError
     from worker_svc.engine.model_runner import ModelRunner

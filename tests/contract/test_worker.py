@@ -1,4 +1,4 @@
-"""One suite for every worker: the servicer around a fake runner, and around the real engine with a tiny model."""
+"""One suite for every worker: the servicer around a fake runner, a simulated one, and the engine with a tiny model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from quire.v1 import worker_pb2
+from quire_client.demo import demo_model_dir
 
 from tests.contract.worker_fakes import (
     BLOCK_SIZE,
@@ -20,7 +21,9 @@ from tests.contract.worker_fakes import (
     sampled,
     serve_worker,
 )
+from worker_svc.engine.config import EngineConfig
 from worker_svc.executor import NUM_KEPT_ANSWERS, Runner
+from worker_svc.sim_executor import SimConfig, SimRunner
 from worker_svc.wire import u32_from_bytes
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -34,30 +37,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
-@pytest.fixture(params=["fake", "engine"])
+@pytest.fixture(params=["fake", "sim", "engine"])
 def make_runner(request: pytest.FixtureRequest) -> Callable[[], Runner]:
     if request.param == "fake":
         return FakeRunner
+    if request.param == "sim":
+        return lambda: SimRunner(make_config(demo_model_dir()), SimConfig(step_ms=0.1))
     folder = request.getfixturevalue("tiny_model")
 
     def engine() -> Runner:
-        from worker_svc.engine.config import EngineConfig
         from worker_svc.engine.model_runner import ModelRunner
 
-        return ModelRunner(
-            EngineConfig(
-                model_dir=folder,
-                dtype="float32",
-                block_size=BLOCK_SIZE,
-                num_blocks=NUM_BLOCKS,
-                max_num_seqs=8,
-                max_num_batched_tokens=64,
-                max_model_len=64,
-                threads=1,
-            )
-        )
+        return ModelRunner(make_config(folder))
 
     return engine
+
+
+def make_config(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model_dir=folder,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        threads=1,
+    )
 
 
 @pytest.fixture

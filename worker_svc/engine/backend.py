@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from worker_svc.engine.config import Determinism
+
+if TYPE_CHECKING:
+    import torch  # rows and plans, which need the types of this file, are used without it too
 
 logger = logging.getLogger(__name__)
 

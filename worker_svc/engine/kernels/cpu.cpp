@@ -22,6 +22,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kKeyTile = 128;   // keys per online-softmax step
 constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head) per task
+constexpr int64_t kSerialWork = 32768;  // elements below which waking other threads costs more than they save
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 typedef float v16 __attribute__((vector_size(64)));
@@ -172,7 +173,7 @@ void add_rms_norm_row(T* x, const T* residual, const T* weight, T* out, int64_t 
 
 template <typename T>
 void add_rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t n, int64_t dim, float eps, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > 8192)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > kSerialWork)
   for (int64_t i = 0; i < n; i++)
     add_rms_norm_row(x + i * dim, residual ? residual + i * dim : nullptr, weight, out + i * dim, dim, eps);
 }
@@ -202,7 +203,7 @@ template <typename T> void silu_mul_row(const T* gate, const T* up, T* out, int6
 
 template <typename T>
 void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, int activation, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > 8192)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > kSerialWork)
   for (int64_t i = 0; i < n; i++) {
     const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
     if (activation == kSilu) {
@@ -243,7 +244,7 @@ void qk_norm_rope_store(const T* qkv, const T* q_norm, const T* k_norm, const fl
                         const int32_t* positions, const int64_t* slots, T* k_cache, T* v_cache, T* q_out, int64_t n,
                         QkvShape s, float eps, int threads) {
   const int64_t dim = s.head_dim, half = dim / 2, heads = s.q_heads + 2 * s.kv_heads;
-#pragma omp parallel num_threads(threads) if (threads > 1 && n * heads * dim > 8192)
+#pragma omp parallel num_threads(threads) if (threads > 1 && n * heads * dim > kSerialWork)
   {
     std::vector<float> head(dim);
 #pragma omp for schedule(static)

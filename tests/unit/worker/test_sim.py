@@ -1,0 +1,289 @@
+"""The simulated runner: its tokens are those of the specification, and a wrong block never goes unnoticed."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire_client.demo import demo_model_dir
+
+from worker_svc.engine.batch import EMPTY, RowErrorCode, RowOpen, SamplingParams, StepBatch, StepOutput
+from worker_svc.engine.config import EngineConfig
+from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
+from worker_svc.sim_tokens import (
+    SimVocabulary,
+    context_digest,
+    extend_digest,
+    read_vocabulary,
+    sim_output,
+    sim_token,
+)
+from worker_svc.sim_tokens import mix as mix_one
+
+SIZE = 4
+VOCABULARY = read_vocabulary(demo_model_dir())
+
+
+def u32(values: list[int]) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+def make_runner(**sim: Any) -> SimRunner:
+    config = EngineConfig(
+        model_dir=demo_model_dir(),
+        block_size=SIZE,
+        num_blocks=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=96,
+    )
+    return SimRunner(config, SimConfig(**{"step_ms": 0.0, "prefill_tokens_per_s": 1e9} | sim))
+
+
+@dataclass
+class Row:
+    row: int
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+    seed: int = 7
+    sample_index: int = 0
+    temperature: float = 1.0
+    prompt_len: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_len = self.prompt_len or len(self.tokens)
+
+    def open(self) -> RowOpen:
+        sampling = SamplingParams(self.temperature, 0, 1.0, 0.0, self.seed)
+        blocks = u32(self.blocks)
+        return RowOpen(self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index)
+
+
+@dataclass
+class Driver:
+    """Sends steps to a runner and gives rows their tokens."""
+
+    runner: SimRunner = field(default_factory=make_runner)
+    step_id: int = 0
+
+    def step(self, rows: list[tuple[Row, int]], opens: list[RowOpen] | None = None, **columns: Any) -> StepOutput:
+        """Each row computes that many tokens, and samples if nothing is left to compute."""
+        self.step_id += 1
+        positions = [(row, range(row.computed, row.computed + count)) for row, count in rows]
+        slots = [row.blocks[p // SIZE] * SIZE + p % SIZE for row, span in positions for p in span]
+        batch = StepBatch(
+            step_id=self.step_id,
+            rows=u32([row.row for row, _ in rows]),
+            query_lens=u32([count for _, count in rows]),
+            context_lens=u32([row.computed for row, _ in rows]),
+            sample_mask=np.array([row.computed + count == len(row.tokens) for row, count in rows], np.bool_),
+            slot_mapping=u32(slots),
+            opens=opens or [],
+            **columns,
+        )
+        output = self.runner.execute(batch)
+        tokens = dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))
+        for row, count in rows:
+            row.computed += count
+            row.tokens += [tokens[row.row]] if row.row in tokens else []
+        return output
+
+    def generate(self, row: Row, num_tokens: int) -> list[int]:
+        """Open, prefill what is not computed, decode. Its output."""
+        self.check(self.step([(row, len(row.tokens) - row.computed)], [row.open()]))
+        while len(row.tokens) - row.prompt_len < num_tokens:
+            self.check(self.step([(row, 1)]))
+        return row.tokens[row.prompt_len :]
+
+    def check(self, output: StepOutput) -> None:
+        assert not output.errors
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 2000), k=length)
+
+
+# -- the specification -------------------------------------------------------------------------------------------------
+
+
+def test_numpy_draws_the_bits_of_the_specification() -> None:
+    rng = random.Random(1)
+    values = [0, 1, 2**64 - 1, *(rng.getrandbits(64) for _ in range(100))]
+    assert mix(np.array(values, np.uint64)).tolist() == [mix_one(value) for value in values]
+    tokens = make_prompt(50)
+    total = int(np.cumsum(digest_terms(np.arange(50), np.array(tokens)))[-1])
+    assert total == context_digest(tokens)
+    assert extend_digest(context_digest(tokens), 50, 9) == context_digest([*tokens, 9])
+
+
+def test_the_specification_stays() -> None:
+    vocabulary = SimVocabulary(tuple(range(1000)))
+    assert context_digest([]) == 0
+    assert (mix_one(0), mix_one(1)) == (0xE220A8397B1DCDAF, 0x910A2DEC89025CC1)
+    assert sim_output([1, 2, 3], 6, vocabulary, seed=42) == PINNED
+
+
+PINNED = [94, 368, 953, 482, 115, 96]
+
+
+def test_every_part_of_the_context_counts() -> None:
+    base = {"digest": context_digest([1, 2, 3]), "seed": 5, "sample_index": 0, "output_position": 0}
+    changes = [{"digest": context_digest([1, 3, 2])}, {"seed": 6}, {"sample_index": 1}, {"output_position": 1}]
+    wide = SimVocabulary(tuple(range(2**32)[:1_000_000]))
+    tokens = {sim_token(**base | change, vocabulary=wide) for change in [{}, *changes]}
+    assert len(tokens) == 5
+
+
+def test_only_what_the_tokenizer_prints_is_said() -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
+    assert len(VOCABULARY.printable_ids) > 1500
+    for token_id in VOCABULARY.printable_ids:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        assert text
+        assert "\ufffd" not in text
+    assert VOCABULARY.eos_token_id == 2
+    assert not {0, 1, 2} & set(VOCABULARY.printable_ids)
+
+
+def test_a_folder_without_a_tokenizer_says_any_id(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 10, "eos_token_id": 3}')
+    assert read_vocabulary(tmp_path).printable_ids == (0, 1, 2, 4, 5, 6, 7, 8, 9)
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"vocab_size": 0}', '{"vocab_size": 5, "eos_token_id": "x"}'])
+def test_a_folder_that_cannot_be_simulated_is_told(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"config.json|eos_token_id"):
+        read_vocabulary(tmp_path)
+
+
+# -- the runner --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_tokens_do_not_depend_on_how_a_prompt_is_computed(chunk: int) -> None:
+    driver, prompt = Driver(), make_prompt(21)
+    row = Row(2, list(prompt), list(range(5, 20)), sample_index=3)
+    opens = [row.open()]
+    while row.computed < len(prompt):
+        driver.check(driver.step([(row, min(chunk, len(prompt) - row.computed))], opens))
+        opens = []
+    while len(row.tokens) < 60:
+        driver.check(driver.step([(row, 1)]))
+    assert row.tokens[21:] == sim_output(prompt, 39, VOCABULARY, seed=7, sample_index=3)
+
+
+def test_greedy_rows_ignore_seed_and_sample() -> None:
+    prompt = make_prompt(5)
+    rows = [
+        Row(i, list(prompt), [i * 4, i * 4 + 1, i * 4 + 2], seed=i, sample_index=i, temperature=0.0) for i in (0, 1)
+    ]
+    outputs = [Driver().generate(row, 6) for row in rows]
+    assert outputs[0] == outputs[1] == sim_output(prompt, 6, VOCABULARY, seed=9, temperature=0.0)
+
+
+def test_a_row_goes_on_in_the_middle_as_if_it_had_never_left() -> None:
+    prompt = make_prompt(10)
+    whole = sim_output(prompt, 20, VOCABULARY, seed=7)
+    row = Row(0, prompt + whole[:11], list(range(10)), prompt_len=10)
+    assert Driver().generate(row, 20) == whole
+
+
+def test_a_cached_prefix_is_used_and_checked() -> None:
+    driver, prompt = Driver(), make_prompt(10)
+    expected = driver.generate(Row(0, list(prompt), [0, 1, 2, 3]), 4)
+    assert driver.generate(Row(1, list(prompt), [0, 1, 20, 21], computed=8), 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "position"),
+    [([1, 0, 20], 0), ([0, 9, 20], 4), ([0, 0, 20], 4)],
+    ids=["exchanged", "never written", "twice"],
+)
+def test_a_wrong_block_is_an_error_that_names_it(blocks: list[int], position: int) -> None:
+    driver, prompt = Driver(), make_prompt(10)
+    driver.generate(Row(0, list(prompt), [0, 1, 2, 3]), 1)
+    bad, good = Row(1, list(prompt), blocks, computed=8), Row(2, make_prompt(5, 1), [30, 31])
+    output = driver.step([(bad, 2), (good, 5)], [bad.open(), good.open()])
+    assert [(error.row, error.code) for error in output.errors] == [(1, RowErrorCode.INTERNAL)]
+    assert f"at position {position} (offset 0)" in output.errors[0].message
+    assert output.rows.tolist() == [2]
+    assert driver.runner.rows_used() == 3
+
+
+def test_a_block_that_somebody_else_wrote_over_is_found_by_the_next_decode() -> None:
+    driver = Driver()
+    victim = Row(0, make_prompt(9), [0, 1, 2, 3])
+    driver.generate(victim, 3)
+    thief = Row(1, make_prompt(2, 1), [1])
+    driver.generate(thief, 1)
+    output = driver.step([(victim, 1)])
+    assert "block 1 holds another prefix than this row's at position 4" in output.errors[0].message
+    assert not len(output.rows)
+
+
+def test_what_a_wrong_row_writes_spoils_its_readers() -> None:
+    driver, prompt = Driver(), make_prompt(12)
+    bad = Row(0, list(prompt), [40, 1, 2, 3], computed=4)  # block 40 was never written
+    reader = Row(1, list(prompt), [10, 1, 12, 13], computed=8)
+    source = Row(2, prompt[:4], [10])
+    driver.generate(source, 1)
+    output = driver.step([(bad, 8), (reader, 4)], [bad.open(), reader.open()])
+    assert sorted(error.row for error in output.errors) == [0, 1]
+
+
+def test_samples_fork_off_a_prompt_and_copy_its_last_block() -> None:
+    driver, prompt = Driver(), make_prompt(6)
+    parent = Row(0, list(prompt), [0, 1, 2, 3])
+    child = Row(1, list(prompt), [0, 1, 8, 9], computed=6, sample_index=1)
+    sampling = child.open().sampling
+    forked = RowOpen(1, EMPTY, 6, u32([0, 1]), 6, sampling, 1, fork_of_row=0)
+    output = driver.step([(parent, 6)], [parent.open(), forked], fork_rows=u32([1]), fork_parents=u32([0]))
+    driver.check(output)
+    child.tokens.append(dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))[1])
+    child.blocks = [0, 5, 8, 9]
+    changes = {"table_rows": u32([1, 1, 1]), "table_indices": u32([1, 2, 3]), "table_blocks": u32([5, 8, 9])}
+    driver.check(driver.step([(parent, 1), (child, 1)], copy_src=u32([1]), copy_dst=u32([5]), **changes))
+    for _ in range(5):
+        driver.check(driver.step([(parent, 1), (child, 1)]))
+    assert parent.tokens[6:] == sim_output(prompt, 7, VOCABULARY, seed=7)
+    assert child.tokens[6:] == sim_output(prompt, 7, VOCABULARY, seed=7, sample_index=1)
+
+
+def test_a_model_can_be_filled_to_its_last_token() -> None:
+    driver, prompt = Driver(), make_prompt(90)
+    row = Row(7, list(prompt), list(range(24)))
+    assert driver.generate(row, 7) == sim_output(prompt, 7, VOCABULARY, seed=7)
+
+
+def test_output_ends_as_often_as_asked() -> None:
+    vocabulary = read_vocabulary(demo_model_dir(), eos_probability=0.25)
+    driver, prompt = Driver(make_runner(eos_probability=0.25)), make_prompt(5)
+    output = driver.generate(Row(0, list(prompt), list(range(24))), 90)
+    assert output == sim_output(prompt, 90, vocabulary, seed=7)
+    assert 10 <= output.count(2) <= 35
+
+
+def test_a_step_takes_the_time_of_the_model() -> None:
+    sim = SimConfig(step_ms=10.0, prefill_tokens_per_s=1000.0, token_us=500.0)
+    assert sim.step_s(np.array([1, 1, 20])) == pytest.approx(0.01 + 0.02 + 0.001)
+    assert sim.step_s(np.array([], np.int64)) == 0.0
+    driver = Driver(make_runner(step_ms=30.0))
+    started = time.perf_counter()
+    output = driver.step([(row := Row(0, [5], [0]), 1)], [row.open()])
+    assert time.perf_counter() - started >= 0.03
+    assert output.forward_us >= 30_000
+
+
+@pytest.mark.parametrize("setting", ["step_ms", "token_us", "eos_probability"])
+def test_a_bad_setting_is_named(setting: str) -> None:
+    with pytest.raises(ValueError, match=setting):
+        make_runner(**{setting: -1.0})

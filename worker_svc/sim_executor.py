@@ -1,0 +1,316 @@
+"""A runner without a model: for load and failure tests of everything around it, and for capacity studies.
+
+Every slot of its KV pool holds a 64-bit digest of the exact token prefix that produced it. Before a row goes on, the
+slots of its whole table are compared with the row's own history; a wrong block, a stale one or a bad prefix hit is a
+RowError that names the first wrong position. The next token is a function of that digest (`sim_tokens`), so that any
+other loss shows in the output. Time is a model too: a step sleeps as long as it would compute.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from worker_svc.engine.backend import I64
+from worker_svc.engine.batch import U32, Bools, RowErrorCode, SamplingParams, StepBatch, StepOutput
+from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
+from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, eos_token_ids, read_json, read_vocabulary
+
+U64 = npt.NDArray[np.uint64]
+
+DEFAULT_NUM_BLOCKS = 4096
+LIST_CHUNK = 1024
+POISON = np.uint64(GOLDEN)  # what a row with a wrong context writes can be taken for nobody's content
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """How long a simulated step takes, and how its output ends. Values are checked; ValueError names the field."""
+
+    step_ms: float = 5.0  # of every step that computes something
+    prefill_tokens_per_s: float = 50_000.0  # on top: tokens of rows that compute more than one
+    token_us: float = 0.0  # on top: every row that computes one token
+    eos_probability: float = 0.0  # of each output token
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "token_us"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.prefill_tokens_per_s <= 0:
+            raise ValueError(f"prefill_tokens_per_s must be above 0, got {self.prefill_tokens_per_s}")
+
+    def step_s(self, query_lens: I64) -> float:
+        """Seconds that a step takes whose rows compute `query_lens` tokens."""
+        if not len(query_lens):
+            return 0.0
+        num_decodes = int((query_lens == 1).sum())
+        num_prefill_tokens = int(query_lens.sum()) - num_decodes
+        return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
+
+
+def mix(values: U64) -> U64:
+    """`sim_tokens.mix` of each."""
+    values = values + np.uint64(GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
+    return values ^ (values >> np.uint64(31))
+
+
+def digest_terms(positions: I64, token_ids: I64) -> U64:
+    """What each token at its position adds to the digest of a context."""
+    return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64))
+
+
+class SimRunner:
+    """Implements `executor.Runner`. Of the model folder it reads config.json and the tokenizer, never weights.
+
+    num_blocks None: 4096. max_model_len may be above the model's own. ValueError for a folder that it cannot use.
+    """
+
+    def __init__(self, config: EngineConfig, sim: SimConfig) -> None:
+        self._sim = sim
+        self._vocabulary = read_vocabulary(config.model_dir, eos_probability=sim.eos_probability)
+        self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
+        self.info = info = _make_info(config)
+        self._rows = RowTable(info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
+        self._planner = StepPlanner(self._rows, info)
+        self._pool = SimPool(info.num_blocks, info.block_size)
+        self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
+
+    def execute(self, batch: StepBatch) -> StepOutput:
+        """Applies and runs one step, as `ModelRunner.execute` does."""
+        started = time.perf_counter()
+        self._planner.check_columns(batch)
+        errors = RowErrors()
+        self._apply_changes(batch, errors)
+        plan = self._planner.plan(batch, errors)
+        rows, token_ids = self._compute(plan, errors)
+        time.sleep(max(0.0, self._sim.step_s(plan.ends - plan.context_lens) - (time.perf_counter() - started)))
+        elapsed_us = int((time.perf_counter() - started) * 1e6)
+        return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
+
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their hashes and their tokens [N, block_size] of all committed blocks, in pieces."""
+        return self._pool.committed_blocks()
+
+    def reset_rows(self) -> None:
+        """Closes all rows, for a new lease. Committed blocks stay."""
+        self._rows.reset()
+
+    def rows_used(self) -> int:
+        """Open rows."""
+        return self._rows.rows_used()
+
+    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> None:
+        self._rows.close(batch.close_rows)
+        self._rows.open(batch.opens, errors)
+        for item in batch.opens:
+            if item.row not in errors:
+                self._start_history(item.row)
+        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
+        self._pool.copy(batch.copy_src, batch.copy_dst)
+        self._pool.commit(batch.commit_blocks, batch.commit_hashes)
+
+    def _start_history(self, row: int) -> None:
+        num_tokens = int(self._rows.num_tokens(np.array([row]))[0])
+        self._histories.set(row, self._rows.token_ids(np.full(num_tokens, row), np.arange(num_tokens)))
+
+    def _compute(self, plan: StepPlan, errors: RowErrors) -> tuple[I64, U32]:
+        tokens = self._rows.token_ids(plan.token_rows, plan.positions)
+        digests = self._histories.digests[plan.token_rows, plan.positions + 1]
+        self._pool.write(plan.slots, tokens, digests)
+        self._rows.mark_computed(plan.rows, plan.ends)
+        is_wrong = self._find_wrong(plan, digests, errors)
+        is_good = ~is_wrong[plan.sources]
+        rows, positions = plan.sampling_rows[is_good], plan.sampled_positions[is_good]
+        for row in plan.sampling_rows[~is_good]:
+            errors.add(int(row), "the row that it is forked of has failed", RowErrorCode.INTERNAL)
+        token_ids = self._sample(rows, positions)
+        self._rows.append(rows, positions, token_ids)
+        self._histories.append(rows, positions, token_ids)
+        return rows, token_ids
+
+    def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
+        """Rows whose tables hold anything but their own history, and rows that read what these wrote in this step."""
+        is_wrong = np.zeros(len(plan.rows), np.bool_)
+        token_index = np.repeat(np.arange(len(plan.rows)), np.diff(plan.starts))
+        while True:
+            found = ~is_wrong & self._differs(plan)
+            if not found.any():
+                return is_wrong
+            for i in np.flatnonzero(found):
+                errors.add(
+                    int(plan.rows[i]), self._describe(int(plan.rows[i]), int(plan.ends[i])), RowErrorCode.INTERNAL
+                )
+            is_wrong |= found
+            spoilt = found[token_index]
+            tokens = self._rows.token_ids(plan.token_rows[spoilt], plan.positions[spoilt])
+            self._pool.write(plan.slots[spoilt], tokens, digests[spoilt] ^ POISON)
+
+    def _differs(self, plan: StepPlan) -> Bools:
+        """[B] Whether a row's table, up to its last computed token, differs from its history: whole blocks by their
+        sums, the last one slot by slot."""
+        size = self.info.block_size
+        num_full = plan.ends // size
+        width = int(num_full.max(initial=0))
+        tables = self._rows.tables[plan.rows]
+        is_full = np.arange(width) < num_full[:, None]
+        blocks = np.where(is_full, tables[:, :width], 0)
+        is_other = self._pool.sums[blocks] != self._histories.sums[plan.rows, :width]
+        differs: Bools = (is_other & is_full).any(axis=1)
+        rest = np.flatnonzero(plan.ends % size)
+        if not len(rest):
+            return differs
+        rows, last = plan.rows[rest], num_full[rest]
+        is_used = np.arange(size) < (plan.ends[rest] % size)[:, None]
+        positions = np.where(is_used, last[:, None] * size + np.arange(size), 0)
+        found = self._pool.digests.reshape(-1, size)[tables[rest, last]]
+        differs[rest] |= ((found != self._histories.digests[rows[:, None], positions + 1]) & is_used).any(axis=1)
+        return differs
+
+    def _describe(self, row: int, end: int) -> str:
+        positions = np.arange(end)
+        slots = self._rows.expected_slots(np.full(end, row), positions)
+        wrong = np.flatnonzero(self._pool.digests[slots] != self._histories.digests[row, 1 : end + 1])
+        position, slot = int(wrong[0]), int(slots[wrong[0]])
+        block, offset = divmod(slot, self.info.block_size)
+        return (
+            f"block {block} holds another prefix than this row's at position {position} (offset {offset}): "
+            f"{len(wrong)} of {end} positions are wrong"
+        )
+
+    def _sample(self, rows: I64, positions: I64) -> U32:
+        columns = self._rows.sampling_columns(rows, positions)
+        is_greedy = columns.temperature < GREEDY_BELOW
+        seeds, sample_indices = np.where(is_greedy, 0, columns.seeds), np.where(is_greedy, 0, columns.sample_indices)
+        keys = mix((columns.positions.astype(np.uint64) << np.uint64(32)) | sample_indices.astype(np.uint64))
+        draws = mix(self._histories.digests[rows, positions] ^ mix(seeds.astype(np.uint64) ^ keys))
+        token_ids: U32 = self._printable[draws % np.uint64(len(self._printable))]
+        eos = self._vocabulary.eos_token_id
+        if eos is None:
+            return token_ids
+        token_ids[mix(draws) < np.uint64(self._vocabulary.eos_below)] = eos
+        return token_ids
+
+
+class Histories:
+    """Digests of the prefixes of every row's tokens, and their sums per full block."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        width = -(-(max_model_len + 1) // block_size) * block_size
+        self._block_size = block_size
+        self._weights = block_weights(block_size)
+        # Of the first p tokens of row r: [r, p]. One column more than tokens, and room for a row's last sample.
+        self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
+        self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
+
+    def set(self, row: int, token_ids: I64) -> None:
+        """The row's tokens are these from now on."""
+        num_tokens, size = len(token_ids), self._block_size
+        self.digests[row, 1 : num_tokens + 1] = np.cumsum(digest_terms(np.arange(num_tokens), token_ids))
+        num_full = num_tokens // size
+        full = self.digests[row, 1 : num_full * size + 1].reshape(num_full, size)
+        self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
+
+    def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
+        """Each row's history continues with this token at this position."""
+        self.digests[rows, positions + 1] = self.digests[rows, positions] + digest_terms(
+            positions, token_ids.astype(np.int64)
+        )
+        is_last = (positions + 1) % self._block_size == 0
+        rows, ends = rows[is_last], positions[is_last] + 1
+        columns = ends[:, None] + np.arange(1 - self._block_size, 1)
+        sums = (self.digests[rows[:, None], columns] * self._weights).sum(axis=1)
+        self.sums[rows, ends // self._block_size - 1] = sums
+
+
+class SimPool:
+    """Blocks whose content is a digest per slot. Any write to a block makes it uncommitted."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._weights = block_weights(block_size)
+        self.digests: U64 = np.zeros(num_blocks * block_size, np.uint64)
+        self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, so that exchanged slots show
+        self._tokens: U32 = np.zeros((num_blocks, block_size), np.uint32)
+        self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
+        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
+
+    def write(self, slots: I64, token_ids: I64, digests: U64) -> None:
+        """Stores what was computed."""
+        self.digests[slots] = digests
+        self._tokens.reshape(-1)[slots] = token_ids
+        blocks = np.unique(slots // self._block_size)
+        self._is_committed[blocks] = False
+        self.sums[blocks] = (self.digests.reshape(-1, self._block_size)[blocks] * self._weights).sum(axis=1)
+
+    def copy(self, src: U32, dst: U32) -> None:
+        """Copies blocks, pair after pair; the copies are not committed."""
+        content = self.digests.reshape(-1, self._block_size)
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+            content[target] = content[source]
+            self.sums[target] = self.sums[source]
+            self._tokens[target] = self._tokens[source]
+            self._is_committed[target] = False
+
+    def commit(self, block_ids: U32, hashes: list[bytes]) -> None:
+        """From now on these full blocks are cached prefixes under these hashes."""
+        self._is_committed[block_ids] = True
+        self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
+
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their hashes, and the tokens they hold [N, block_size], in pieces."""
+        ids = np.flatnonzero(self._is_committed).astype(np.uint32)
+        for start in range(0, len(ids), LIST_CHUNK):
+            part = ids[start : start + LIST_CHUNK]
+            yield part, [row.tobytes() for row in self._hashes[part]], self._tokens[part]
+
+
+def block_weights(block_size: int) -> U64:
+    """An odd weight per offset."""
+    return np.arange(1, 2 * block_size, 2, dtype=np.uint64)
+
+
+def _make_info(config: EngineConfig) -> EngineInfo:
+    """What the folder's model would say of itself; its revision is of no real model."""
+    folder = config.model_dir
+    model = read_json(folder / "config.json")
+    given = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+    limit = int(model.get("max_position_embeddings") or num_blocks * config.block_size)
+    dtype: Literal["float32", "bfloat16"] = "float32" if config.dtype == "auto" else config.dtype
+    return EngineInfo(
+        model=config.model_name or folder.resolve().name,
+        revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps(model, sort_keys=True).encode()),
+        max_model_len=config.max_model_len or min(limit, num_blocks * config.block_size),
+        vocab_size=model["vocab_size"],
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=eos_token_ids(given, model),
+        default_sampling=_default_sampling(given),
+        dtype=dtype,
+        determinism=config.determinism,
+        backend="sim",
+    )
+
+
+def _default_sampling(given: dict[str, Any]) -> SamplingParams:
+    values = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        temperature=0.0 if given.get("do_sample") is False else float(values.get("temperature", 1.0)),
+        top_k=int(values.get("top_k", 0)),
+        top_p=float(values.get("top_p", 1.0)),
+        min_p=float(values.get("min_p", 0.0)),
+        seed=0,
+    )

@@ -1,0 +1,168 @@
+"""What a simulated worker answers, as a specification: plain Python, so that a test or client can compute it by itself.
+
+    digest of a context      sum over its tokens of mix(position << 32 | token_id), modulo 2**64; 0 for no token
+    draw                     mix(digest ^ mix(seed ^ mix(output_position << 32 | sample_index)))
+    token                    printable_ids[draw % len(printable_ids)], or the end-of-sequence id with its probability
+    mix                      the finalizer of splitmix64
+
+A temperature below 1e-5 is greedy, as in a real model: seed and sample index count as 0. Other sampling parameters are
+ignored. Positions count from 0 over prompt and output; the output position counts output tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SimVocabulary:
+    """What a simulated model can say. Without an end-of-sequence id or probability, it never ends by itself."""
+
+    printable_ids: tuple[int, ...]
+    eos_token_id: int | None = None
+    eos_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.printable_ids:
+            raise ValueError("the tokenizer has no token that can be printed; use another model folder")
+        if not 0 <= self.eos_probability <= 1:
+            raise ValueError(f"eos_probability must be from 0 to 1, got {self.eos_probability}")
+        if self.eos_probability and self.eos_token_id is None:
+            raise ValueError("eos_probability is set, but the model folder names no eos_token_id")
+
+    @property
+    def eos_below(self) -> int:
+        """A second draw below this ends the output."""
+        return min(int(self.eos_probability * 2**64), MASK)
+
+
+def mix(value: int) -> int:
+    """64 bits to 64 bits, one to one; equal bits in numpy: `sim_executor.mix`."""
+    value = (value + GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * MIX_1) & MASK
+    value = ((value ^ (value >> 27)) * MIX_2) & MASK
+    return value ^ (value >> 31)
+
+
+def extend_digest(digest: int, position: int, token_id: int) -> int:
+    """Digest of a context of `position` tokens once `token_id` has been appended to it."""
+    return (digest + mix(position << 32 | token_id)) & MASK
+
+
+def context_digest(token_ids: Sequence[int]) -> int:
+    """Digest of a whole context."""
+    digest = 0
+    for position, token_id in enumerate(token_ids):
+        digest = extend_digest(digest, position, token_id)
+    return digest
+
+
+def sim_token(digest: int, seed: int, sample_index: int, output_position: int, vocabulary: SimVocabulary) -> int:
+    """The token that follows the context with this digest. seed is 64 bits; greedy: seed 0 and sample_index 0."""
+    draw = mix(digest ^ mix(seed ^ mix(output_position << 32 | sample_index)))
+    if vocabulary.eos_token_id is not None and mix(draw) < vocabulary.eos_below:
+        return vocabulary.eos_token_id
+    return vocabulary.printable_ids[draw % len(vocabulary.printable_ids)]
+
+
+def sim_output(
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    vocabulary: SimVocabulary,
+    *,
+    seed: int = 0,
+    sample_index: int = 0,
+    temperature: float = 1.0,
+) -> list[int]:
+    """The first `num_tokens` output tokens of a request; an end-of-sequence id does not end them."""
+    if temperature < GREEDY_BELOW:
+        seed = sample_index = 0
+    digest, first = context_digest(prompt_token_ids), len(prompt_token_ids)
+    output: list[int] = []
+    for output_position in range(num_tokens):
+        token_id = sim_token(digest, seed, sample_index, output_position, vocabulary)
+        digest = extend_digest(digest, first + output_position, token_id)
+        output.append(token_id)
+    return output
+
+
+# -- the vocabulary of a model folder ----------------------------------------------------------------------------------
+
+
+def read_vocabulary(model_dir: Path, *, eos_probability: float = 0.0) -> SimVocabulary:
+    """The ids that the folder's tokenizer can print by themselves, end-of-sequence ids left out.
+
+    Without tokenizer.json: all ids. Raises ValueError for a file that cannot be read.
+    """
+    config = read_json(model_dir / "config.json")
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ValueError(f"{model_dir / 'config.json'}: vocab_size must be at least 1, found {vocab_size!r}")
+    generation = model_dir / "generation_config.json"
+    eos_ids = eos_token_ids(read_json(generation) if generation.is_file() else {}, config)
+    tokenizer = model_dir / "tokenizer.json"
+    known = _printable_ids(read_json(tokenizer)) if tokenizer.is_file() else set(range(vocab_size))
+    printable = sorted(token_id for token_id in known if token_id < vocab_size and token_id not in eos_ids)
+    return SimVocabulary(tuple(printable), eos_ids[0] if eos_ids else None, eos_probability)
+
+
+def eos_token_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids: what generation_config.json says, else config.json. ValueError for anything but ids."""
+    ids = generation_config.get("eos_token_id", config.get("eos_token_id"))
+    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, found {ids!r}")
+    return tuple(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. ValueError names the file that is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+def _printable_ids(tokenizer: dict[str, Any]) -> set[int]:
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocab, list):  # Unigram: [piece, score] in the order of ids
+        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
+    added = {token["id"] for token in tokenizer.get("added_tokens", ())}
+    byte_of = _byte_of_char() if "ByteLevel" in json.dumps(tokenizer.get("decoder")) else None
+    return {token_id for piece, token_id in vocab.items() if token_id not in added and _is_printable(piece, byte_of)}
+
+
+def _is_printable(piece: str, byte_of: dict[str, int] | None) -> bool:
+    """Whether a token is text by itself: whole characters, none of them a control character."""
+    text = piece.replace("\u2581", " ")  # SentencePiece writes a space so
+    if byte_of is not None:
+        try:
+            text = bytes(byte_of[char] for char in piece).decode()
+        except (KeyError, UnicodeDecodeError):
+            return False
+    elif piece.startswith("<") and piece.endswith(">"):  # a byte or a control token
+        return False
+    return bool(text) and "\ufffd" not in text and all(char.isprintable() or char in "\n\t" for char in text)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's table of visible characters that stand for bytes."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    table = {chr(byte): byte for byte in visible}
+    return table | {chr(256 + i): byte for i, byte in enumerate(hidden)}
