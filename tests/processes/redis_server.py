@@ -9,6 +9,7 @@ from pathlib import Path
 
 import redis
 
+from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
 START_DEADLINE_S = 10.0
@@ -47,10 +48,8 @@ class RedisServer:
         """Start with an empty database and wait until it answers."""
         if self._process is not None:
             raise RuntimeError("redis-server runs already")
-        log = (self._folder / "redis.log").open("ab")
         command = [redis_executable(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir"]
-        with log:
-            self._process = subprocess.Popen([*command, str(self._folder)], stdout=log, stderr=log)
+        self._process = start_child([*command, str(self._folder)], self._folder / "redis.log")
         deadline = time.monotonic() + START_DEADLINE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -12,7 +12,6 @@ Whatever a test does, leaving the block ends every process.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -27,12 +26,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire_client import AsyncClient
 from quire_client.types import SchedulerStatus, WorkerStatus
 
+from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 60.0
 EXIT_DEADLINE_S = 20.0
 POLL_S = 0.05
+# A service that is not up yet is dialled again at once, not after gRPC's seconds.
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 100),
+)
 
 
 @dataclass
@@ -47,9 +53,7 @@ class Service:
 
     def start(self) -> None:
         """Start it, or start it again at the same address."""
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        self.process = start_child(self.command, self.log_path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
 
     @property
     def is_running(self) -> bool:
@@ -87,7 +91,7 @@ class Service:
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
         """Wait until grpc.health says SERVING. Raises RuntimeError with its log if it ends or takes too long."""
         deadline = time.monotonic() + deadline_s
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             while not self._is_serving(check):
                 if not self.is_running or time.monotonic() > deadline:
