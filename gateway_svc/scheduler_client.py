@@ -220,7 +220,7 @@ class SchedulerClient:
             self._on_submit_reply(response.submit_reply)
         elif kind == "welcome":
             self._on_welcome(response.welcome)
-        else:
+        elif kind != "heartbeat":  # it has done its work by having come
             raise ProtocolError(f"a message of kind {kind} in an Attach stream")
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:

@@ -1,11 +1,12 @@
 """Attached gateways: what they ask goes to the step loop, what they are told waits in an outbox each.
 
-An outbox holds at most one Welcome, the answers to Submits, and one growing set of columns:
+An outbox holds at most one Welcome, one heartbeat, the answers to Submits, and one growing set of columns:
 
-    Welcome (newest only) | SubmitReply ... | Deltas of all updates since the last write
+    Welcome (newest) | SchedulerHeartbeat (newest) | SubmitReply ... | Deltas of all updates since the last write
 
 A gateway that reads slowly gets fewer and larger messages. One that has stopped reading is cut off at
-`MAX_PENDING_TOKENS` and its requests are aborted: memory stays bounded and nobody else waits.
+`MAX_PENDING_TOKENS` and its requests are aborted: memory stays bounded and nobody else waits. So is one that has sent
+heartbeats and sends nothing any more: its clients go on through another gateway.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from quire.v1 import scheduler_pb2, types_pb2
 
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns
 MAX_PENDING_REPLIES = 1 << 16
+SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
+NOTABLE_PART = 0.25  # of the time a gateway may be silent: a timer that is late by less is just a late timer
 
 
 class Outbox:
@@ -35,6 +39,7 @@ class Outbox:
     def __init__(self, gateway_id: str) -> None:
         self._gateway_id = gateway_id
         self._welcome: scheduler_pb2.Welcome | None = None
+        self._heartbeat: scheduler_pb2.SchedulerHeartbeat | None = None
         self._replies: deque[scheduler_pb2.SubmitReply] = deque()
         self._deltas: list[Deltas] = []
         self._num_tokens = 0
@@ -51,13 +56,18 @@ class Outbox:
         self._welcome = welcome
         self._wake.set()
 
+    def heartbeat(self, heartbeat: scheduler_pb2.SchedulerHeartbeat) -> None:
+        """Replaces a heartbeat that was not written yet."""
+        self._heartbeat = heartbeat
+        self._wake.set()
+
     def reply(self, handle: int, error: QuireError | None) -> None:
         """The answer to one Submit; written before any Deltas of that handle."""
         refusal = None if error is None else wire.refusal_to_proto(error)
         self._replies.append(scheduler_pb2.SubmitReply(handle=handle, refusal=refusal))
         self._wake.set()
         if len(self._replies) > MAX_PENDING_REPLIES:
-            self._cut_off(f"{len(self._replies)} unread answers")
+            self._overflow(f"{len(self._replies)} unread answers")
 
     def deliver(self, deltas: Deltas) -> None:
         """Columns and finishes; merged with what waits."""
@@ -67,7 +77,7 @@ class Outbox:
         self._num_tokens += len(deltas.token_ids)
         self._wake.set()
         if self._num_tokens > MAX_PENDING_TOKENS:
-            self._cut_off(f"{self._num_tokens} unread tokens")
+            self._overflow(f"{self._num_tokens} unread tokens")
 
     def close(self, error: QuireError | None = None) -> None:
         """End `messages` once what waits has been taken, with `error` if there is one."""
@@ -75,13 +85,17 @@ class Outbox:
         self._is_closed = True
         self._wake.set()
 
-    def _cut_off(self, what: str) -> None:
-        log.warning("gateway %s does not read: %s; its stream ends", self._gateway_id, what)
-        self._welcome = None
+    def cut_off(self, error: QuireError) -> None:
+        """Drop what waits and end `messages` with `error`."""
+        log.warning("gateway %s is cut off: %s", self._gateway_id, error.message)
+        self._welcome = self._heartbeat = None
         self._replies.clear()
         self._deltas.clear()
         self._num_tokens = 0
-        self.close(OverloadedError(f"this gateway left {what} waiting; attach again and read faster"))
+        self.close(error)
+
+    def _overflow(self, what: str) -> None:
+        self.cut_off(OverloadedError(f"this gateway left {what} waiting; attach again and read faster"))
 
     async def messages(self) -> AsyncIterator[scheduler_pb2.AttachResponse]:
         """Everything for the stream, in order; ends after `close`, or raises what it was closed with."""
@@ -99,6 +113,9 @@ class Outbox:
         if self._welcome is not None:
             welcome, self._welcome = self._welcome, None
             return scheduler_pb2.AttachResponse(welcome=welcome)
+        if self._heartbeat is not None:
+            heartbeat, self._heartbeat = self._heartbeat, None
+            return scheduler_pb2.AttachResponse(heartbeat=heartbeat)
         if self._replies:
             return scheduler_pb2.AttachResponse(submit_reply=self._replies.popleft())
         if self._deltas:
@@ -107,13 +124,30 @@ class Outbox:
         return None
 
 
-class Gateways:
-    """All attached gateways, and what every one of them must know of the model."""
+@dataclass(slots=True, eq=False)
+class Attached:
+    """One gateway's stream."""
 
-    def __init__(self, step_loop: StepLoop, scheduler_epoch: int) -> None:
+    owner: int
+    outbox: Outbox
+    last_heard: float  # loop time
+    sends_heartbeats: bool = False
+
+
+class Gateways:
+    """All attached gateways, and what every one of them must know of the model and of this scheduler's load.
+
+    Heartbeats go both ways every `heartbeat_interval_s`; 0 sends none and expects none.
+    """
+
+    def __init__(self, step_loop: StepLoop, scheduler_epoch: int, heartbeat_interval_s: float = 1.0) -> None:
         self._step_loop = step_loop
         self._outboxes: dict[int, Outbox] = {}
-        self._welcome = scheduler_pb2.Welcome(scheduler_epoch=scheduler_epoch)
+        self._interval_s = heartbeat_interval_s
+        self._is_stopping = False
+        self._welcome = scheduler_pb2.Welcome(
+            scheduler_epoch=scheduler_epoch, heartbeat_interval_s=heartbeat_interval_s
+        )
 
     @property
     def info(self) -> types_pb2.ModelInfo | None:
@@ -122,8 +156,19 @@ class Gateways:
 
     def announce(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
         """Tell every gateway of the model and of how many workers serve it; nothing is sent when nothing changed."""
+        self._say_welcome(info, 0 if self._is_stopping else ready_workers)
+
+    def announce_stop(self) -> None:
+        """From now on gateways hear that no worker is ready: new requests belong elsewhere."""
+        self._is_stopping = True
+        self._say_welcome(self.info, 0)
+
+    def _say_welcome(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
         welcome = scheduler_pb2.Welcome(
-            scheduler_epoch=self._welcome.scheduler_epoch, info=info, ready_workers=ready_workers
+            scheduler_epoch=self._welcome.scheduler_epoch,
+            info=info,
+            ready_workers=ready_workers,
+            heartbeat_interval_s=self._interval_s,
         )
         if welcome == self._welcome:
             return
@@ -142,25 +187,30 @@ class Gateways:
         """One gateway's stream, from Hello to its end. Its requests end with it."""
         hello = await _read_hello(requests)
         outbox = Outbox(hello.gateway_id)
-        owner = self._step_loop.attach(outbox)
-        self._outboxes[owner] = outbox
+        attached = Attached(self._step_loop.attach(outbox), outbox, asyncio.get_running_loop().time())
+        self._outboxes[attached.owner] = outbox
         outbox.welcome(self._welcome)
         log.info("gateway %s attached", hello.gateway_id)
-        reader = asyncio.create_task(self._read(requests, owner, outbox))
+        tasks = [asyncio.create_task(self._read(requests, attached))]
+        if self._interval_s:
+            tasks.append(asyncio.create_task(self._beat(attached)))
         try:
             async for message in outbox.messages():
                 yield message
         finally:
-            reader.cancel()
-            del self._outboxes[owner]
-            self._step_loop.detach(owner)
+            for task in tasks:
+                task.cancel()
+            del self._outboxes[attached.owner]
+            self._step_loop.detach(attached.owner)
             log.info("gateway %s left", hello.gateway_id)
 
-    async def _read(self, requests: AsyncIterator[scheduler_pb2.AttachRequest], owner: int, outbox: Outbox) -> None:
+    async def _read(self, requests: AsyncIterator[scheduler_pb2.AttachRequest], attached: Attached) -> None:
         """Until the gateway ends its side or breaks the protocol; then the outbox is closed."""
+        loop, outbox = asyncio.get_running_loop(), attached.outbox
         try:
             async for request in requests:
-                self._take_request(request, owner, outbox)
+                attached.last_heard = loop.time()
+                self._take_request(request, attached)
             outbox.close()
         except QuireError as error:
             outbox.close(error)
@@ -168,14 +218,38 @@ class Gateways:
             log.exception("reading a gateway's stream failed")
             outbox.close(QuireError(f"internal error: {type(error).__name__}; the server's log has it"))
 
-    def _take_request(self, request: scheduler_pb2.AttachRequest, owner: int, outbox: Outbox) -> None:
-        kind = request.WhichOneof("message")
+    async def _beat(self, attached: Attached) -> None:
+        """Tell the gateway that this scheduler lives, until it is silent for too long itself."""
+        loop, patience_s = asyncio.get_running_loop(), SILENT_INTERVALS * self._interval_s
+        while not attached.sends_heartbeats or loop.time() - attached.last_heard < patience_s:
+            attached.outbox.heartbeat(self._heartbeat())
+            before = loop.time()
+            await asyncio.sleep(self._interval_s)
+            if loop.time() - before - self._interval_s > NOTABLE_PART * patience_s:
+                attached.last_heard = loop.time()  # we were stopped ourselves: what came meanwhile is still unread
+        # Its requests end now: the stream itself may be stuck in a write to a process that does not read.
+        self._step_loop.detach(attached.owner)
+        attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {patience_s:g} s; attach again"))
+
+    def _heartbeat(self) -> scheduler_pb2.SchedulerHeartbeat:
+        load = self._step_loop.load()
+        return scheduler_pb2.SchedulerHeartbeat(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            pending_tokens=load.pending_tokens,
+            ready_workers=self._welcome.ready_workers,
+        )
+
+    def _take_request(self, request: scheduler_pb2.AttachRequest, attached: Attached) -> None:
+        kind, owner = request.WhichOneof("message"), attached.owner
         if kind == "submit":
-            self._submit(request.submit, owner, outbox)
+            self._submit(request.submit, owner, attached.outbox)
         elif kind == "cancel":
             cancel = request.cancel
             sample_index = cancel.sample_index if cancel.HasField("sample_index") else None
             self._step_loop.cancel(owner, cancel.handle, sample_index, wire.cancel_reason(cancel))
+        elif kind == "heartbeat":
+            attached.sends_heartbeats = True
         else:
             raise InvalidRequestError(f"{kind or 'an empty message'} is not expected here; send submit or cancel")
 

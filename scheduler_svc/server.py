@@ -87,6 +87,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         for start in range(0, len(data), BUNDLE_PIECE_BYTES):
             yield scheduler_pb2.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
 
+    async def ReleaseWorker(
+        self, request: scheduler_pb2.ReleaseWorkerRequest, context: Context
+    ) -> scheduler_pb2.ReleaseWorkerResponse:
+        num_moved = await self._parts.pool.release(request.worker_id, request.timeout_s)
+        return scheduler_pb2.ReleaseWorkerResponse(num_moved=num_moved)
+
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
@@ -105,6 +111,7 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
     )
     if stats is not None:
         status.num_waiting, status.num_running = stats.num_waiting, stats.num_running
+        status.pending_tokens = stats.pending_tokens
         status.prefix_query_tokens = stats.prefix_query_tokens
         status.prefix_hit_tokens = stats.prefix_hit_tokens
         status.preemptions, status.steps = stats.preemptions, stats.steps
@@ -144,6 +151,12 @@ def make_arguments() -> argparse.ArgumentParser:
         help="seconds of silence after which a worker is lost",
     )
     parser.add_argument(
+        "--gateway-heartbeat-s",
+        type=in_range(float, 0.0, 3600.0),
+        default=1.0,
+        help="seconds between heartbeats with gateways; one that misses 3 is cut off. 0: none",
+    )
+    parser.add_argument(
         "--step-timeout-s",
         type=in_range(float, 0.1, 3600.0),
         default=120.0,
@@ -171,7 +184,7 @@ def build(args: argparse.Namespace) -> Parts:
             namespace=args.redis_namespace,
         )
     step_loop = StepLoop(config, index)
-    gateways = Gateways(step_loop, epoch)
+    gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(index, args.scheduler_id, timeouts)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
@@ -197,6 +210,7 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
 
 async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
     """Refuse new requests, let running ones finish for a while, then end every stream."""
+    parts.gateways.announce_stop()
     parts.step_loop.refuse_new("this scheduler is stopping; send the request to another one")
     idle = asyncio.create_task(parts.step_loop.wait_idle())
     await asyncio.wait([idle, loop_task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

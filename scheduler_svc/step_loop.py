@@ -32,6 +32,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
+    Load,
     PrefixEvent,
     SchedulerStats,
     StepBatch,
@@ -176,7 +177,9 @@ class StepLoop:
         self._post(partial(self._apply_answer, link, output))
 
     def worker_draining(self, link: WorkerLink) -> None:
-        """A worker takes nothing new. When its last sequence has left, its link is closed."""
+        """A worker takes nothing new; what it runs moves as soon as another worker is there. When its last sequence has
+        left, its link is closed.
+        """
         self._post(partial(self._apply_draining, link))
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
@@ -219,9 +222,18 @@ class StepLoop:
     def max_waiting(self) -> int:
         return self._config.max_waiting
 
+    def load(self) -> Load:
+        """What is queued and what runs now."""
+        return Load() if self._scheduler is None else self._scheduler.load()
+
     def stats(self) -> SchedulerStats | None:
         """Counters and occupancy; None before the first worker."""
         return None if self._scheduler is None else self._scheduler.stats()
+
+    def num_rows(self, worker_id: str) -> int:
+        """Sequences that a worker runs now."""
+        stats = self.stats()
+        return sum(w.rows_used for w in stats.workers if w.worker_id == worker_id) if stats is not None else 0
 
     def cached_prefixes(self) -> list[PrefixEvent]:
         """Everything that the prefix index should hold now."""
@@ -242,18 +254,17 @@ class StepLoop:
             return
         for batch in self._scheduler.schedule(now):
             self._workers[batch.worker_id].send(batch)
-        self._route(now)
+        self._route()
         if self._draining:
             self._release_drained(self._scheduler, now)
         await self._index.publish(self._scheduler.take_prefix_events())
 
-    def _route(self, now: float) -> None:
+    def _route(self) -> None:
         produced, self._produced = self._produced, []
         for deltas in produced:
             for owner, part in split_deltas(deltas).items():
                 if owner in self._gateways:
                     self._gateways[owner].deliver(part)
-            self._forget_finished(deltas, now)
 
     def _forget_finished(self, deltas: Deltas, now: float) -> None:
         for finished in deltas.finished:
@@ -297,7 +308,7 @@ class StepLoop:
         except SchedulerError as error:
             raise self._as_refusal(error, self._scheduler, now) from error
         self._requests[key] = group
-        self._produce(finished)
+        self._produce(finished, now)
 
     def _as_refusal(self, error: SchedulerError, scheduler: Scheduler, now: float) -> QuireError:
         if isinstance(error, QueueFullError):
@@ -315,9 +326,9 @@ class StepLoop:
         if group is None or self._scheduler is None:
             return
         if sample_index is None:
-            self._produce(self._scheduler.abort_group(group.request_id, reason, now))
+            self._produce(self._scheduler.abort_group(group.request_id, reason, now), now)
         else:
-            self._produce(self._scheduler.finish_sample(group.request_id, sample_index, reason, now))
+            self._produce(self._scheduler.finish_sample(group.request_id, sample_index, reason, now), now)
 
     def _apply_detach(self, owner: int, now: float) -> None:
         if self._gateways.pop(owner, None) is None:
@@ -326,9 +337,11 @@ class StepLoop:
         for key in orphans:
             self._apply_cancel(*key, None, FinishReason.ABORTED, now)
 
-    def _produce(self, deltas: Deltas) -> None:
+    def _produce(self, deltas: Deltas, now: float) -> None:
         if len(deltas.token_ids) or deltas.finished:
             self._produced.append(deltas)
+            # At once: a late cancel must not find a request that another stream has taken over.
+            self._forget_finished(deltas, now)
 
     # -- applying workers ---------------------------------------------------------------------------------------------
 
@@ -367,7 +380,7 @@ class StepLoop:
         if self._workers.get(link.worker_id) is not link or self._scheduler is None:
             return
         try:
-            self._produce(self._scheduler.update(output, now))
+            self._produce(self._scheduler.update(output, now), now)
         except UnexpectedStepError as error:
             log.error("worker %s broke the protocol: %s", link.worker_id, error)
             self._drop_worker(link, str(error), now)
@@ -375,7 +388,7 @@ class StepLoop:
     def _apply_draining(self, link: WorkerLink, now: float) -> None:
         if self._workers.get(link.worker_id) is not link or self._scheduler is None:
             return
-        self._scheduler.drain_worker(link.worker_id)
+        self._scheduler.drain_worker(link.worker_id, now)
         self._draining.add(link.worker_id)
 
     def _apply_lost(self, link: WorkerLink, reason: str, now: float) -> None:

@@ -164,6 +164,7 @@ def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *,
         sampling=submit.sampling,
         outputs=outputs,
         finished_samples=finished,
+        takes_over=submit.takes_over,
     )
 
 

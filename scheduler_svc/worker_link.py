@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 from prefix_index.index import PrefixIndex
 from scheduler_svc import wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
-from svc_common.errors import QuireError, StaleEpochError, UnavailableError
+from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,21 @@ class Dialer:
             link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
+
+    async def drain(self, address: str, timeout_s: float) -> int:
+        """Tell a worker to leave and wait until it has nothing left. Returns the rows it still had then.
+
+        Raises QuireError if the worker does not do it. Its own channel: the lease may end before the answer comes.
+        """
+        async with open_channel(address) as channel:
+            try:
+                response = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
+                    worker_pb2.DrainRequest(timeout_s=timeout_s)
+                )
+            except grpc.aio.AioRpcError as error:
+                details = f"the worker at {address} was told to drain: {error.code().name}: {error.details()}"
+                raise error_from_code(error.code().value[0], details) from error
+            return response.rows_left
 
     async def _take_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> worker_pb2.LeaseResponse:
         epoch = await self._index.next_scheduler_epoch()

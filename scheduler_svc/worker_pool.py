@@ -21,12 +21,14 @@ from scheduler_svc import wire
 from scheduler_svc.core.messages import SchedulerStats, WorkerCapacity, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
-from svc_common.errors import AlreadyExistsError, InvalidRequestError, QuireError, UnavailableError
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
 
 log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOST_SHOWN_S = 300.0  # how long status shows a lost worker
+TOLD_TIMEOUT_S = 2.0  # a worker that cannot be told to drain says so sooner
+MAX_RELEASE_S = 24 * 3600.0
 
 LOADING = scheduler_pb2.WORKER_STATE_LOADING
 READY = scheduler_pb2.WORKER_STATE_READY
@@ -112,6 +114,7 @@ class WorkerPool:
         self._workers: dict[str, Worker] = {}
         self._reference: Reference | None = None
         self._info: types_pb2.ModelInfo | None = None
+        self._releases: set[asyncio.Task[int]] = set()
         self._is_closed = False
 
     @property
@@ -208,6 +211,34 @@ class WorkerPool:
             self._step_loop.worker_draining(worker.link)
             self._changed()
 
+    async def release(self, worker_id: str, timeout_s: float) -> int:
+        """Let a worker go: it is told to drain and drains here. Returns the sequences it ran.
+
+        It may take `timeout_s` (0: its own limit) to leave; this returns sooner. Raises QuireError if it is not told.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.link is None:
+            known = ", ".join(w.worker_id for w in self._workers.values() if w.link is not None) or "none"
+            raise NotFoundError(f"no worker {worker_id!r} takes steps here; those that do: {known}", field="worker_id")
+        if not 0 <= timeout_s <= MAX_RELEASE_S:
+            raise InvalidRequestError(
+                f"timeout_s is {timeout_s:g}; must be from 0 to {MAX_RELEASE_S:g}", field="timeout_s"
+            )
+        num_rows = self._step_loop.num_rows(worker_id)
+        self._step_loop.worker_draining(worker.link)
+        told = asyncio.create_task(self._dialer.drain(worker.address, timeout_s))
+        self._releases.add(told)
+        told.add_done_callback(self._released)
+        await asyncio.wait([told], timeout=TOLD_TIMEOUT_S)
+        if told.done() and (error := told.exception()) is not None:
+            raise error
+        return num_rows
+
+    def _released(self, told: asyncio.Task[int]) -> None:
+        self._releases.discard(told)
+        if not told.cancelled() and (error := told.exception()) is not None:
+            log.warning("a worker may not have drained: %s", error)
+
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def _start_lease(self, worker: Worker, request: scheduler_pb2.RegisterRequest) -> None:
@@ -297,7 +328,10 @@ class WorkerPool:
     async def close(self) -> None:
         """End every lease and every Register stream; workers keep their pools and look for another scheduler."""
         self._is_closed = True
-        tasks = [worker.lease_task for worker in self._workers.values() if worker.lease_task is not None]
+        tasks: list[asyncio.Task[Any]] = [w.lease_task for w in self._workers.values() if w.lease_task is not None]
+        tasks += self._releases
+        for told in self._releases:
+            told.cancel()
         for worker in self._workers.values():
             if worker.registration is not None:
                 worker.registration.end(UnavailableError("the scheduler is stopping; register again later"))

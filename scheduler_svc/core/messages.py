@@ -157,11 +157,21 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a scheduler is; cheap enough to ask for all the time."""
+
+    num_waiting: int = 0  # sequences in the queue
+    num_running: int = 0
+    pending_tokens: int = 0  # tokens to compute before everything that is here decodes: queue and workers together
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Counters since start, and what is queued now."""
 
     num_waiting: int
     num_running: int
+    pending_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int

@@ -33,6 +33,7 @@ from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
     Finished,
+    Load,
     PrefixEvent,
     RowFailure,
     SchedulerStats,
@@ -95,6 +96,7 @@ class Scheduler:
         self._workers[capacity.worker_id] = worker
         for seq in self._waiting:
             seq.refused_by = None  # by an earlier life of this worker, perhaps
+        self._move_drained_rows()
 
     def remove_worker(self, worker_id: str, now: float) -> None:
         """A worker is lost: its sequences wait again, with their tokens."""
@@ -108,10 +110,21 @@ class Scheduler:
         gone = worker.pool.cached_digests()
         self._lost_events += [PrefixEvent(worker_id, epoch, digest, is_cached=False) for digest in gone]
 
-    def drain_worker(self, worker_id: str) -> None:
-        """The worker takes no new sequences; those it runs go on."""
+    def drain_worker(self, worker_id: str, now: float) -> None:
+        """The worker takes no new sequences; those it runs wait again, with their tokens, as soon as another worker
+        could run them. Until then they go on where they are.
+        """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
+            self._move_drained_rows()
+
+    def _move_drained_rows(self) -> None:
+        workers = self._workers.values()
+        takers = [worker for worker in workers if not worker.is_draining]
+        for worker in workers:
+            for row in worker.rows.active().tolist() if worker.is_draining else ():
+                if any(_could_run(worker.rows.sequence(row), taker) for taker in takers):
+                    self._requeue(worker.preempt(row))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -121,11 +134,13 @@ class Scheduler:
         return bool(self._groups)
 
     def add_group(self, group: SequenceGroup, now: float) -> Deltas:
-        """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none).
+        """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none), and
+        those of the group that it takes over.
 
         Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError; then nothing has changed.
         """
         self._check_group(group)
+        replaced = self.abort_group(group.request_id, FinishReason.ABORTED, now, "another stream took the request over")
         group.arrival = now
         group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
         self._groups[group.request_id] = group
@@ -137,10 +152,10 @@ class Scheduler:
         for seq in queued:
             insort(self._waiting, seq, key=_order)
         self._forget_if_done(group)
-        return _finishes(finished)
+        return _finishes([*replaced.finished, *finished])
 
     def _check_group(self, group: SequenceGroup) -> None:
-        if group.request_id in self._groups:
+        if group.request_id in self._groups and not group.takes_over:
             raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
         num_waiting = len(self._waiting)
         if num_waiting >= self.config.max_waiting:
@@ -373,10 +388,7 @@ class Scheduler:
         return min(willing or able, key=cost)
 
     def _has_room(self, seq: Sequence, worker: WorkerState, load: int, rows: int) -> bool:
-        num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
-        if num_prompt + max_tokens > worker.capacity.max_model_len:  # queued before any worker was known
-            return False
-        if not worker.can_ever_hold(num_prompt + max(1, max_tokens)):
+        if not _could_run(seq, worker):
             return False
         if load >= self.config.max_pending_prefill_steps * worker.capacity.max_num_batched_tokens:
             return False
@@ -525,10 +537,18 @@ class Scheduler:
             for digest in w.pool.cached_digests()
         ]
 
+    def load(self) -> Load:
+        """What is queued and what runs now."""
+        rows = [worker.rows for worker in self._workers.values()]
+        pending = sum(seq.data.num_tokens for seq in self._waiting) + sum(r.pending_prefill() for r in rows)
+        return Load(len(self._waiting), sum(r.num_used for r in rows), pending)
+
     def stats(self) -> SchedulerStats:
+        load = self.load()
         return SchedulerStats(
-            num_waiting=len(self._waiting),
-            num_running=sum(worker.rows.num_used for worker in self._workers.values()),
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            pending_tokens=load.pending_tokens,
             prefix_query_tokens=self._prefix_query_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemptions=self._preemptions,
@@ -556,8 +576,18 @@ class Scheduler:
             assert not places[1], f"sequence {seq.seq_id} waits and holds a row"
 
 
-def _order(seq: Sequence) -> tuple[int, float, int]:
+def _order(seq: Sequence) -> tuple[int, bool, float, int]:
     return seq.order
+
+
+def _could_run(seq: Sequence, worker: WorkerState) -> bool:
+    """The worker could run it if nobody else were there. False too for what was queued before any worker was known."""
+    num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
+    return (
+        num_prompt + max_tokens <= worker.capacity.max_model_len
+        and worker.can_ever_hold(num_prompt + max(1, max_tokens))
+        and 1 + len(seq.forks) <= worker.capacity.max_num_seqs
+    )
 
 
 def _finishes(finished: list[Finished]) -> Deltas:

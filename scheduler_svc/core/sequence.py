@@ -107,9 +107,9 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def order(self) -> tuple[int, float, int]:
-        """Who comes first: priority, then arrival, then number."""
-        return (self.group.priority, self.group.arrival, self.seq_id)
+    def order(self) -> tuple[int, bool, float, int]:
+        """Who comes first: priority, then those whose stream stands still meanwhile, then arrival, then number."""
+        return (self.group.priority, not self.group.takes_over, self.group.arrival, self.seq_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +119,7 @@ class SequenceGroup:
     `owner` and `handle` name the request for the caller (which gateway, which of its requests) and come back in
     Deltas. `sampling` is opaque to the core and reaches the worker in RowOpen. `root_key` separates hash chains
     (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
+    `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way.
     """
 
     request_id: str
@@ -132,5 +133,6 @@ class SequenceGroup:
     sampling: Any = None
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
+    takes_over: bool = False
     arrival: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)

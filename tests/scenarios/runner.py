@@ -6,6 +6,7 @@ diff.
     config NAME=NUMBER ...                            (first of all: SchedulerConfig)
     worker w [blocks=9] [block_size=4] [rows=4] [budget=16] [depth=1] [max_len=100]
     add ID prompt=0..9 [max_tokens=4] [n=1] [priority=0] [stop=7,8] [eos=yes] [output=5,6]
+        [takes_over=yes]
     schedule | answer [w] [tokens=1,2] | step [N]     (step = schedule and answer everything)
     abort ID | finish ID SAMPLE | remove w | drain w | tick SECONDS
     tables | refs | queue | stats | cached
@@ -84,6 +85,7 @@ class Transcript:
         stop: str = "",
         eos: str = "no",
         output: str = "",
+        takes_over: str = "no",
     ) -> str:
         handle = len(self.names)
         group = SequenceGroup(
@@ -94,9 +96,10 @@ class Transcript:
             n=int(n),
             priority=int(priority),
             outputs=[_tokens(output)] if output else (),
+            takes_over=takes_over == "yes",
         )
-        deltas = self.scheduler.add_group(group, self.now)
         self.names[handle] = request_id
+        deltas = self.scheduler.add_group(group, self.now)
         return self._deltas(deltas)
 
     def do_schedule(self) -> str:
@@ -137,7 +140,7 @@ class Transcript:
         return ""
 
     def do_drain(self, worker_id: str) -> str:
-        self.scheduler.drain_worker(worker_id)
+        self.scheduler.drain_worker(worker_id, self.now)
         return ""
 
     def do_tick(self, seconds: str) -> str:

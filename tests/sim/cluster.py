@@ -200,7 +200,7 @@ class Cluster:
             self._absorb(self.scheduler.finish_sample(done.request_id, 0, FinishReason.STOP, self.now))
         self._absorb(self.scheduler.update(StepOutput("stranger", 1, EMPTY, EMPTY), self.now))
         self.scheduler.remove_worker("stranger", self.now)
-        self.scheduler.drain_worker("stranger")
+        self.scheduler.drain_worker("stranger", self.now)
 
     def _must_refuse(self, error: type[Exception], call: Callable[[], object]) -> None:
         try:
@@ -335,7 +335,7 @@ class Cluster:
         """The worker was asked to leave."""
         self.trace.append(("drain", worker.capacity.worker_id))
         worker.is_draining = True
-        self.scheduler.drain_worker(worker.capacity.worker_id)
+        self.scheduler.drain_worker(worker.capacity.worker_id, self.now)
 
     def restart_scheduler(self, order: Iterable[Request]) -> None:
         """kill -9: a new scheduler adopts the pools, then the gateways submit what is open, in this order."""

@@ -178,7 +178,7 @@ def test_a_drained_worker_finishes_and_takes_nothing_new() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    scheduler.drain_worker("w")
+    scheduler.drain_worker("w", 0.0)
     scheduler.add_group(group("b", range(4), max_tokens=2), 0.0)
     scheduler.update(answer(batch), 0.0)
     (batch,) = scheduler.schedule(0.0)

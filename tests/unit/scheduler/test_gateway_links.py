@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import numpy as np
@@ -240,3 +241,98 @@ async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
     await until(lambda: gateway.welcomes)
     await gateway.call.done_writing()
     assert await asyncio.wait_for(gateway.call.code(), 5) is grpc.StatusCode.OK
+
+
+async def test_heartbeats_tell_how_busy_the_scheduler_is(make_stack: MakeStack) -> None:
+    stack = await make_stack("--gateway-heartbeat-s", "0.05")
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    assert gateway.welcomes[-1].heartbeat_interval_s == pytest.approx(0.05)
+    worker.gate.clear()
+    for handle in range(12):
+        await gateway.submit(handle, [handle + 1] * 40, max_tokens=4)
+    await until(lambda: gateway.heartbeats and gateway.heartbeats[-1].num_waiting)
+    beat = gateway.heartbeats[-1]
+    assert beat.num_waiting + beat.num_running == 12
+    assert 40 * beat.num_waiting <= beat.pending_tokens <= 40 * 12
+    assert beat.ready_workers == 1
+    worker.gate.set()
+    await until(lambda: not gateway.heartbeats[-1].pending_tokens)
+    assert gateway.error is None  # it never sent a heartbeat: none is missed
+
+
+async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) -> None:
+    stack = await make_stack("--gateway-heartbeat-s", "0.1")
+    worker = await stack.worker()
+    frozen, alive = await stack.gateway(), await stack.gateway()
+    await until(lambda: alive.welcomes and alive.welcomes[-1].ready_workers)
+    worker.gate.clear()
+    await frozen.submit(1, [1, 2, 3], max_tokens=200)
+    await frozen.heartbeat()
+    await alive.heartbeat()
+    await until(lambda: frozen.replies)
+
+    async def beat() -> None:
+        while True:
+            await alive.heartbeat()
+            await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(10):
+        beating = asyncio.create_task(beat())
+        await until(lambda: frozen.error is not None)
+        beating.cancel()
+    assert frozen.error is not None
+    assert frozen.error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no heartbeat" in (frozen.error.details() or "")
+    assert alive.error is None
+    worker.gate.set()
+    await until(lambda: not stack.parts.step_loop.has_work)
+
+
+async def test_a_frozen_gateway_frees_its_rows_though_its_stream_is_stuck(make_stack: MakeStack) -> None:
+    stack = await make_stack("--gateway-heartbeat-s", "0.1")
+    await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    [outbox] = stack.parts.gateways._outboxes.values()
+    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never came back
+    await gateway.heartbeat()
+    await gateway.submit(1, [1, 2, 3], max_tokens=200)
+    await until(lambda: stack.parts.step_loop.has_work)
+    await until(lambda: not stack.parts.step_loop._gateways)
+    await until(lambda: not stack.parts.step_loop.has_work)
+
+
+async def test_a_stopped_scheduler_does_not_blame_its_gateways(make_stack: MakeStack) -> None:
+    stack = await make_stack("--gateway-heartbeat-s", "0.2")
+    gateway = await stack.gateway()
+    await gateway.heartbeat()
+    await until(lambda: gateway.heartbeats)
+    time.sleep(1.0)  # noqa: ASYNC251 - as if the process had been suspended
+    for _ in range(4):
+        await gateway.heartbeat()
+        await asyncio.sleep(0.1)
+    assert gateway.error is None
+
+
+async def test_no_heartbeats_when_they_are_off(make_stack: MakeStack) -> None:
+    stack = await make_stack("--gateway-heartbeat-s", "0")
+    gateway = await stack.gateway()
+    await gateway.heartbeat()
+    await until(lambda: gateway.welcomes)
+    assert gateway.welcomes[0].heartbeat_interval_s == 0
+    await asyncio.sleep(0.1)
+    assert not gateway.heartbeats
+
+
+async def test_a_stopping_scheduler_sends_gateways_elsewhere(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    stack.parts.gateways.announce_stop()
+    await until(lambda: gateway.welcomes[-1].ready_workers == 0)
+    await stack.worker("w1", epoch=12)
+    await until(lambda: stack.parts.pool.num_ready == 2)
+    assert gateway.welcomes[-1].ready_workers == 0
+    assert gateway.welcomes[-1].info.model == "toy"

@@ -224,7 +224,7 @@ async def test_a_draining_worker_is_released_when_it_is_empty() -> None:
         await leaving.answer_all(token=1)
         await staying.answer_all(token=2)
         assert leaving.closed == "drained"
-        assert gateway.tokens(1) == [1, 1, 1]
+        assert gateway.tokens(1) == [2, 2, 2]
         assert gateway.tokens(2) == [2, 2]
 
 
@@ -252,6 +252,58 @@ async def test_prefixes_are_published_and_forgotten_with_their_worker() -> None:
         await settle()
         assert await loop._index.lookup(digests) == {}
         assert loop.cached_prefixes() == []
+
+
+async def test_a_worker_that_drains_alone_finishes_what_it_runs() -> None:
+    async with running_loop() as loop:
+        gateway, leaving = FakeGateway(), FakeWorker(loop)
+        leaving.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=3)
+        await settle()
+        loop.worker_draining(leaving)
+        await leaving.answer_all(token=1)
+        assert gateway.tokens(1) == [1, 1, 1]
+        assert leaving.closed == "drained"
+
+
+async def test_a_request_moves_from_stream_to_stream_and_leaks_nothing() -> None:
+    async with running_loop() as loop:
+        worker = FakeWorker(loop)
+        worker.join(pipeline_depth=2)
+        gateways = [FakeGateway() for _ in range(20)]
+        owners = [loop.attach(gateway) for gateway in gateways]
+        output: list[int] = []
+        for handle, (owner, gateway) in enumerate(zip(owners, gateways, strict=True)):
+            submit(loop, owner, handle, request_id="same", max_tokens=50, outputs=[output], takes_over=bool(handle))
+            loop.cancel(owners[handle - 1], handle - 1, None, FinishReason.ABORTED)  # late: it is somebody else's now
+            await settle()
+            while not gateway.delivered:
+                worker.answer(token=5)
+                await settle()
+            output += [token for deltas in gateway.delivered for token in deltas.token_ids.tolist()]
+        await worker.answer_all(token=5)
+        for handle, gateway in enumerate(gateways[:-1]):
+            assert gateway.reasons() == {(handle, 0): "aborted"}
+        assert gateways[-1].reasons() == {(19, 0): "length"}
+        stats = loop.stats()
+        assert stats is not None
+        assert stats.workers[0].rows_used == stats.workers[0].blocks_used == stats.num_waiting == 0
+        assert not loop._requests
+        assert not loop.has_work
+
+
+async def test_the_end_of_a_stream_spares_what_another_stream_took_over() -> None:
+    async with running_loop() as loop:
+        old, new, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
+        worker.join()
+        first, second = loop.attach(old), loop.attach(new)
+        submit(loop, first, 1, request_id="same", max_tokens=3)
+        await settle()
+        submit(loop, second, 1, request_id="same", max_tokens=3, takes_over=True)
+        loop.detach(first)  # in one turn with the hand-over
+        await worker.answer_all()
+        assert new.tokens(1) == [7, 7, 7]
+        assert new.reasons() == {(1, 0): "length"}
 
 
 async def test_drains() -> None:

@@ -317,7 +317,7 @@ async def test_adopts_what_a_workers_pool_holds(make_stack: MakeStack) -> None:
     assert other.finished[1, 0].usage.cached_tokens == 12
 
 
-async def test_a_draining_worker_finishes_and_is_let_go(make_stack: MakeStack) -> None:
+async def test_a_draining_worker_alone_finishes_and_is_let_go(make_stack: MakeStack) -> None:
     stack = await make_stack()
     leaving, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -326,16 +326,76 @@ async def test_a_draining_worker_finishes_and_is_let_go(make_stack: MakeStack) -
     leaving.gate.clear()
     leaving.state = scheduler_pb2.WORKER_STATE_DRAINING
     await until(lambda: states(stack)["w0"] == "draining")
-    staying = await stack.worker("w1", epoch=12)
-    await ready(stack)
-    await gateway.submit(2, PROMPT, max_tokens=5)
-    await finished(gateway, 2)
     leaving.gate.set()
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 30)
     assert gateway.finished[1, 0].preemptions == 0
-    assert staying.opens == 1
     await until(lambda: states(stack)["w0"] == "lost")
+
+
+async def test_what_a_draining_worker_runs_moves_when_another_one_comes(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    leaving, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    leaving.gate.clear()  # nothing comes from it, and nothing is waited for
+    for handle in range(5):
+        await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
+    await until(lambda: len(gateway.replies) == 5)
+    num_moved = stack.parts.step_loop.num_rows("w0")
+    leaving.state = scheduler_pb2.WORKER_STATE_DRAINING
+    await until(lambda: states(stack)["w0"] == "draining")
+    staying = await stack.worker("w1", epoch=12)
+    await finished(gateway, *range(5))
+    for handle in range(5):
+        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle + 1], 200)
+    assert sum(f.preemptions for f in gateway.finished.values()) == num_moved > 0
+    assert staying.opens == 5
+    leaving.gate.set()
+    await until(lambda: states(stack)["w0"] == "lost")
+
+
+async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    leaving, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    leaving.gate.clear()
+    for handle in range(3):
+        await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
+    await until(lambda: len(gateway.replies) == 3)
+    num_rows = stack.parts.step_loop.num_rows("w0")
+    staying = await stack.worker("w1", epoch=12)
+    await ready(stack, 2)
+    request = scheduler_pb2.ReleaseWorkerRequest(worker_id="w0", timeout_s=7)
+    answer = await gateway.stub.ReleaseWorker(request)
+    assert answer.num_moved == num_rows > 0
+    assert leaving.drained_with == [7.0]
+    await finished(gateway, 0, 1, 2)
+    for handle in range(3):
+        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle + 1], 200)
+    leaving.gate.set()
+    await until(lambda: states(stack)["w0"] == "lost")
+
+
+async def test_release_names_what_is_wrong(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    worker, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    worker.drains = False
+    for request, code, text in (
+        (scheduler_pb2.ReleaseWorkerRequest(worker_id="x"), grpc.StatusCode.NOT_FOUND, "w0"),
+        (
+            scheduler_pb2.ReleaseWorkerRequest(worker_id="w0", timeout_s=-1),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "timeout_s",
+        ),
+        (scheduler_pb2.ReleaseWorkerRequest(worker_id="w0"), grpc.StatusCode.UNAVAILABLE, "told to drain"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.stub.ReleaseWorker(request)
+        assert caught.value.code() is code
+        assert text in (caught.value.details() or "")
+    await until(lambda: len(worker.lease_epochs) == 2)  # a worker that stays is leased again
+    await ready(stack)
 
 
 async def test_status_shows_what_happens(make_stack: MakeStack) -> None:
@@ -406,5 +466,5 @@ async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
 
 
 def test_the_toy_speaks_the_whole_service() -> None:
-    served = {"Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
+    served = {"Drain", "Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
     assert served <= set(dir(worker_pb2_grpc.WorkerServiceServicer))

@@ -67,6 +67,8 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.steps = 0
         self.opens = 0
         self.heartbeats = True
+        self.drains = True
+        self.drained_with: list[float] = []
         self.answer_epoch: int | None = None
         self.bundle = BUNDLE
         self.committed: dict[int, tuple[bytes, list[int]]] = {}
@@ -107,6 +109,8 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                         return
                 except asyncio.InvalidStateError:
                     pass
+                if self.drained_with:
+                    return
                 await asyncio.sleep(0.02)
 
     async def _register_once(self, stub: Any) -> None:
@@ -156,6 +160,14 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._rows.clear()
         fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=self.epoch)
         return worker_pb2.LeaseResponse(fence=fence, next_step_id=1)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+        if not self.drains:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no")
+        self.drained_with.append(request.timeout_s)
+        self.state = scheduler_pb2.WORKER_STATE_DRAINING
+        await self.gate.wait()
+        return worker_pb2.DrainResponse()
 
     async def GetWorkerBundle(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.GetWorkerBundleResponse]:
         for i in range(0, len(self.bundle), 3):
@@ -244,6 +256,7 @@ class ToyGateway:
         self.replies: dict[int, scheduler_pb2.Refusal | None] = {}
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.finished: dict[tuple[int, int], scheduler_pb2.SampleFinished] = {}
+        self.heartbeats: list[scheduler_pb2.SchedulerHeartbeat] = []
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
         self.reads = asyncio.Event()
@@ -252,6 +265,9 @@ class ToyGateway:
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self.call: Any = self.stub.Attach()
         self._task = asyncio.create_task(self._read())
+
+    async def heartbeat(self) -> None:
+        await self.call.write(scheduler_pb2.AttachRequest(heartbeat=scheduler_pb2.GatewayHeartbeat()))
 
     async def hello(self) -> ToyGateway:
         hello = scheduler_pb2.Hello(gateway_id="toy", protocol_version=1)
@@ -277,8 +293,11 @@ class ToyGateway:
             self.error = error
 
     def _take(self, message: scheduler_pb2.AttachResponse) -> None:
-        self.num_messages += 1
         kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            self.heartbeats.append(message.heartbeat)
+            return
+        self.num_messages += 1
         if kind == "welcome":
             self.welcomes.append(message.welcome)
         elif kind == "submit_reply":
