@@ -33,12 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 60.0
 EXIT_DEADLINE_S = 20.0
 POLL_S = 0.05
-# A service that is not up yet is dialled again at once, not after gRPC's seconds.
-CHANNEL_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 100),
-)
 
 
 @dataclass
@@ -91,7 +85,7 @@ class Service:
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
         """Wait until grpc.health says SERVING. Raises RuntimeError with its log if it ends or takes too long."""
         deadline = time.monotonic() + deadline_s
-        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(self.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             while not self._is_serving(check):
                 if not self.is_running or time.monotonic() > deadline:
@@ -101,7 +95,8 @@ class Service:
     @staticmethod
     def _is_serving(check: Any) -> bool:
         try:
-            response = check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            # A channel whose first attempt failed only dials again while somebody waits on it.
+            response = check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
