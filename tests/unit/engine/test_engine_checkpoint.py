@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.checkpoint import CheckpointError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.model_runner import ModelRunner
 
 
@@ -178,6 +180,17 @@ def test_broken_compiler_falls_back_too(folder, monkeypatch, tmp_path, caplog):
     assert load(folder).info.backend == "reference"
     assert "could not build the CPU kernels" in caplog.text
     assert list(tmp_path.glob("build_*")) == []
+
+
+def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_path):
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(load_kernels) for _ in range(2)]:
+            assert future.result().quire_abi_version() == 1
+    (built,) = tmp_path.iterdir()  # one library and no leftovers
+    first = built.stat().st_mtime_ns
+    load_kernels()
+    assert built.stat().st_mtime_ns == first
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -166,3 +168,45 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path):
             bounds.append(float((theirs[position - 1] - expected[position - 1]).norm() / norm))
     assert np.mean(errors) <= 1.5 * np.mean(bounds) + 0.005
     assert max(errors) < 0.08
+
+
+def wrong_rotation(driver):
+    table = driver.runner._model._rotary
+    table.cos.copy_(table.cos.roll(1, 0))
+    table.sin.copy_(table.sin.roll(-1, 0))
+
+
+def page_read_twice(driver):
+    tables = driver.runner._rows.tables
+    tables[0, 0] = tables[0, 1]
+
+
+def swapped_norms(driver):
+    q_norm, k_norm = driver.runner._model._layers[0].qk_norms
+    kept = q_norm.clone()
+    q_norm.copy_(k_norm)
+    k_norm.copy_(kept)
+
+
+def mask_off_by_one(driver):
+    backend = driver.runner._backend
+    attention = backend.paged_attention
+
+    def short_sighted(q, cache, batch, out, shape):
+        attention(q, cache, replace(batch, context_lens=batch.context_lens - 1), out, shape)
+
+    backend.paged_attention = short_sighted
+
+
+@pytest.mark.parametrize("plant", [wrong_rotation, page_read_twice, swapped_norms, mask_off_by_one])
+def test_planted_bugs_are_seen(tmp_path, plant):
+    """The models are peaked enough that each of these moves logits far beyond the tolerance."""
+    folder = make_model(tmp_path)
+    driver = Driver(load(folder))
+    driver.open(0, prompts([40])[0])
+    driver.prefill(0)
+    plant(driver)
+    driver.decode([0], 1)
+    with torch.no_grad():
+        expected = load_reference(folder)(torch.tensor([driver.rows[0].tokens])).logits[0, -2]
+    assert (driver.logits[0, 41] - expected).abs().max() > 1e-2

@@ -43,9 +43,13 @@ def load_kernels() -> ctypes.CDLL:
     failures = []
     for flags in _flag_sets(runtime is not None):
         try:
-            return _load(_build(compiler, flags), runtime)
+            library = _load(_build(compiler, flags), runtime)
         except KernelBuildError as error:
             failures.append(f"{' '.join(flags)}: {error}")
+            continue
+        if runtime is not None and "-fopenmp" not in flags:
+            logger.warning("CPU kernels run on one thread: %s does not fit %s; g++ does", compiler, runtime)
+        return library
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))
 
 
@@ -142,7 +146,6 @@ def _load(path: Path, runtime: str | None) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         version = int(library.quire_abi_version())
     except (OSError, AttributeError) as error:
-        path.unlink(missing_ok=True)
         raise KernelBuildError(f"{path} does not load: {error}") from error
     if version != ABI_VERSION:
         raise KernelBuildError(f"{path} has ABI {version}, this build expects {ABI_VERSION}")
