@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
 START_DEADLINE_S = 10.0
+DUMP = "dump.rdb"  # redis-server's own name for what it saves
 
 
 def redis_executable() -> str:
@@ -26,7 +28,7 @@ def redis_executable() -> str:
 
 
 class RedisServer:
-    """Owns one redis-server on one port of the loopback; nothing is ever saved to disk.
+    """Owns one redis-server on one port of the loopback; nothing is saved to disk but by `save`.
 
     Use as a context manager. `stop` and `start` may be called in any order; the port stays the same.
     """
@@ -44,15 +46,25 @@ class RedisServer:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start with an empty database and wait until it answers."""
+    def start(self, *, with_saved: bool = False) -> None:
+        """Start with an empty database (or with what `save` has kept) and wait until it answers."""
+        self.launch(with_saved=with_saved)
+        self.wait_ready()
+
+    def launch(self, *, with_saved: bool = False) -> None:
+        """`start` without the wait."""
         if self._process is not None:
             raise RuntimeError("redis-server runs already")
+        if not with_saved:
+            (self._folder / DUMP).unlink(missing_ok=True)
         command = [redis_executable(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir"]
         self._process = start_child([*command, str(self._folder)], self._folder / "redis.log")
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises RuntimeError with its log."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server did not start: {(self._folder / 'redis.log').read_text()}")
             time.sleep(0.02)
 
@@ -63,6 +75,20 @@ class RedisServer:
         self._process.kill()
         self._process.wait()
         self._process = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """E.g. SIGSTOP: it keeps its connections and answers nothing."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def save(self) -> None:
+        """Keep the database as it is now, for a later start."""
+        with self.client() as client:
+            client.save()
 
     def flush(self) -> None:
         """Forget everything."""

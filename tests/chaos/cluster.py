@@ -1,0 +1,154 @@
+"""The whole system as processes of the loopback: several of each kind, each able to die."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire.v1 import scheduler_pb2
+from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from quire_client import AsyncClient
+from quire_client.demo import demo_model_dir
+
+from tests.processes.redis_server import RedisServer
+from tests.processes.stack import Service, Stack
+
+KINDS = ("gateway", "scheduler", "worker", "redis")
+POLL_S = 0.1
+CALL_TIMEOUT_S = 2.0
+READY_DEADLINE_S = 90.0
+# Whoever is down is dialled again soon: how long it stayed away is measured here.
+CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
+
+GATEWAY_FLAGS = ("--drain-timeout-s", "1", "--scheduler-patience-s", "60")
+SCHEDULER_FLAGS = ("--heartbeat-timeout-s", "3", "--drain-timeout-s", "1")
+WORKER_FLAGS = (
+    *("--dtype", "float32", "--num-blocks", "1536", "--drain-timeout-s", "15"),
+    *("--max-num-seqs", "64", "--max-num-batched-tokens", "256"),
+)
+
+
+class Cluster:
+    """Owns the processes; leaving the block ends them all."""
+
+    def __init__(self, folder: Path, *, gateways: int, schedulers: int, workers: int, executor: str) -> None:
+        self.model_dir = demo_model_dir()
+        self.redis = RedisServer(folder)
+        self._stack = Stack(folder)
+        self._sizes = {"gateway": gateways, "scheduler": schedulers, "worker": workers}
+        self._executor = executor
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.members: dict[str, list[Service]] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.__exit__(*exc)
+        self.redis.stop()
+
+    def _start(self) -> None:
+        self.redis.start()
+        index = ("--redis", self.redis.url)
+        schedulers = [self._stack.start_scheduler(*index, *SCHEDULER_FLAGS) for _ in range(self._sizes["scheduler"])]
+        own = [word for scheduler in schedulers[1:] for word in ("--scheduler", scheduler.address)]
+        own += ["--executor", "sim"] if self._executor == "sim" else []
+        workers = [
+            self._stack.start_worker(schedulers[0], self.model_dir, *WORKER_FLAGS, *own)
+            for _ in range(self._sizes["worker"])
+        ]
+        flags = (*index, *GATEWAY_FLAGS)
+        gateways = [self._stack.start_gateway(*schedulers, flags=flags) for _ in range(self._sizes["gateway"])]
+        self.members = {"gateway": gateways, "scheduler": schedulers, "worker": workers}
+
+    @property
+    def services(self) -> list[Service]:
+        return self._stack.services
+
+    async def connect(self) -> AsyncClient:
+        """A client of all gateways, once every process is ready. Call it once, and `close` at the end."""
+        self._channels = {
+            service.address: grpc.aio.insecure_channel(service.address, CHANNEL_OPTIONS) for service in self.services
+        }
+        for kind, services in self.members.items():
+            for member in range(len(services)):
+                await self.wait_recovered(kind, member)
+        targets = ",".join(gateway.address for gateway in self.members["gateway"])
+        return await AsyncClient.connect(targets, timeout_s=300.0)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    def channel(self, service: Service) -> grpc.aio.Channel:
+        return self._channels[service.address]
+
+    async def wait_recovered(self, kind: str, member: int) -> None:
+        """Until this member serves and every worker has a scheduler. Raises TimeoutError with the member's log."""
+        if kind == "redis":
+            await asyncio.to_thread(self.redis.wait_ready)
+            return
+        service = self.members[kind][member]
+        deadline = asyncio.get_running_loop().time() + READY_DEADLINE_S
+        while not (await self._is_serving(service) and (kind == "gateway" or await self._is_whole(kind, member))):
+            if asyncio.get_running_loop().time() > deadline:
+                raise TimeoutError(f"{service.name} is not back after {READY_DEADLINE_S:.0f} s\n{service.log()}")
+            await asyncio.sleep(POLL_S)
+
+    async def _is_whole(self, kind: str, member: int) -> bool:
+        """Whether this worker, or for a scheduler every running worker, is ready at some scheduler."""
+        ready = await self.ready_workers()
+        workers = self.members["worker"]
+        wanted = [workers[member]] if kind == "worker" else [worker for worker in workers if worker.is_running]
+        return all(worker.name in ready for worker in wanted)
+
+    async def ready_workers(self) -> set[str]:
+        """Worker ids that some scheduler can give steps to."""
+        lists = await asyncio.gather(*(self._ready_at(scheduler) for scheduler in self.members["scheduler"]))
+        return set().union(*lists)
+
+    async def _ready_at(self, scheduler: Service) -> set[str]:
+        stub: Any = SchedulerServiceStub(self.channel(scheduler))
+        try:
+            request = scheduler_pb2.GetSchedulerStatusRequest()
+            response = await stub.GetSchedulerStatus(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return set()
+        return {worker.worker_id for worker in response.status.workers if worker.state == "ready"}
+
+    async def _is_serving(self, service: Service) -> bool:
+        stub: Any = health_pb2_grpc.HealthStub(self.channel(service))
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory of every running process."""
+        pids = {s.name: s.process.pid for s in self.services if s.process is not None and s.is_running}
+        if self.redis.pid is not None:
+            pids["redis"] = self.redis.pid
+        return {name: _resident_mib(pid) for name, pid in pids.items()}
+
+
+def _resident_mib(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).memory_info().rss) / 2**20
+    except psutil.NoSuchProcess:
+        return math.nan

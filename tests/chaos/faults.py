@@ -1,0 +1,198 @@
+"""What is done to the processes: a seeded plan, and the one who carries it out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import AdminServiceStub
+
+from tests.chaos.cluster import Cluster
+from tests.processes.stack import Service
+
+ACTIONS = {
+    "gateway": ("kill", "freeze", "restart"),
+    "scheduler": ("kill", "freeze", "restart"),
+    "worker": ("kill", "freeze", "restart", "drain"),
+    "redis": ("kill", "freeze", "flush", "old data"),
+}
+DOWN_S = (0.3, 3.0)  # how long a killed process stays away
+FROZEN_S = (0.5, 4.0)
+EXIT_DEADLINE_S = 30.0
+# Part of the faults that strike at once after another one, so that two kinds are down together.
+CLOSE_PART = 0.2
+CLOSE_S = 0.3
+DRAIN_CALL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing to do. `gap_s`: after the one before."""
+
+    kind: str
+    action: str
+    member: int
+    gap_s: float
+    length_s: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.action}"
+
+
+@dataclass(slots=True)
+class Strike:
+    """A fault that has happened, in seconds of the event loop's clock."""
+
+    fault: Fault
+    name: str
+    began: float
+    ended: float = 0.0  # the process runs (again); it may still be starting
+    recovered: float = 0.0
+    exit_code: int | None = None
+    exit_s: float | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Who was asked to leave did so with exit code 0."""
+        return self.fault.action not in ("restart", "drain") or self.exit_code == 0
+
+    def __str__(self) -> str:
+        away = f"for {self.ended - self.began:.1f} s" if self.ended else "to the end"
+        exit_text = "" if self.exit_s is None else f", exit code {self.exit_code} after {self.exit_s:.1f} s"
+        return f"{self.fault.action} of {self.name} {away}{exit_text}"
+
+
+def make_plan(seed: int, count: int, mean_gap_s: float, sizes: dict[str, int]) -> list[Fault]:
+    """`count` faults; kinds take turns in random order, and so do the actions and members of a kind.
+
+    `sizes`: members of each kind that may be struck.
+    """
+    rng = random.Random(seed)
+    kinds = _turns(rng, list(sizes))
+    actions = {kind: _turns(rng, list(ACTIONS[kind])) for kind in sizes}
+    members = {kind: _turns(rng, list(range(size))) for kind, size in sizes.items()}
+    plan = []
+    for _ in range(count):
+        kind = kinds()
+        action = actions[kind]()
+        gap_s = CLOSE_S if plan and rng.random() < CLOSE_PART else mean_gap_s * rng.uniform(0.6, 1.4)
+        length_s = rng.uniform(*(FROZEN_S if action == "freeze" else DOWN_S))
+        plan.append(Fault(kind, action, members[kind](), gap_s, length_s))
+    return plan
+
+
+def _turns(rng: random.Random, values: list[Any]) -> Callable[[], Any]:
+    """Gives the values one after the other, shuffled anew in every round."""
+    left: list[Any] = []
+
+    def next_value() -> Any:
+        if not left:
+            left.extend(rng.sample(values, len(values)))
+        return left.pop()
+
+    return next_value
+
+
+class Saboteur:
+    """Carries out a plan. Of every kind at most one member is away at a time; different kinds may be away together."""
+
+    def __init__(self, cluster: Cluster, plan: list[Fault]) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self.strikes: list[Strike] = []
+
+    async def run(self, until: float) -> None:
+        """Strike until the plan or the time is over, then wait until everything has recovered.
+
+        Raises TimeoutError when something does not come back, and the error of a drain that nobody would do.
+        """
+        try:
+            for fault in self._plan:
+                await asyncio.sleep(fault.gap_s)
+                await self._recovery(fault.kind)
+                if asyncio.get_running_loop().time() > until:
+                    break
+                self._busy[fault.kind] = asyncio.create_task(self._strike(fault))
+            await asyncio.gather(*self._busy.values())
+        finally:
+            for task in self._busy.values():
+                task.cancel()
+
+    async def _recovery(self, kind: str) -> None:
+        """Wait for the last fault of this kind; fail as soon as any fault went wrong."""
+        for other, task in self._busy.items():
+            if other == kind or task.done():
+                await task
+
+    async def _strike(self, fault: Fault) -> None:
+        loop = asyncio.get_running_loop()
+        strike = Strike(fault, self._name(fault), loop.time())
+        self.strikes.append(strike)
+        await (self._on_redis(fault) if fault.kind == "redis" else self._on_service(fault, strike))
+        strike.ended = loop.time()
+        await self._cluster.wait_recovered(fault.kind, fault.member)
+        strike.recovered = loop.time()
+
+    def _name(self, fault: Fault) -> str:
+        return "redis" if fault.kind == "redis" else self._cluster.members[fault.kind][fault.member].name
+
+    async def _on_service(self, fault: Fault, strike: Strike) -> None:
+        service = self._cluster.members[fault.kind][fault.member]
+        if fault.action == "freeze":
+            service.signal(signal.SIGSTOP)
+            await asyncio.sleep(fault.length_s)
+            service.signal(signal.SIGCONT)
+            return
+        if fault.action == "kill":
+            service.signal(signal.SIGKILL)
+        elif fault.action == "restart":
+            service.signal(signal.SIGTERM)
+        else:
+            await self._drain(service)
+        strike.exit_code = await self._exit_code(service)
+        strike.exit_s = asyncio.get_running_loop().time() - strike.began
+        await asyncio.sleep(fault.length_s)
+        service.start()
+
+    async def _exit_code(self, service: Service) -> int:
+        try:
+            return await asyncio.to_thread(service.wait, EXIT_DEADLINE_S)
+        except TimeoutError:
+            await asyncio.to_thread(service.kill)
+            return -signal.SIGKILL
+
+    async def _drain(self, worker: Service) -> None:
+        """Ask for it as an operator does, at the first gateway that answers."""
+        for attempt, gateway in enumerate(self._cluster.members["gateway"], 1):
+            stub: Any = AdminServiceStub(self._cluster.channel(gateway))
+            try:
+                await stub.DrainWorker(pb.DrainWorkerRequest(worker_id=worker.name), timeout=DRAIN_CALL_S)
+                return
+            except Exception:
+                if attempt == len(self._cluster.members["gateway"]):
+                    raise
+
+    async def _on_redis(self, fault: Fault) -> None:
+        redis = self._cluster.redis
+        if fault.action == "flush":
+            await asyncio.to_thread(redis.flush)
+        elif fault.action == "freeze":
+            redis.signal(signal.SIGSTOP)
+            await asyncio.sleep(fault.length_s)
+            redis.signal(signal.SIGCONT)
+        elif fault.action == "kill":
+            redis.stop()
+            await asyncio.sleep(fault.length_s)
+            redis.launch()
+        else:
+            await asyncio.to_thread(redis.save)
+            await asyncio.sleep(fault.length_s)
+            redis.stop()
+            redis.launch(with_saved=True)

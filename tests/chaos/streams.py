@@ -1,0 +1,159 @@
+"""The clients: streams that run one after the other in many lanes, each compared with what it should have got."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from quire_client import AsyncClient, QuireError
+from quire_client.types import Delta
+
+from tests.chaos.reference import Answers, Catalogue, Source, answers_of
+from tests.chaos.workload import Request
+
+SALTS = 4  # streams of one salt share cached blocks
+UNSEEDED_PART = 0.05
+
+
+@dataclass(slots=True)
+class StreamRecord:
+    """What one stream saw. Times are those of the event loop."""
+
+    number: int
+    request: Request
+    expected: Answers | None  # None: the server draws the seed, the answers are checked afterwards
+    delta_times: list[float] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    answers: Answers = ()
+    request_id: str = ""
+    seed: int | None = None
+    resumes: int = 0
+    error: str = ""
+    began: float = 0.0
+    ended: float = 0.0
+    repeated: int = 0
+    skipped: int = 0
+
+    def take(self, delta: Delta, now: float) -> None:
+        """Count what the offset tells, before anybody else's bookkeeping."""
+        self.delta_times.append(now)
+        token_ids = self.token_ids[delta.index]
+        if delta.token_ids:
+            self.repeated += max(0, len(token_ids) - delta.offset)
+            self.skipped += max(0, delta.offset - len(token_ids))
+        token_ids.extend(delta.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def lost(self) -> int:
+        """Tokens that never came."""
+        if self.expected is None:
+            return self.skipped
+        pairs = zip(self.expected, self.token_ids, strict=True)
+        return self.skipped + sum(max(0, len(answer.token_ids) - len(got)) for answer, got in pairs)
+
+    @property
+    def changed(self) -> int:
+        """Tokens that differ or are too many; a different text or finish reason of the same tokens counts as one."""
+        if self.expected is None:
+            return 0
+        changed = 0
+        for index, (answer, got) in enumerate(zip(self.expected, self.token_ids, strict=True)):
+            wrong = sum(a != b for a, b in zip(answer.token_ids, got, strict=False))
+            wrong += max(0, len(got) - len(answer.token_ids))
+            is_other = bool(self.answers) and self.answers[index] != answer
+            changed += wrong or int(is_other)
+        return changed
+
+    @property
+    def is_bad(self) -> bool:
+        return bool(self.error or self.repeated or self.lost or self.changed)
+
+    def difference(self) -> str:
+        """Where it first went wrong, in words."""
+        if self.error:
+            return f"{self.error} after {self.num_tokens} tokens"
+        for index, (answer, got) in enumerate(zip(self.expected or (), self.token_ids, strict=False)):
+            wrong = [p for p, (a, b) in enumerate(zip(answer.token_ids, got, strict=False)) if a != b]
+            if wrong or len(got) != len(answer.token_ids):
+                first = wrong[0] if wrong else min(len(got), len(answer.token_ids))
+                there, due = got[first : first + 8], list(answer.token_ids[first : first + 8])
+                return (
+                    f"sample {index} differs from position {first} on: got {there} ({len(got)} tokens), "
+                    f"expected {due} ({len(answer.token_ids)} tokens)"
+                )
+            if self.answers and self.answers[index] != answer:
+                return f"sample {index} has the right tokens, but {self.answers[index]} instead of {answer}"
+        return f"{self.repeated} tokens came twice, {self.skipped} were skipped"
+
+
+class StreamLoad:
+    """`lanes` streams at a time until time is over and `at_least` streams were begun."""
+
+    def __init__(self, client: AsyncClient, catalogue: Catalogue, *, seed: int, lanes: int, at_least: int) -> None:
+        self._client = client
+        self._catalogue = catalogue
+        self._seed = seed
+        self._lanes = lanes
+        self._at_least = at_least
+        self.records: list[StreamRecord] = []
+
+    async def run(self, until: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._lanes):
+                group.create_task(self._lane(until))
+
+    async def verify_unseeded(self, source: Source) -> None:
+        """Learn, with the seeds that the server drew, what could not be known before."""
+        unknown = [record for record in self.records if record.expected is None and not record.error]
+        seeded = [replace(r.request, options=r.request.options | {"seed": r.seed}) for r in unknown]
+        for record, answers in zip(unknown, await asyncio.gather(*map(source.answers, seeded)), strict=True):
+            record.expected = answers
+
+    def counts(self) -> Counter[str]:
+        finished = [record for record in self.records if record.ended]
+        counts = Counter(streams=len(finished), running=len(self.records) - len(finished))
+        for record in finished:
+            counts.update(
+                tokens=record.num_tokens,
+                lost=record.lost,
+                repeated=record.repeated,
+                changed=record.changed,
+                errors=int(bool(record.error)),
+                resumes=record.resumes,
+            )
+        return counts
+
+    async def _lane(self, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < until or len(self.records) < self._at_least:
+            await self._stream()
+
+    async def _stream(self) -> None:
+        rng = random.Random(f"{self._seed}/{len(self.records)}")
+        request, expected = self._catalogue.draw(rng)
+        options = request.options | {"cache_salt": str(rng.randrange(SALTS))}
+        record = StreamRecord(len(self.records), request, expected)
+        record.token_ids = [[] for _ in range(request.num_samples)]
+        if "seed" in options and rng.random() < UNSEEDED_PART:
+            del options["seed"]
+            record.expected = None
+        self.records.append(record)
+        loop = asyncio.get_running_loop()
+        record.began = loop.time()
+        try:
+            async with self._client.stream(**request.prompt, **options) as stream:
+                record.request_id, record.seed = stream.request_id, stream.seed
+                async for delta in stream:
+                    record.take(delta, loop.time())
+                result = await stream.result()
+            record.answers = answers_of(result)
+            record.resumes = result.resumes
+        except QuireError as error:
+            record.error = f"{type(error).__name__} ({error.code.name}): {error}"
+        record.ended = loop.time()

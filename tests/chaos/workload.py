@@ -1,0 +1,97 @@
+"""What the streams ask for: seeded requests whose answers do not depend on when or where they are computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MIN_TOKENS, MAX_TOKENS = 50, 400
+MAX_TOKENS_OF_SEVERAL = 150  # for n > 1: the request as a whole stays as long as the others
+STOP_CHARS = 6
+# From here on in its text, a request may be ended by a stop string: its output stays long enough.
+STOP_AFTER = 0.4
+
+QUESTIONS = (
+    "What does os.path.join do?",
+    "What does json.dumps do?",
+    "What is collections.Counter?",
+    "Explain str.split.",
+    "What is the csv module for?",
+    "Tell me everything about functools.lru_cache.",
+    "Recite the Zen of Python.",
+    "Who are you?",
+)
+TEXTS = ("Return a new", "The module provides", "If the argument is a string,", "Raises ValueError when")
+SYSTEM = "You answer questions about Python's standard library in one sentence."
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. Streams of equal requests must get equal answers."""
+
+    number: int
+    prompt: dict[str, Any]  # one of token_ids, messages, prompt
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.options.get("n", 1))
+
+    def __str__(self) -> str:
+        return f"request {self.number}: {self.prompt | self.options}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sample as a client gets it."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+def make_requests(seed: int, count: int, vocab_size: int) -> list[Request]:
+    """Greedy and sampled, one to three samples, prompts as tokens (with shared beginnings), text and conversations."""
+    rng = random.Random(seed)
+    prefixes = [_tokens(rng, vocab_size, length) for length in (32, 96, 200)]
+    return [Request(number, _prompt(rng, prefixes, vocab_size), _options(rng)) for number in range(count)]
+
+
+def _prompt(rng: random.Random, prefixes: list[list[int]], vocab_size: int) -> dict[str, Any]:
+    kind = rng.choice(("tokens", "tokens", "chat", "text"))
+    if kind == "chat":
+        return {"messages": [("system", SYSTEM), ("user", rng.choice(QUESTIONS))]}
+    if kind == "text":
+        return {"prompt": rng.choice(TEXTS)}
+    return {"token_ids": rng.choice(prefixes) + _tokens(rng, vocab_size, rng.randint(1, 60))}
+
+
+def _tokens(rng: random.Random, vocab_size: int, length: int) -> list[int]:
+    return [rng.randrange(3, vocab_size) for _ in range(length)]  # the first three are special
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_tokens": rng.randint(MIN_TOKENS, MAX_TOKENS), "ignore_eos": True}
+    if rng.random() < 0.4:
+        return options | {"temperature": 0.0}
+    options |= {"temperature": 1.0, "seed": rng.getrandbits(64)}
+    num_samples = rng.choice((1, 1, 1, 2, 3))
+    if num_samples > 1:
+        options |= {"n": num_samples, "max_tokens": rng.randint(MIN_TOKENS, MAX_TOKENS_OF_SEVERAL)}
+    return options
+
+
+def with_stop_string(request: Request, answers: Sequence[Answer], rng: random.Random, number: int) -> Request | None:
+    """The same request, ended early by a string that its own answer contains. None if there is no good one."""
+    text = answers[0].text
+    earliest = int(len(text) * STOP_AFTER)
+    if request.num_samples > 1 or len(answers[0].token_ids) * STOP_AFTER < MIN_TOKENS:
+        return None
+    for _ in range(10):
+        start = rng.randint(earliest, max(earliest, len(text) - 2 * STOP_CHARS))
+        stop = text[start : start + STOP_CHARS]
+        if stop.strip() and text.find(stop) == start:
+            return replace(request, number=number, options=request.options | {"stop": [stop]})
+    return None
