@@ -13,9 +13,9 @@ import torch
 
 from worker_svc.engine.backend import I64, Backend
 from worker_svc.engine.batch import U32, Bools
+from worker_svc.engine.plan import HASH_BYTES
 
 DEFAULT_MEMORY = 1 << 30
-HASH_BYTES = 16
 LIST_CHUNK = 1024
 
 
