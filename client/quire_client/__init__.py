@@ -22,6 +22,7 @@ from quire_client.errors import (
     PermissionDenied,
     QuireError,
     StreamCorrupted,
+    StreamEndedEarly,
     Unauthenticated,
     Unimplemented,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "SchedulerStatus",
     "Status",
     "StreamCorrupted",
+    "StreamEndedEarly",
     "TokenizeResult",
     "Unauthenticated",
     "Unimplemented",

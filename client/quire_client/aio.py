@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
-from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
 from quire_client import convert, requests
 from quire_client.assembly import StreamAssembler
@@ -22,24 +24,39 @@ from quire_client.channel import (
     channel_options,
     health_request,
     health_state,
-    resolve_target,
+    resolve_targets,
 )
 from quire_client.errors import (
+    AlreadyExists,
     Cancelled,
     ConnectionFailed,
     DeadlineExceeded,
     ModelNotFound,
     QuireError,
-    Unimplemented,
+    StreamEndedEarly,
     cannot_connect,
+    client_closed,
     error_from_rpc,
+    gateway_hangs,
+    unanswered,
 )
 from quire_client.requests import ChatOptions, GenerateOptions, Messages
-from quire_client.retry import CONNECT_RETRY, Deadline, RetryPolicy
+from quire_client.resume import ResumePolicy, Resumption, gave_up, policy_of_call
+from quire_client.retry import (
+    CONNECT_RETRY,
+    PROBE_TIMEOUT_S,
+    RETRY_TAKEN_S,
+    Deadline,
+    RetryPolicy,
+    abort_timeout_s,
+    probe_timeout_s,
+)
+from quire_client.targets import TargetRing
 from quire_client.types import AbortResult, Delta, GenerateResult, ModelInfo, Sample, Status, TokenizeResult
+from quire_client.watch import AsyncStallWatch
 
 if TYPE_CHECKING:
-    from quire.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+    from quire.v1.inference_pb2_grpc import AdminServiceAsyncStub, InferenceServiceAsyncStub
 
     Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -48,41 +65,67 @@ T = TypeVar("T")
 NOT_OPEN = "the stream is not open: use it as `async with client.stream(...) as stream:`"
 
 
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    """One gateway: its channel and what is called on it."""
+
+    channel: grpc.aio.Channel
+    stub: InferenceServiceAsyncStub
+    admin: AdminServiceAsyncStub
+    health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+
+    @classmethod
+    def on(cls, channel: grpc.aio.Channel) -> Self:
+        return cls(
+            channel, InferenceServiceStub(channel), AdminServiceStub(channel), channel.unary_unary(HEALTH_METHOD)
+        )
+
+
 class AsyncClient:
-    """Speaks with a Quire gateway from asyncio. Belongs to one event loop; close it, or use it as a context manager.
+    """Speaks with Quire gateways from asyncio. Belongs to one event loop; close it, or use it as a context manager.
 
     async with await AsyncClient.connect("localhost:50051") as client:
         print((await client.chat("What does os.path.join do?")).text)
 
-    `channel` is the transport: any `grpc.aio.Channel`, e.g. yours with interceptors. `quire_client.testing` has a
-    gateway without a model for your tests.
+    `channel` is the transport: any `grpc.aio.Channel`, e.g. yours with interceptors, or several, one per gateway.
+    `quire_client.testing` has a gateway without a model for your tests.
     `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
+
+    A stream that breaks is resumed, on another gateway where there are several: nothing is lost, repeated or changed,
+    and all one sees is a pause. `resume=False` switches that off; `resume_timeout_s` is how long it is tried after a
+    break. A gateway that says nothing for `stall_timeout_s` is asked whether it lives and left when it does not; None
+    leaves that to the connection's keepalive.
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: grpc.aio.Channel | Sequence[grpc.aio.Channel],
         *,
         api_key: str | None = None,
         timeout_s: float | None = 600.0,
         unary_timeout_s: float | None = 30.0,
         retry: RetryPolicy | None = None,
+        resume: bool = True,
+        resume_timeout_s: float = 60.0,
+        stall_timeout_s: float | None = 5.0,
     ) -> None:
-        self.raw: InferenceServiceAsyncStub = InferenceServiceStub(
-            channel
-        )  # the generated stub, for what the SDK does not wrap
-        self._channel = channel
+        channels = list(channel) if isinstance(channel, Sequence) else [channel]
+        self._gateways = [_Gateway.on(channel) for channel in channels]
+        self._ring = TargetRing(len(channels))
+        self.raw = self._gateways[0].stub  # the generated stub of the first gateway, for what the SDK does not wrap
         self._metadata = call_metadata(api_key)
         self._timeout_s = timeout_s
         self._unary_timeout_s = unary_timeout_s
         self._retry = retry or RetryPolicy()
+        self._resume = ResumePolicy(resume, resume_timeout_s, stall_timeout_s)
         self._rng = random.Random()
-        self._health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+        self._watch = AsyncStallWatch(self._ring, self._probe)
+        self._is_closed = False
 
     @classmethod
     async def connect(
         cls,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         *,
         credentials: grpc.ChannelCredentials | None = None,
         connect_timeout_s: float = 5.0,
@@ -90,32 +133,42 @@ class AsyncClient:
         timeout_s: float | None = 600.0,
         unary_timeout_s: float | None = 30.0,
         retry: RetryPolicy | None = None,
+        resume: bool = True,
+        resume_timeout_s: float = 60.0,
+        stall_timeout_s: float | None = 5.0,
     ) -> Self:
-        """Open a channel to `target` (default: $QUIRE_TARGET, else localhost:50051) and wait until it answers.
+        """Open channels to the gateways and wait until one of them answers.
 
-        Plaintext unless `credentials` are given. Raises ConnectionFailed when nothing answers in `connect_timeout_s`.
+        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051. Plaintext
+        unless `credentials` are given. Raises ConnectionFailed when nobody answers in `connect_timeout_s`.
         """
-        target = resolve_target(target)
-        options = channel_options(target)
-        channel = (
-            grpc.aio.secure_channel(target, credentials, options)
-            if credentials
-            else grpc.aio.insecure_channel(target, options)
+        targets = resolve_targets(target)
+        client = cls(
+            [_open_channel(target, credentials) for target in targets],
+            api_key=api_key,
+            timeout_s=timeout_s,
+            unary_timeout_s=unary_timeout_s,
+            retry=retry,
+            resume=resume,
+            resume_timeout_s=resume_timeout_s,
+            stall_timeout_s=stall_timeout_s,
         )
-        client = cls(channel, api_key=api_key, timeout_s=timeout_s, unary_timeout_s=unary_timeout_s, retry=retry)
         try:
             await client._wait_until_reachable(connect_timeout_s)
         except (ConnectionFailed, DeadlineExceeded) as error:
             await client.close()
-            raise cannot_connect(target, error) from None
+            raise cannot_connect(targets, error) from None
         except BaseException:
             await client.close()
             raise
         return client
 
     async def close(self) -> None:
-        """Close the channel; open calls end with Cancelled."""
-        await self._channel.close()
+        """Close the channels; open calls end with Cancelled."""
+        self._is_closed = True
+        self._watch.close()
+        for gateway in self._gateways:
+            await gateway.channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,9 +202,11 @@ class AsyncClient:
             async for delta in stream:
                 print(delta.text, end="")
         """
-        timeout_s = options.pop("timeout_s", self._timeout_s)
-        request = requests.generate_request(prompt, token_ids, messages, options)
-        return AsyncGenerateStream(self, request, timeout_s)
+        given = cast(dict[str, Any], options)
+        timeout_s = given.pop("timeout_s", self._timeout_s)
+        policy = policy_of_call(self._resume, given)
+        request = requests.generate_request(prompt, token_ids, messages, given)
+        return AsyncGenerateStream(self, request, timeout_s, policy)
 
     async def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Answer a conversation: a str (one user message), or messages as dicts, (role, content) pairs or Message."""
@@ -173,7 +228,7 @@ class AsyncClient:
     ) -> TokenizeResult:
         """Token ids of a text or of a rendered conversation."""
         request = requests.tokenize_request(prompt, messages, model, add_special_tokens, chat_options)
-        return convert.tokenize_result(await self._unary(self.raw.Tokenize, request, timeout_s))
+        return convert.tokenize_result(await self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s))
 
     async def detokenize(
         self,
@@ -185,65 +240,160 @@ class AsyncClient:
     ) -> str:
         """Text of token ids; incomplete characters become U+FFFD."""
         request = requests.detokenize_request(ids, model, skip_special_tokens)
-        return (await self._unary(self.raw.Detokenize, request, timeout_s)).text
+        return (await self._unary(lambda gateway: gateway.stub.Detokenize, request, timeout_s)).text
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models that can be asked for, in order of their names."""
-        return convert.models(await self._unary(self.raw.ListModels, pb.ListModelsRequest(), timeout_s))
+        return convert.models(
+            await self._unary(lambda gateway: gateway.stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        )
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> ModelInfo:
         """One model; without a name the only one. Raises ModelNotFound."""
         return convert.model_info(
-            (await self._unary(self.raw.GetModel, pb.GetModelRequest(model=name), timeout_s)).model
+            (await self._unary(lambda gateway: gateway.stub.GetModel, pb.GetModelRequest(model=name), timeout_s)).model
         )
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
         """Schedulers, workers, rows, blocks, queues and cache hits behind this gateway."""
-        return convert.status(await self._unary(self.raw.GetStatus, pb.GetStatusRequest(), timeout_s))
+        return convert.status(
+            await self._unary(lambda gateway: gateway.stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+        )
+
+    async def drain_worker(self, worker_id: str, *, model: str = "", timeout_s: float | None = None) -> int:
+        """Let a worker go: its sequences move to other workers, then it exits. Returns how many it ran.
+
+        `timeout_s` is the time it may take; default: the worker's own.
+        """
+        request = pb.DrainWorkerRequest(worker_id=worker_id, model=model, timeout_s=timeout_s or 0.0)
+        return (await self._unary(lambda gateway: gateway.admin.DrainWorker, request, None)).num_moved
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
-        """End requests by id; their streams finish with ABORTED."""
+        """End requests by id; their streams finish with ABORTED. Every gateway is asked: each knows its own streams."""
         request = pb.AbortRequest(request_ids=request_ids)
-        return convert.abort_result(await self._unary(self.raw.Abort, request, timeout_s))
+        if len(self._gateways) == 1:
+            response = await self._unary(lambda gateway: gateway.stub.Abort, request, timeout_s)
+            return convert.abort_result([response], request)
+        timeout_s = abort_timeout_s(self._unary_timeout_s if timeout_s is None else timeout_s)
+
+        async def ask(gateway: _Gateway) -> pb.AbortResponse | QuireError:
+            try:
+                with _typed_errors():
+                    return await gateway.stub.Abort(request, timeout=timeout_s, metadata=self._metadata)
+            except QuireError as error:
+                return error
+
+        answers = await asyncio.gather(*map(ask, self._gateways))
+        responses = [answer for answer in answers if isinstance(answer, pb.AbortResponse)]
+        errors = [answer for answer in answers if isinstance(answer, QuireError)]
+        if not responses:
+            raise errors[0]
+        return convert.abort_result(responses, request)
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
-        """Whether the gateway takes requests now. Raises ConnectionFailed when nobody answers."""
+        """Whether a gateway takes requests now. Raises ConnectionFailed when nobody answers."""
         try:
-            return health_state(await self._unary(self._health, health_request(service), timeout_s)) == "serving"
+            response = await self._unary(lambda gateway: gateway.health, health_request(service), timeout_s)
+            return health_state(response) == "serving"
         except ModelNotFound:
             return False  # NOT_FOUND: a health name that this server does not have
 
-    async def _unary(self, call: Callable[..., Awaitable[T]], request: Any, timeout_s: float | None) -> T:
+    async def _unary(
+        self, method: Callable[[_Gateway], Callable[..., Awaitable[T]]], request: Any, timeout_s: float | None
+    ) -> T:
         deadline = Deadline(self._unary_timeout_s if timeout_s is None else timeout_s)
-        return await self._retrying(
-            lambda: call(request, timeout=deadline.remaining_s(), metadata=self._metadata), self._retry, deadline
-        )
+
+        async def attempt(target: int) -> T:
+            call = method(self._gateways[target])
+            with _typed_errors():
+                return await call(request, timeout=deadline.remaining_s(), metadata=self._metadata)
+
+        return await self._retrying(attempt, deadline)
 
     async def _wait_until_reachable(self, connect_timeout_s: float) -> None:
         deadline = Deadline(connect_timeout_s)
-
-        async def probe() -> None:
-            try:
-                with _typed_errors():
-                    await self._health(health_request(""), timeout=deadline.remaining_s(), metadata=self._metadata)
-            except Unimplemented:
-                pass  # a server without health checks is reachable all the same
-
-        await self._retrying(probe, CONNECT_RETRY, deadline)
-
-    async def _retrying(self, attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline) -> T:
         num_attempts = 0
         while True:
-            try:
-                with _typed_errors():
-                    return await attempt()
-            except QuireError as quire_error:
-                error = quire_error
+            error = await self._first_answer(probe_timeout_s(deadline))
+            if error is None:
+                return
             num_attempts += 1
-            delay_s = policy.delay_s(error, num_attempts, deadline.remaining_s(), self._rng)
+            delay_s = CONNECT_RETRY.delay_s(error, num_attempts, deadline.remaining_s(), self._rng)
             if delay_s is None:
                 raise error
             await asyncio.sleep(delay_s)
+
+    async def _first_answer(self, timeout_s: float) -> QuireError | None:
+        """None as soon as one gateway answers a health check, all asked at once; else why one of them did not."""
+        checks = [asyncio.create_task(self._health_error(target, timeout_s)) for target in range(len(self._gateways))]
+        errors: list[QuireError] = []
+        try:
+            for check in asyncio.as_completed(checks):
+                error = await check
+                if error is None:
+                    return None
+                errors.append(error)
+        finally:
+            for task in checks:
+                task.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
+        return errors[0]
+
+    async def _probe(self, targets: Collection[int]) -> set[int]:
+        """Which of these gateways live. Never raises."""
+        asked = list(targets)
+        errors = await asyncio.gather(*(self._health_error(target, PROBE_TIMEOUT_S) for target in asked))
+        return {target for target, error in zip(asked, errors, strict=True) if error is None}
+
+    async def _health_error(self, target: int, timeout_s: float) -> QuireError | None:
+        """Why nobody answered a health check; None when somebody did, whatever the answer."""
+        try:
+            with _typed_errors():
+                await self._gateways[target].health(health_request(""), timeout=timeout_s, metadata=self._metadata)
+        except QuireError as error:
+            return unanswered(error)
+        return None
+
+    async def _retrying(
+        self,
+        attempt: Callable[[int], Awaitable[T]],
+        deadline: Deadline,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> T:
+        """Try on one gateway after the other: at once while some has not just failed, else as the policy says."""
+        num_attempts = num_moves = 0
+        while True:
+            target = self._ring.next(time.monotonic())
+            try:
+                result = await attempt(target)
+                self._ring.works(target, time.monotonic())
+                return result
+            except QuireError as quire_error:
+                error = quire_error
+            now = time.monotonic()
+            if isinstance(error, ConnectionFailed):
+                self._ring.failed(target, now)
+                num_moves += 1
+                if num_moves % len(self._ring) and self._ring.has_working(now):
+                    continue
+            num_attempts += 1
+            delay_s = self._retry.delay_s(error, num_attempts, deadline.remaining_s(), self._rng)
+            if delay_s is None:
+                raise error
+            await sleep(delay_s)
+
+
+def _open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = channel_options(target)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options)
+    return grpc.aio.secure_channel(target, credentials, options)
+
+
+def is_own_cancel() -> bool:
+    """Whether a CancelledError is meant for the present task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 @contextlib.contextmanager
@@ -254,8 +404,7 @@ def _typed_errors(request_id: str = "") -> Iterator[None]:
     except grpc.RpcError as error:
         raise error_from_rpc(error, request_id) from None
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_own_cancel():
             raise
         # grpc.aio raises CancelledError for a cancelled call as well; then this task is to go on.
         raise Cancelled("the call was cancelled", request_id=request_id) from None
@@ -265,25 +414,39 @@ class AsyncGenerateStream:
     """The output of one request as it comes: a context manager (leaving it cancels the request) and an iterator.
 
     Entering it waits until the server has accepted the request: from then on `request_id`, `seed`, `model` and
-    `num_prompt_tokens` are known, and nothing is tried again.
+    `num_prompt_tokens` are known. `resumes` counts how often the stream broke and went on.
     """
 
-    def __init__(self, client: AsyncClient, request: pb.GenerateRequest, timeout_s: float | None) -> None:
+    def __init__(self, client: AsyncClient, request: pb.GenerateRequest, timeout_s: float | None, policy: ResumePolicy):
         self._client = client
-        self._request = request
         self._timeout_s = timeout_s
-        self._assembler = StreamAssembler(request)
+        self._deadline = Deadline(None)
+        self._policy = policy
+        self._assembler = StreamAssembler(request, can_resume=policy.is_on)
+        self._resumption = Resumption(policy, client._rng)
         self._call: Call | None = None
         self._result: GenerateResult | None = None
+        self._is_cancelled = asyncio.Event()
+        self._was_sent = False
+        self._is_lost = False
+        self.target = 0  # the gateway in use, by its place in the list of targets
+        self.waiting_since: float | None = None
+        self.stall_timeout_s = policy.stall_timeout_s
 
     async def __aenter__(self) -> Self:
-        deadline = Deadline(self._timeout_s)
-        await self._client._retrying(lambda: self._open(deadline), self._client._retry, deadline)
+        self._deadline = Deadline(self._timeout_s)
+        self._client._watch.add(self)
+        try:
+            await self._client._retrying(self._open, self._deadline, self._sleep)
+        except BaseException:
+            self._client._watch.discard(self)
+            raise
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._client._watch.discard(self)
         self.cancel()
 
     def __aiter__(self) -> Self:
@@ -314,6 +477,11 @@ class AsyncGenerateStream:
         return self._accepted.prompt_tokens
 
     @property
+    def resumes(self) -> int:
+        """How often the stream broke and went on."""
+        return self._assembler.num_resumes
+
+    @property
     def finished_samples(self) -> tuple[Sample, ...]:
         """Samples that are complete already."""
         return self._assembler.finished_samples
@@ -326,6 +494,13 @@ class AsyncGenerateStream:
 
     def cancel(self) -> None:
         """End the request on the server and free its blocks. No harm after the end."""
+        self._is_cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def lose(self) -> None:
+        """Give up the present gateway, which hangs. Called by the client's watch."""
+        self._is_lost = True
         if self._call is not None:
             self._call.cancel()
 
@@ -335,33 +510,107 @@ class AsyncGenerateStream:
             raise RuntimeError(NOT_OPEN)
         return self._assembler.accepted
 
-    async def _open(self, deadline: Deadline) -> None:
+    async def _open(self, target: int) -> None:
+        """Send the request, or what is left of it, and wait until it is accepted."""
+        self._check_wanted()
+        is_repeated, self._was_sent = self._was_sent, True
+        request = self._assembler.next_request(is_repeated=is_repeated)
+        self.target, self._is_lost = target, False
         client = self._client
-        self._call = client.raw.Generate(self._request, timeout=deadline.remaining_s(), metadata=client._metadata)
         try:
-            first = await self._read(self._call)
+            generate = client._gateways[target].stub.Generate
+            self._call = generate(request, timeout=self._deadline.remaining_s(), metadata=client._metadata)
+        except ValueError:  # a closed channel
+            raise client_closed() from None
+        if self._is_cancelled.is_set():
+            self._call.cancel()
+        try:
+            self._feed(await self._next_event(self._call))
+        except AlreadyExists as error:
+            error.retry_after_s = RETRY_TAKEN_S if is_repeated else None
+            raise
         except BaseException:
             self._call.cancel()
             raise
-        self._take(first)
 
     async def _advance(self) -> Delta | None:
         if self._call is None:
             raise RuntimeError(NOT_OPEN)
-        with _typed_errors(self._assembler.request_id):
-            event = await self._read(self._call)
-        return self._take(event)
-
-    async def _read(self, call: Call) -> pb.GenerateResponse | None:
-        event = await call.read()
-        return event if isinstance(event, pb.GenerateResponse) else None
-
-    def _take(self, event: pb.GenerateResponse | None) -> Delta | None:
         try:
-            if event is not None:
-                return self._assembler.feed(event)
-            self._result = self._assembler.result()
+            event = await self._next_event(self._call)
+        except QuireError as error:
+            if not self._assembler.is_complete:
+                await self._go_on_after(error)
+                return None
+            event = None  # it broke after its last word
+        if event is not None:
+            return self._feed(event)
+        self._result = self._assembler.result()
+        return None
+
+    async def _go_on_after(self, error: QuireError) -> None:
+        """Resume on the next gateway, and the next, until one accepts. Raises what cannot be resumed."""
+        ring, resumption = self._client._ring, self._resumption
+        resumption.broke(time.monotonic(), made_progress=self._assembler.made_progress)
+        while True:
+            self._check_wanted()
+            now = time.monotonic()
+            if isinstance(error, ConnectionFailed | StreamEndedEarly):
+                ring.failed(self.target, now)
+            remaining_s = self._deadline.remaining_s()
+            delay_s = resumption.delay_s(error, now, remaining_s, has_working=ring.has_working(now))
+            if delay_s is None:
+                raise gave_up(error, self._policy)
+            await self._sleep(delay_s)
+            try:
+                await self._open(ring.next(time.monotonic()))
+                break
+            except QuireError as next_error:
+                error = next_error
+        resumption.accepted(time.monotonic())
+        ring.works(self.target, time.monotonic())
+
+    async def _next_event(self, call: Call) -> pb.GenerateResponse | None:
+        """The next event; None at the end of a complete stream. Raises StreamEndedEarly at any other end."""
+        self.waiting_since = time.monotonic()
+        try:
+            event = await call.read()
+        except grpc.RpcError as error:
+            raise self._lost() or error_from_rpc(error, self._assembler.request_id) from None
+        except asyncio.CancelledError:
+            if is_own_cancel():
+                raise
+            # grpc.aio raises CancelledError for a cancelled call as well; then this task is to go on.
+            cancelled = Cancelled("the call was cancelled", request_id=self._assembler.request_id)
+            raise self._lost() or cancelled from None
+        finally:
+            self.waiting_since = None
+        if isinstance(event, pb.GenerateResponse):
+            return event
+        if not self._assembler.is_complete:
+            raise self._assembler.ended_early()
+        return None
+
+    def _lost(self) -> QuireError | None:
+        """The error behind a wait that the watch has ended."""
+        if not self._is_lost or self._is_cancelled.is_set():
             return None
+        return gateway_hangs(self.stall_timeout_s, self._assembler.request_id)
+
+    async def _sleep(self, delay_s: float) -> None:
+        """Until then, or until somebody cancels."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_cancelled.wait(), delay_s)
+
+    def _feed(self, event: pb.GenerateResponse | None) -> Delta | None:
+        try:
+            return None if event is None else self._assembler.feed(event)
         except QuireError:
             self.cancel()
             raise
+
+    def _check_wanted(self) -> None:
+        if self._client._is_closed:
+            raise client_closed()
+        if self._is_cancelled.is_set():
+            raise Cancelled("the stream was cancelled", request_id=self._assembler.request_id)

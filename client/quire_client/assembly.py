@@ -1,20 +1,22 @@
-"""Puts a stream of events together, and proves that none is missing. No I/O.
+"""Puts a stream of events together, and proves that none is missing; also over several RPCs of one request. No I/O.
 
 The rules it checks, each broken one raises StreamCorrupted:
-event_seq counts 0, 1, 2, ...; Accepted comes once and first; a chunk starts where its sample stands (tokens and
-text); nothing follows a sample's Finished; at the end every sample is finished; output_digest fits the tokens.
+event_seq counts 0, 1, 2, ... in each RPC; Accepted comes once and first, and says the same after a break; a chunk
+starts where its sample stands (tokens and text); nothing follows a sample's Finished; at the end every sample is
+finished; output_digest fits the tokens of the whole sample.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
 
 from quire_client import convert
-from quire_client.errors import GenerationFailed, StreamCorrupted
+from quire_client.errors import GenerationFailed, StreamCorrupted, StreamEndedEarly
 from quire_client.types import Delta, FinishReason, GenerateResult, Sample
 
 
@@ -38,23 +40,68 @@ class _Partial:
 
 
 class StreamAssembler:
-    """Turns events into deltas and, at the end, into a result."""
+    """Turns events into deltas and, at the end, into a result; and what it has into a request for the rest.
 
-    def __init__(self, request: pb.GenerateRequest) -> None:
+    With `can_resume` the server is asked for token ids even if the caller wants none: the caller does not see them.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, *, can_resume: bool = False) -> None:
         self.accepted: pb.Accepted | None = None
+        self.num_resumes = 0
         self._num_events = 0
+        self._is_resuming = False
         self._samples = [_Partial() for _ in range(max(1, request.sampling.n))]
-        self._has_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
+        self._num_open = len(self._samples)
+        self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
+        self._has_token_ids = self._shows_token_ids or can_resume
         self._digest = load_digest()
+        self._request = request
+        if not self._shows_token_ids and can_resume:
+            self._request = pb.GenerateRequest()
+            self._request.CopyFrom(request)
+            self._request.output.token_ids = True
 
     @property
     def request_id(self) -> str:
-        return self.accepted.request_id if self.accepted else ""
+        return self.accepted.request_id if self.accepted else self._request.request_id
 
     @property
     def finished_samples(self) -> tuple[Sample, ...]:
         """Samples that are complete, in order of their index."""
         return tuple(partial.finished for partial in self._samples if partial.finished is not None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sample has ended."""
+        return self._num_open == 0
+
+    @property
+    def made_progress(self) -> bool:
+        """This RPC brought more than its Accepted."""
+        return self._num_events > 1
+
+    def next_request(self, *, is_repeated: bool = False) -> pb.GenerateRequest:
+        """What the next RPC sends: the request, or after Accepted what is left of it.
+
+        `is_repeated`: an earlier RPC of it may have reached a server, whose copy then gives way.
+        """
+        self._num_events = 0
+        self._is_resuming = self.accepted is not None
+        if self.accepted is None and not (is_repeated and self._request.request_id):
+            return self._request
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.continuation.SetInParent()
+        if self.accepted is None:
+            return request
+        request.request_id = self.accepted.request_id
+        request.model = self.accepted.model
+        request.sampling.seed = self.accepted.seed
+        request.continuation.samples.extend(
+            types_pb2.SampleState(index=i, output_token_ids=p.token_ids, finished=p.finished is not None)
+            for i, p in enumerate(self._samples)
+        )
+        return request
 
     def feed(self, event: pb.GenerateResponse) -> Delta | None:
         """Take the next event. Returns new output, or None when the event carried none."""
@@ -62,24 +109,32 @@ class StreamAssembler:
             raise self._corrupted(f"event {event.event_seq} came where {self._num_events} was due")
         self._num_events += 1
         kind = event.WhichOneof("event")
-        if (kind == "accepted") != (self.accepted is None):
+        if (kind == "accepted") != (event.event_seq == 0):
             raise self._corrupted(f"event {event.event_seq} is {kind}; Accepted comes once and first")
-        if kind == "accepted":
-            self.accepted = event.accepted
-        elif kind == "chunk":
+        if kind == "chunk":
             return self._chunk(event.chunk)
+        if kind == "accepted":
+            self._accept(event.accepted)
         elif kind == "finished":
             self._finished(event.finished)
         return None
 
+    def ended_early(self) -> StreamEndedEarly:
+        """The error of a stream that ended before `is_complete`."""
+        if self.accepted is None:
+            return StreamEndedEarly("the stream ended before the request was accepted", request_id=self.request_id)
+        num_finished = len(self._samples) - self._num_open
+        return StreamEndedEarly(
+            f"the stream ended with {num_finished} of {len(self._samples)} samples finished",
+            request_id=self.request_id,
+        )
+
     def result(self) -> GenerateResult:
         """The whole request, once the stream has ended. Raises GenerationFailed when a sample ended with ERROR."""
-        if self.accepted is None:
-            raise self._corrupted("the stream ended before the request was accepted")
-        samples = self.finished_samples
-        if len(samples) < len(self._samples):
-            raise self._corrupted(f"the stream ended with {len(samples)} of {len(self._samples)} samples finished")
-        result = GenerateResult(self.accepted.request_id, self.accepted.model, self.accepted.seed, samples)
+        if self.accepted is None or not self.is_complete:
+            raise self.ended_early()
+        accepted, samples = self.accepted, self.finished_samples
+        result = GenerateResult(accepted.request_id, accepted.model, accepted.seed, samples, self.num_resumes)
         for sample in samples:
             if sample.finish_reason is FinishReason.ERROR:
                 raise GenerationFailed(
@@ -87,25 +142,55 @@ class StreamAssembler:
                 )
         return result
 
-    def _chunk(self, chunk: pb.Chunk) -> Delta:
+    def _accept(self, accepted: pb.Accepted) -> None:
+        if self.accepted is None:
+            self.accepted = accepted
+            return
+        self.num_resumes += 1
+        for name in ("request_id", "seed", "model", "prompt_tokens"):
+            before, now = getattr(self.accepted, name), getattr(accepted, name)
+            if before != now:
+                raise self._corrupted(f"{name} was {before} before the stream broke and is {now} now")
+
+    def _chunk(self, chunk: pb.Chunk) -> Delta | None:
         partial = self._open_sample(chunk.index)
         if chunk.token_ids and chunk.offset != len(partial.token_ids):
             raise self._corrupted(
                 f"sample {chunk.index}: a chunk starts at position {chunk.offset}, {len(partial.token_ids)} was due"
             )
-        if chunk.text and chunk.text_offset != partial.text_bytes:
+        text = chunk.text
+        if text and chunk.text_offset != partial.text_bytes:
+            text = self._new_text(partial, chunk)
+        partial.token_ids.extend(chunk.token_ids)
+        if text:
+            partial.texts.append(text)
+            partial.text_bytes += len(text) if text.isascii() else len(text.encode())
+        if self._shows_token_ids:
+            return Delta(chunk.index, chunk.offset, tuple(chunk.token_ids), text)
+        return Delta(chunk.index, chunk.offset, (), text) if text else None
+
+    def _new_text(self, partial: _Partial, chunk: pb.Chunk) -> str:
+        """What of a chunk's text is new: a server that takes over may send text again that was here already."""
+        data = chunk.text.encode()
+        have = partial.text_bytes - chunk.text_offset
+        if not self._is_resuming or have < 0:
             raise self._corrupted(
                 f"sample {chunk.index}: a chunk's text starts at byte {chunk.text_offset}, {partial.text_bytes} was due"
             )
-        partial.token_ids.extend(chunk.token_ids)
-        partial.texts.append(chunk.text)
-        partial.text_bytes += len(chunk.text.encode())
-        return Delta(chunk.index, chunk.offset, tuple(chunk.token_ids), chunk.text)
+        known = "".join(partial.texts).encode()[chunk.text_offset :]
+        if data[:have] != known[: len(data)]:
+            raise self._corrupted(f"sample {chunk.index}: text at byte {chunk.text_offset} changed after a break")
+        return data[have:].decode()
 
     def _finished(self, finished: pb.Finished) -> None:
         partial = self._open_sample(finished.index)
         self._check_digest(finished, partial.token_ids)
-        partial.finished = convert.sample(finished, partial.token_ids, "".join(partial.texts))
+        token_ids = partial.token_ids if self._shows_token_ids else ()
+        sample = convert.sample(finished, token_ids, "".join(partial.texts))
+        if self._is_resuming:
+            sample = replace(sample, usage=replace(sample.usage, output_tokens=len(partial.token_ids)))
+        partial.finished = sample
+        self._num_open -= 1
 
     def _check_digest(self, finished: pb.Finished, token_ids: list[int]) -> None:
         if self._digest is None or not self._has_token_ids:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from quire_client import protobuf_wire
+from quire_client.errors import invalid
 
 DEFAULT_TARGET = "localhost:50051"
 TARGET_ENV = "QUIRE_TARGET"
@@ -13,9 +15,10 @@ API_KEY_ENV = "QUIRE_API_KEY"
 MAX_MESSAGE_BYTES = 64 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # A long prefill is silent: pings tell a slow server from a dead one.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # A long prefill is silent: pings tell a slow server from a host that is gone. Servers answer GOAWAY to pings that
+    # come less than 10 s apart.
+    ("grpc.keepalive_time_ms", 11_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -28,9 +31,26 @@ HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 HEALTH_STATES = {0: "unknown", 1: "serving", 2: "not_serving", 3: "service_unknown"}
 
 
-def resolve_target(target: str | None) -> str:
-    """The target that was given, else QUIRE_TARGET, else localhost:50051."""
-    return target or os.environ.get(TARGET_ENV) or DEFAULT_TARGET
+def resolve_targets(target: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The gateways that were given, else those in QUIRE_TARGET, else localhost:50051.
+
+    Several are a list, or one text with commas. Raises InvalidRequest when what was given names none.
+    """
+    given = target if target is not None else os.environ.get(TARGET_ENV) or DEFAULT_TARGET
+    listed = [given or DEFAULT_TARGET] if isinstance(given, str) else list(given)
+    found = tuple(dict.fromkeys(part for entry in listed for part in _split(entry)))
+    if not found:
+        raise invalid(
+            "target", f"target={given!r} names no gateway; write host:port, or several as host:port,host:port"
+        )
+    return found
+
+
+def _split(entry: str) -> list[str]:
+    """The targets in one text; gRPC's own lists of addresses (ipv4:a,b) are one target."""
+    if entry.startswith(("ipv4:", "ipv6:")):
+        return [entry]
+    return [part.strip() for part in entry.split(",") if part.strip()]
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -60,8 +60,11 @@ def tokenize_result(response: pb.TokenizeResponse) -> TokenizeResult:
     return TokenizeResult(tuple(response.ids), response.max_model_len)
 
 
-def abort_result(response: pb.AbortResponse) -> AbortResult:
-    return AbortResult(tuple(response.aborted_ids), tuple(response.unknown_ids))
+def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest) -> AbortResult:
+    """What became of the ids over all gateways: unknown are those that nobody knew."""
+    aborted = {request_id for response in responses for request_id in response.aborted_ids}
+    ids = tuple(dict.fromkeys(request.request_ids))
+    return AbortResult(tuple(i for i in ids if i in aborted), tuple(i for i in ids if i not in aborted))
 
 
 def model_info(model: pb.Model) -> ModelInfo:
@@ -103,6 +106,9 @@ def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
         prefix_index=message.prefix_index,
         steps=message.steps,
         workers=tuple(worker_status(w) for w in message.workers),
+        pending_tokens=message.pending_tokens,
+        max_waiting_tokens=message.max_waiting_tokens,
+        refused_deadline=message.refused_deadline,
     )
 
 

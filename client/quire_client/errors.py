@@ -13,11 +13,13 @@ QuireError                the base: code, message, request_id, details
   Unimplemented           UNIMPLEMENTED        a field or call that this server does not serve yet
   InternalError           INTERNAL and others  a bug on the server's side
     GenerationFailed      a sample ended with ERROR; `result` holds what there is
-    StreamCorrupted       DATA_LOSS            events are missing, doubled or out of order
+    StreamCorrupted       DATA_LOSS            events are missing, doubled, changed or out of order
+      StreamEndedEarly    DATA_LOSS            the stream ended before every sample had
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,24 @@ if TYPE_CHECKING:
 
 # A gRPC server that stops ends what is open with CANCELLED and no words; whoever cancels on purpose says something.
 SERVER_GONE = "the server ended the call without a reason; it is probably shutting down"
+# What gRPC itself says, under several codes, when a connection dies below a call. A server's own words differ.
+TRANSPORT_CODES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
+TRANSPORT_WORDS = (
+    "rst_stream",
+    "connection reset",
+    "connection aborted",
+    "connection closed",
+    "stream removed",
+    "stream closed",
+    "socket closed",
+    "broken pipe",
+    "transport closed",
+    "endpoint closing",
+    "goaway",
+    "keepalive watchdog",
+    "ping timeout",
+    "unexpected <class 'asyncio.exceptions.cancellederror'>",
+)
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -114,6 +134,10 @@ class StreamCorrupted(InternalError):
     code = grpc.StatusCode.DATA_LOSS
 
 
+class StreamEndedEarly(StreamCorrupted):
+    """The server closed the stream as if it were complete, and it is not."""
+
+
 class GenerationFailed(InternalError):
     """A sample ended with ERROR. `result` holds all samples, with the tokens they got."""
 
@@ -144,6 +168,8 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     message = _call(error, "details", "") or code.name
     if code is grpc.StatusCode.CANCELLED and message == code.name:
         code, message = grpc.StatusCode.UNAVAILABLE, SERVER_GONE
+    if _is_dead_connection(code, message):
+        code, message = grpc.StatusCode.UNAVAILABLE, f"the connection broke ({code.name}: {message})"
     metadata = {str(key): value for key, value in _call(error, "trailing_metadata", None) or ()}
     details = _status_details(metadata.get(DETAILS_KEY, b""))
     violations = _field_violations(details.get("google.rpc.BadRequest", b""))
@@ -160,11 +186,42 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     )
 
 
-def cannot_connect(target: str, error: QuireError) -> ConnectionFailed:
+def gateway_hangs(stall_timeout_s: float | None, request_id: str) -> ConnectionFailed:
+    """The error of a stream whose gateway neither sends nor answers."""
+    words = f"the gateway has said nothing for {stall_timeout_s or 0:g} s and does not answer health checks"
+    return ConnectionFailed(words, request_id=request_id)
+
+
+def unanswered(error: QuireError) -> QuireError | None:
+    """What a failed health check says: this error when nobody answered, None when a server did, whatever it said."""
+    if isinstance(error, DeadlineExceeded):
+        return ConnectionFailed(f"no answer in time: {error.message}")
+    return error if isinstance(error, ConnectionFailed | Cancelled) else None
+
+
+def client_closed() -> Cancelled:
+    """The error of what is called on a closed client."""
+    return Cancelled("the client is closed")
+
+
+def _is_dead_connection(code: grpc.StatusCode, message: str) -> bool:
+    if code is grpc.StatusCode.UNKNOWN and message == code.name:
+        return True  # no trailers: nobody was there any more to write them
+    words = message.lower()
+    return code in TRANSPORT_CODES and any(word in words for word in TRANSPORT_WORDS)
+
+
+def invalid(field: str, message: str) -> InvalidRequest:
+    """The caller's mistake, found before anything was sent."""
+    return InvalidRequest(message, field_violations=(FieldViolation(field, message),))
+
+
+def cannot_connect(targets: Sequence[str], error: QuireError) -> ConnectionFailed:
     """What `connect` raises when nobody answers. gRPC's own sentence ends with the cause that helps."""
     cause = error.message.rpartition(": ")[2]
     return ConnectionFailed(
-        f"no gateway answers at {target} ({cause}); start one with `quire up`, or set QUIRE_TARGET=host:port"
+        f"no gateway answers at {', '.join(targets)} ({cause}); start one with `quire up`, "
+        "or set QUIRE_TARGET=host:port"
     )
 
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
-from quire_client.errors import FieldViolation, InvalidRequest
+from quire_client.errors import invalid
 from quire_client.types import Message
 
 MessageLike = Message | Mapping[str, str] | tuple[str, str]
@@ -57,14 +57,20 @@ class GenerateOptions(ChatOptions, total=False):
     priority: int  # lower runs first; range [-1000, 1000]
     cache_salt: str  # requests with different salts share no cached blocks
     determinism: str  # exact or best_effort
+    tenant_id: str  # whose fair share it counts against; at most 128 bytes
     # How long: None waits for ever
     timeout_s: float | None
+    # What happens when the stream breaks; default: as the client was made
+    resume: bool
+    resume_timeout_s: float
+    stall_timeout_s: float | None
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
 STOP = ("max_tokens", "ignore_eos", "include_stop_in_output")
 CHAT = frozenset(ChatOptions.__annotations__)
-KNOWN = frozenset(GenerateOptions.__annotations__) - {"timeout_s"}
+CALL = frozenset({"timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not for the server
+KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
 
 
 def generate_request(
@@ -93,6 +99,7 @@ def generate_request(
     _assign(request.output, "skip_special_tokens", options)
     _assign(request.scheduling, "priority", options)
     _assign(request.scheduling, "cache_salt", options)
+    _assign(request.scheduling, "tenant_id", options)
     if "determinism" in options:
         request.scheduling.determinism = _determinism(options["determinism"])
     return request
@@ -195,8 +202,3 @@ def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str
         getattr(message, name).extend(values)
     except (TypeError, ValueError) as error:
         raise invalid(option, f"{option} holds an impossible value: {error}") from None
-
-
-def invalid(field: str, message: str) -> InvalidRequest:
-    """The caller's mistake, found before anything was sent."""
-    return InvalidRequest(message, field_violations=(FieldViolation(field, message),))

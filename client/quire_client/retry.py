@@ -6,7 +6,11 @@ import random
 import time
 from dataclasses import dataclass
 
-from quire_client.errors import ConnectionFailed, Overloaded, QuireError
+from quire_client.errors import AlreadyExists, ConnectionFailed, Overloaded, QuireError
+
+PROBE_TIMEOUT_S = 2.0
+ABORT_TIMEOUT_S = 5.0
+RETRY_TAKEN_S = 0.05  # until a gateway has noticed that this client's earlier try is gone
 
 
 class Deadline:
@@ -19,12 +23,24 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
+def probe_timeout_s(deadline: Deadline) -> float:
+    """How long one round of health checks waits: a gateway that hangs must not keep others from being asked again."""
+    remaining_s = deadline.remaining_s()
+    return PROBE_TIMEOUT_S if remaining_s is None else min(PROBE_TIMEOUT_S, remaining_s)
+
+
+def abort_timeout_s(timeout_s: float | None) -> float:
+    """How long one of several gateways may take to end requests."""
+    return ABORT_TIMEOUT_S if timeout_s is None else min(ABORT_TIMEOUT_S, timeout_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Only calls that produced nothing yet are tried again: on UNAVAILABLE, and on RESOURCE_EXHAUSTED when the server
-    said when to come back. `max_attempts` counts the first one too; 1 switches retries off.
+    said when to come back. `max_attempts` counts the first one too; 1 switches retries off. One attempt asks every
+    gateway that has not just failed. (What happens to a stream that breaks later is not decided here.)
     """
 
     max_attempts: int = 4
@@ -47,7 +63,7 @@ class RetryPolicy:
 
 
 def _is_retryable(error: QuireError) -> bool:
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | AlreadyExists):
         return error.retry_after_s is not None
     return isinstance(error, ConnectionFailed)
 

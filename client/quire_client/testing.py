@@ -4,7 +4,8 @@ with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.tar
     assert client.chat("What is 1 + 1?").text == "2"
 
 It speaks real gRPC on a free port of this machine, so it serves both clients, the `quire` command and other
-languages. One token is one character, its id the code point. Subclass it to play errors and broken streams.
+languages. One token is one character, its id the code point. It takes continuations, so that streams can be resumed.
+Subclass it to play errors and broken streams.
 """
 
 from __future__ import annotations
@@ -67,23 +68,28 @@ class FakeGateway(InferenceServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
-        prompt = prompt_text(request.prompt)
-        answer = self.answer(prompt)[: _max_tokens(request)]
-        events = [
-            pb.GenerateResponse(
-                accepted=pb.Accepted(
-                    request_id=request.request_id or f"fake-{len(self.requests)}",
-                    seed=request.sampling.seed,
-                    model=self._model,
-                    prompt_tokens=len(prompt),
-                )
-            )
-        ]
-        for index in range(max(1, request.sampling.n)):
-            events.extend(sample_events(index, answer, num_prompt_tokens=len(prompt)))
-        for event_seq, event in enumerate(events):
+        for event_seq, event in enumerate(self.events(request)):
             event.event_seq = event_seq
             yield event
+
+    def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        """The answer to a request, without event_seq. A continuation gets what its samples do not have yet."""
+        prompt = prompt_text(request.prompt)
+        answer = self.answer(prompt)[: _max_tokens(request)]
+        yield pb.GenerateResponse(
+            accepted=pb.Accepted(
+                request_id=request.request_id or f"fake-{len(self.requests)}",
+                seed=request.sampling.seed,
+                model=self._model,
+                prompt_tokens=len(prompt),
+            )
+        )
+        have = {sample.index: sample for sample in request.continuation.samples}
+        for index in range(max(1, request.sampling.n)):
+            sample = have.get(index, types_pb2.SampleState())
+            if not sample.finished:
+                start = len(sample.output_token_ids)
+                yield from sample_events(index, answer, num_prompt_tokens=len(prompt), start=start)
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self.aborted_ids.extend(request.request_ids)
@@ -125,11 +131,13 @@ def prompt_text(prompt: pb.Prompt) -> str:
     return "".join(map(chr, prompt.tokens.ids)) if kind == "tokens" else prompt.text
 
 
-def sample_events(index: int, answer: str, *, num_prompt_tokens: int = 0) -> Iterator[pb.GenerateResponse]:
-    """Chunks of one sample, a character each, and its Finished; event_seq is left to the caller."""
+def sample_events(
+    index: int, answer: str, *, num_prompt_tokens: int = 0, start: int = 0
+) -> Iterator[pb.GenerateResponse]:
+    """Chunks of one sample from output position `start` on, a character each, and its Finished; without event_seq."""
     ids = [ord(char) for char in answer]
-    text_offset = 0
-    for offset, char in enumerate(answer):
+    text_offset = len(answer[:start].encode())
+    for offset, char in enumerate(answer[start:], start):
         chunk = pb.Chunk(index=index, offset=offset, token_ids=[ord(char)], text=char, text_offset=text_offset)
         text_offset += len(char.encode())
         yield pb.GenerateResponse(chunk=chunk)

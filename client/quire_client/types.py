@@ -77,6 +77,7 @@ class GenerateResult:
     model: str
     seed: int  # send it again, with the same parameters, for the same tokens
     samples: tuple[Sample, ...]
+    resumes: int = 0  # how often the stream broke and went on
 
     @property
     def text(self) -> str:
@@ -159,6 +160,9 @@ class SchedulerStatus:
     prefix_index: str  # memory, redis, or redis (down)
     steps: int
     workers: tuple[WorkerStatus, ...]
+    pending_tokens: int = 0  # prompt tokens that wait to be computed, queue and workers together
+    max_waiting_tokens: int = 0  # prompt and expected output tokens that may wait; 0: no limit
+    refused_deadline: int = 0  # requests refused because they could not meet their deadline
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,15 @@ examples:
   quire status                               workers, blocks, queue, cache hits
   quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
 
-The gateway is --target, else $QUIRE_TARGET, else localhost:50051.
+The gateway is --target, else $QUIRE_TARGET, else localhost:50051. Several are given as host:port,host:port: an answer
+whose gateway dies goes on with the next one.
 """
 
 UP_EXAMPLES = """\
 examples:
   quire up                                   the bundled demo model on one worker
   quire up --model ./Qwen3-0.6B --workers 2  a Hugging Face folder on two workers
+  quire up --gateways 2 --schedulers 2 --workers 2   nothing that exists only once
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
   quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: mind your network)
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
@@ -64,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_inspection(commands)
+    _add_drain(commands)
     _add_doctor(commands)
     return parser
 
@@ -91,9 +94,13 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--model", default="demo", metavar="DIR", help="Hugging Face folder, or demo: the bundled model (default)")
     add("--model-name", metavar="NAME", help="name clients ask for (default: the folder's name)")
     add("--workers", type=_at_least(1), default=1, metavar="N", help="worker processes (default 1)")
+    add(
+        "--gateways", type=_at_least(1), default=1, metavar="N", help="gateway processes (default 1), on ports in a row"
+    )
+    add("--schedulers", type=_at_least(1), default=1, metavar="N", help="scheduler processes, replicas (default 1)")
     add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
     add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
-    add("--port", type=_port, default=50051, help="port of the gateway (default 50051; 0 picks a free one)")
+    add("--port", type=_port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
     add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")
     add("--ready-file", metavar="FILE", help="write addresses and process ids here as JSON once everything is ready")
     add("--json", action="store_true", help="one JSON line per event instead of text")
@@ -109,7 +116,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--max-model-len", type=_at_least(1), metavar="N", help="longest prompt + output")
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
     add("--threads", type=_at_least(1), metavar="N", help="CPU threads of each worker (default: the cores, shared out)")
-    queue = parser.add_argument_group("handed to the scheduler")
+    queue = parser.add_argument_group("handed to every scheduler")
     queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="requests that may wait")
 
 
@@ -150,6 +157,19 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _add_target(tokenize)
 
 
+def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    drain = _command(
+        commands, "drain", "show", "drain", "let a worker go: its sequences move to other workers, then it exits"
+    )
+    drain.add_argument("worker", metavar="WORKER", help="its id, as `quire status` shows it")
+    drain.add_argument("--model", default="", metavar="NAME", help="model it serves (default: any)")
+    drain.add_argument(
+        "--drain-timeout-s", type=_seconds, metavar="S", help="time it may take (default: the worker's own)"
+    )
+    drain.add_argument("--json", action="store_true", help="one JSON line")
+    _add_target(drain)
+
+
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = _command(
         commands, "doctor", "doctor", "run", "what is here, what is missing, and what is done instead; exit code 0 or 1"
@@ -175,7 +195,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", metavar="HOST:PORT", help=f"gateway (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
+        "--target", metavar="HOST:PORT,...", help=f"gateway, or several (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
     )
     parser.add_argument("--timeout-s", type=_seconds, metavar="S", help="give up after this many seconds")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_client.channel import TARGET_ENV, resolve_target
+from quire_client.channel import TARGET_ENV, resolve_targets
 from quire_client.cli.output import to_json
 from quire_client.cli.stack import cores
 from quire_client.cli.up import has_gpu
@@ -64,7 +64,8 @@ def examine(redis: str | None, target: str | None) -> Iterable[Finding]:
     yield check_compiler()
     yield check_demo_model()
     yield check_redis(redis)
-    yield check_target(target)
+    is_named = bool(target or os.environ.get(TARGET_ENV))
+    yield from (check_target(address, is_named=is_named) for address in resolve_targets(target))
 
 
 def check_python() -> Finding:
@@ -127,10 +128,8 @@ def check_redis(url: str | None) -> Finding:
     return Finding("redis", OK, f"{name} answers")
 
 
-def check_target(target: str | None) -> Finding:
+def check_target(address: str, *, is_named: bool) -> Finding:
     """A gateway that was named must answer; the default one may well not run yet."""
-    is_named = bool(target or os.environ.get(TARGET_ENV))
-    address = resolve_target(target)
     try:
         with Client.connect(address, connect_timeout_s=TARGET_TIMEOUT_S) as client:
             names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())

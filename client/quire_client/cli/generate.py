@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """The client of --target. Fails fast: a person waits."""
+    """The client of --target, one gateway or several. Fails fast: a person waits."""
     if args.timeout_s is None:
         return Client.connect(args.target, connect_timeout_s=CONNECT_TIMEOUT_S)
     return Client.connect(

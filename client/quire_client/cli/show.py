@@ -1,4 +1,4 @@
-"""`quire models`, `quire status`, `quire tokenize`: look without changing anything."""
+"""`quire models`, `quire status`, `quire tokenize`, `quire drain`: look at a stack, let a worker go."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def status(args: argparse.Namespace) -> int:
             time.sleep(WATCH_INTERVAL_S)
 
 
+def drain(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        num_moved = client.drain_worker(args.worker, model=args.model, timeout_s=args.drain_timeout_s)
+    if args.json:
+        print(to_json({"worker": args.worker, "num_moved": num_moved}))
+    else:
+        print(f"{args.worker} drains: {num_moved} sequence{'' if num_moved == 1 else 's'} moved")
+    return 0
+
+
 def tokenize(args: argparse.Namespace) -> int:
     if args.text is None and sys.stdin.isatty():
         complain('nothing to tokenize: give a text, e.g. quire tokenize "Hello"')
@@ -68,6 +78,7 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
         f"{name}  scheduler {scheduler.address}",
         f"  queue   {scheduler.num_waiting} of {scheduler.max_waiting} waiting, {scheduler.num_running} running, "
         f"{scheduler.preemptions} preemptions, {scheduler.steps} steps",
+        f"  tokens  {_pending(scheduler)}, {scheduler.refused_deadline} refused for their deadline",
         f"  prefix  {_hit_rate(scheduler)}, index {scheduler.prefix_index}",
     ]
     if not scheduler.workers:
@@ -75,6 +86,11 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     headers = ("worker", "state", "rows", "of", "free", "cached", "used", "steps", "address")
     workers = table(headers, map(_worker_row, scheduler.workers))
     return "\n".join([*lines, *(f"  {line}" for line in workers.splitlines())])
+
+
+def _pending(scheduler: SchedulerStatus) -> str:
+    limit = f" (queue: at most {scheduler.max_waiting_tokens})" if scheduler.max_waiting_tokens else ""
+    return f"{scheduler.pending_tokens} pending{limit}"
 
 
 def _hit_rate(scheduler: SchedulerStatus) -> str:

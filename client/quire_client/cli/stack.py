@@ -203,14 +203,14 @@ async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process
         )
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, *, excluded: Sequence[int] = ()) -> list[int]:
     """Ports of 127.0.0.1 on which nobody listens now, all different."""
     found: list[int] = []
     candidates = random.sample(range(*PORT_RANGE), 2_000)
     for port in candidates:
         if len(found) == count:
             break
-        if is_free("127.0.0.1", port):
+        if port not in excluded and is_free("127.0.0.1", port):
             found.append(port)
     if len(found) < count:
         raise OSError(f"no {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")

@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from quire_client.channel import DEFAULT_TARGET
 from quire_client.cli.output import complain
@@ -30,6 +30,8 @@ from quire_client.cli.stack import (
     threads_each,
 )
 
+T = TypeVar("T")
+
 GATEWAY_PHASE, WORKER_PHASE, SCHEDULER_PHASE = range(3)  # nobody new comes in, then rows end, then the owner goes
 NEEDED = {
     "torch": "worker",
@@ -38,6 +40,8 @@ NEEDED = {
     "jinja2": "gateway",
     "redis": "scheduler",
 }
+MAX_PORT = 65_535
+DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
 SAMPLE_QUESTION = "What does os.path.join do?"
 
 
@@ -74,22 +78,33 @@ def make_plan(args: argparse.Namespace) -> Plan:
     _check_installed()
     args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler would take it from there anyway
     folder, name = resolve_model(args.model, args.model_name)
-    port = _gateway_port(args.host, args.port)
-    scheduler_port, *worker_ports = free_ports(1 + args.workers)
-    scheduler = f"127.0.0.1:{scheduler_port}"
+    ports = _gateway_ports(args.host, args.port, args.gateways)
+    others = free_ports(args.schedulers + args.workers, excluded=ports)
+    schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     threads = threads_each(args.workers, args.threads)
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     specs = [
-        _scheduler_spec(scheduler, args),
+        *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
-            _worker_spec(f"worker-{i}", f"127.0.0.1:{worker_port}", scheduler, folder, name, threads, args)
-            for i, worker_port in enumerate(worker_ports)
+            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, args)
+            for i, port in enumerate(others[args.schedulers :])
         ),
-        _gateway_spec(args.host, port, scheduler),
+        *(_gateway_spec(name, args.host, port, schedulers, args.redis) for name, port in _named("gateway", ports)),
     ]
-    notes = (_model_note(args.model, folder, name), _backend_note(args.workers, threads), _index_note(args.redis))
-    return Plan(tuple(specs), f"{_reachable(args.host)}:{port}", name, notes, log_dir)
+    notes = (
+        _model_note(args.model, folder, name),
+        _backend_note(args.workers, threads),
+        _index_note(args.redis, args.schedulers),
+    )
+    target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
+    return Plan(tuple(specs), target, name, notes, log_dir)
+
+
+def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
+    """Names of the services of one kind: the kind, numbered where there are several."""
+    for i, item in enumerate(items):
+        yield (kind if len(items) == 1 else f"{kind}-{i}"), item
 
 
 def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
@@ -117,28 +132,39 @@ def _check_installed() -> None:
         )
 
 
-def _gateway_port(host: str, port: int) -> int:
+def _gateway_ports(host: str, port: int, count: int) -> list[int]:
+    """The gateways' ports: any, or in a row from the one that was asked for."""
     if port == 0:
-        return free_ports(1)[0]
-    if not is_free(host, port):
-        raise SetupError(f"port {port} is taken: is a stack running already? (--port 0 picks a free one)")
-    return port
+        return free_ports(count)
+    ports = list(range(port, port + count))
+    if ports[-1] > MAX_PORT:
+        raise SetupError(f"{count} gateways from port {port} on do not fit: ports end at {MAX_PORT}")
+    for taken in ports:
+        if not is_free(host, taken):
+            raise SetupError(f"port {taken} is taken: is a stack running already? (--port 0 picks a free one)")
+    return ports
 
 
-def _scheduler_spec(address: str, args: argparse.Namespace) -> ServiceSpec:
+def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> ServiceSpec:
     flags = [("listen", address), ("redis", args.redis), ("max-waiting", args.max_waiting)]
-    return ServiceSpec("scheduler", "scheduler_svc.server", flag_arguments(flags), address, SCHEDULER_PHASE)
+    return ServiceSpec(name, "scheduler_svc.server", flag_arguments(flags), address, SCHEDULER_PHASE)
 
 
 def _worker_spec(
-    worker_id: str, address: str, scheduler: str, folder: Path, model_name: str, threads: int, args: argparse.Namespace
+    worker_id: str,
+    address: str,
+    schedulers: Sequence[str],
+    folder: Path,
+    model_name: str,
+    threads: int,
+    args: argparse.Namespace,
 ) -> ServiceSpec:
-    flags = [
+    flags: list[tuple[str, object]] = [
         ("model", folder),
         ("model-name", model_name),
         ("listen", address),
         ("advertise", address),
-        ("scheduler", scheduler),
+        *(("scheduler", scheduler) for scheduler in schedulers),
         ("worker-id", worker_id),
         ("threads", threads),
         ("drain-timeout-s", args.drain_timeout_s),
@@ -154,11 +180,12 @@ def _worker_spec(
     return ServiceSpec(worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE)
 
 
-def _gateway_spec(host: str, port: int, scheduler: str) -> ServiceSpec:
-    flags = [("listen", f"{_bracketed(host)}:{port}"), ("scheduler", scheduler)]
-    return ServiceSpec(
-        "gateway", "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE
-    )
+def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], redis: str | None) -> ServiceSpec:
+    flags: list[tuple[str, object]] = [
+        ("listen", f"{_bracketed(host)}:{port}"),
+        *(("scheduler", scheduler) for scheduler in schedulers),
+    ]
+    return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
 
 
 def _bracketed(host: str) -> str:
@@ -183,7 +210,9 @@ def _backend_note(num_workers: int, threads: int) -> str:
     return f"backend    CPU ({reason}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _index_note(redis: str | None) -> str:
+def _index_note(redis: str | None, num_schedulers: int) -> str:
+    if not redis and num_schedulers > 1:
+        return "index      in memory of each scheduler (no --redis given)"
     if not redis:
         return "index      in memory (no --redis given)"
     parts = urllib.parse.urlsplit(redis)
@@ -319,7 +348,7 @@ class TextNarrator:
 
     def serving(self, plan: Plan, facts: dict[str, Any]) -> None:
         self._is_serving = True
-        target = "" if plan.target in (DEFAULT_TARGET, "127.0.0.1:50051") else f" --target {plan.target}"
+        target = "" if plan.target in DEFAULT_TARGETS else f" --target {plan.target}"
         question = SAMPLE_QUESTION if plan.model == "demo" else "Hello!"
         self._line(f"\nServing {plan.model} on {plan.target}. In another terminal:")
         self._line(f'  quire chat "{question}"{target}')

@@ -440,13 +440,13 @@ def test_other_codes_are_final(code, kind):
         run_script(failing(code), answering("never"))
 
 
-def test_a_break_after_the_first_event_is_not_tried_again():
+def test_without_resume_a_break_after_the_first_event_is_final():
     def play(context):
         yield accepted()
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
     with pytest.raises(ConnectionFailed, match="gone"):
-        run_script(play, answering("never"))
+        run_script(play, answering("never"), resume=False)
 
 
 # What a broken stream looks like
@@ -470,7 +470,7 @@ EMPTY_DIGEST = 0x2D06800538D394C2  # xxh3_64 of no bytes
 )
 def test_broken_streams_are_noticed(events, complaint):
     with pytest.raises(StreamCorrupted, match=complaint):
-        run_script(playing(*events))
+        run_script(playing(*events), resume=False)
 
 
 def test_a_gap_in_the_events_is_noticed():
@@ -484,7 +484,7 @@ def test_a_gap_in_the_events_is_noticed():
 
 def test_without_token_ids_there_is_no_digest_to_check():
     play = playing(accepted(), chunk(text="only text"), finished(reason=types_pb2.FINISH_REASON_EOS, output_digest=5))
-    result, _ = run_script(play, send_token_ids=False)
+    result, _ = run_script(play, send_token_ids=False, resume=False)
     assert (result.text, result.token_ids) == ("only text", ())
 
 

@@ -1,0 +1,106 @@
+"""When a broken stream is taken up again, and after how long. No I/O; time and randomness come in.
+
+docs/resume-protocol.md has the rules for clients in other languages.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from quire_client.errors import (
+    AlreadyExists,
+    ConnectionFailed,
+    ModelNotFound,
+    Overloaded,
+    QuireError,
+    StreamEndedEarly,
+    invalid,
+)
+
+FIRST_DELAY_S = 0.05
+MAX_DELAY_S = 1.0
+# ALREADY_EXISTS: the gateway has not noticed yet that the old stream is gone. NOT_FOUND: it has just started and knows
+# no model yet; the request was accepted once, so its model does exist.
+RESUMABLE = (ConnectionFailed, StreamEndedEarly, Overloaded, AlreadyExists, ModelNotFound)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """`timeout_s`: how long a stream is tried to be taken up again. `stall_timeout_s`: after so long without an event
+    the gateway is asked whether it lives; None never asks.
+    """
+
+    is_on: bool = True
+    timeout_s: float = 60.0
+    stall_timeout_s: float | None = 5.0
+
+
+class Resumption:
+    """The breaks of one stream."""
+
+    def __init__(self, policy: ResumePolicy, rng: random.Random) -> None:
+        self._policy = policy
+        self._rng = rng
+        self._num_failures = 0
+        self._spent_s = 0.0
+        self._broke_at: float | None = None
+
+    def broke(self, now: float, *, made_progress: bool) -> None:
+        """The stream is gone. Without progress since the last time, patience and backoff go on where they were."""
+        if made_progress:
+            self._num_failures = 0
+            self._spent_s = 0.0
+        self._broke_at = now
+
+    def accepted(self, now: float) -> None:
+        """It goes on."""
+        if self._broke_at is not None:
+            self._spent_s += now - self._broke_at
+            self._broke_at = None
+
+    def delay_s(self, error: QuireError, now: float, remaining_s: float | None, *, has_working: bool) -> float | None:
+        """Seconds until the next try, or None: give up. `has_working`: some gateway has not just failed."""
+        if not self._policy.is_on or not isinstance(error, RESUMABLE):
+            return None
+        delay_s = self._backoff_s(has_working) + (error.retry_after_s or 0.0 if isinstance(error, Overloaded) else 0.0)
+        spent_s = self._spent_s + (now - self._broke_at if self._broke_at is not None else 0.0)
+        if spent_s + delay_s >= self._policy.timeout_s or (remaining_s is not None and delay_s >= remaining_s):
+            return None
+        return delay_s
+
+    def _backoff_s(self, has_working: bool) -> float:
+        self._num_failures += 1
+        ceiling_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._num_failures - 1, 16))
+        if self._num_failures == 1 and has_working:
+            return self._rng.uniform(0.0, FIRST_DELAY_S)
+        return self._rng.uniform(ceiling_s / 2, ceiling_s)
+
+
+def gave_up(error: QuireError, policy: ResumePolicy) -> QuireError:
+    """The error that ends a stream, with what was tried."""
+    if policy.is_on and isinstance(error, RESUMABLE):
+        error.message = (
+            f"{error.message}; the stream could not be resumed within {policy.timeout_s:g} s or its deadline"
+        )
+        error.args = (error.message,)
+    return error
+
+
+def policy_of_call(default: ResumePolicy, options: dict[str, Any]) -> ResumePolicy:
+    """The client's policy with what one call wants otherwise; takes its three options out of `options`."""
+    policy = ResumePolicy(
+        options.pop("resume", default.is_on),
+        options.pop("resume_timeout_s", default.timeout_s),
+        options.pop("stall_timeout_s", default.stall_timeout_s),
+    )
+    if policy.stall_timeout_s is not None and policy.stall_timeout_s <= 0:
+        raise invalid(
+            "stall_timeout_s", f"stall_timeout_s={policy.stall_timeout_s} is not above 0; None switches it off"
+        )
+    if policy.timeout_s < 0:
+        raise invalid(
+            "resume_timeout_s", f"resume_timeout_s={policy.timeout_s} is below 0; resume=False switches it off"
+        )
+    return policy
