@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What a machine without a GPU should get: the CPU build of torch, never gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+CHAOS_SECONDS ?= 300
+CHAOS_SEED ?= 0
+CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test check format protos clean
+.PHONY: help demo test chaos check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -26,6 +29,9 @@ demo: $(STAMP)  ## install, start the whole stack, stream one chat answer, stop
 test: $(STAMP)  ## checks and all tests
 	scripts/check $(BIN)
 	scripts/test $(BIN)
+
+chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
+	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)
 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)

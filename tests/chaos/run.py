@@ -134,7 +134,7 @@ async def disturb(settings: Settings, cluster: Cluster, load: StreamLoad, source
     problems = [f"{type(end).__name__}: {end}" for end in ends if isinstance(end, BaseException)]
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(load.verify_unseeded(source), LAST_WORD_S)
-    problems += [f"not verified: {record.request}" for record in load.records if record.expected is None]
+    problems += [f"not verified: {r.request}" for r in load.records if r.expected is None and not r.error]
     problems += [f"left badly: {strike}" for strike in saboteur.strikes if not strike.is_clean]
     facts: dict[str, object] = {
         "seed": settings.seed,
