@@ -553,7 +553,6 @@ class AsyncGenerateStream:
         ring, resumption = self._client._ring, self._resumption
         resumption.broke(time.monotonic(), made_progress=self._assembler.made_progress)
         while True:
-            self._check_wanted()
             now = time.monotonic()
             if isinstance(error, ConnectionFailed | StreamEndedEarly):
                 ring.failed(self.target, now)
