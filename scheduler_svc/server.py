@@ -108,10 +108,11 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
         prefix_index=parts.index.state(),
         workers=parts.pool.describe(stats),
         max_waiting=parts.step_loop.max_waiting,
+        max_waiting_tokens=parts.step_loop.max_waiting_tokens,
     )
     if stats is not None:
         status.num_waiting, status.num_running = stats.num_waiting, stats.num_running
-        status.pending_tokens = stats.pending_tokens
+        status.pending_tokens, status.refused_deadline = stats.pending_tokens, stats.refused_deadline
         status.prefix_query_tokens = stats.prefix_query_tokens
         status.prefix_hit_tokens = stats.prefix_hit_tokens
         status.preemptions, status.steps = stats.preemptions, stats.steps
@@ -134,6 +135,12 @@ def make_arguments() -> argparse.ArgumentParser:
         type=in_range(int, 1, 1 << 20),
         default=1024,
         help="sequences that may wait; beyond it requests get RESOURCE_EXHAUSTED",
+    )
+    parser.add_argument(
+        "--max-waiting-tokens",
+        type=in_range(int, 1, 1 << 40),
+        default=4 << 20,
+        help="tokens of their prompts and expected answers; beyond it requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--watermark", type=in_range(float, 0.0, 0.5), default=0.01, help="part of a pool that admissions leave free"
@@ -173,7 +180,12 @@ def make_arguments() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace) -> Parts:
     """Put a scheduler together. Raises ValueError for a setting that cannot work."""
-    config = SchedulerConfig(max_waiting=args.max_waiting, watermark=args.watermark, aging_s=args.aging_s)
+    config = SchedulerConfig(
+        max_waiting=args.max_waiting,
+        max_waiting_tokens=args.max_waiting_tokens,
+        watermark=args.watermark,
+        aging_s=args.aging_s,
+    )
     epoch = secrets.randbits(64)
     index: PrefixIndex = MemoryPrefixIndex()
     if args.redis:

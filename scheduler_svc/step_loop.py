@@ -22,6 +22,7 @@ from typing import Protocol
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
+    DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
     QueueFullError,
@@ -222,6 +223,10 @@ class StepLoop:
     def max_waiting(self) -> int:
         return self._config.max_waiting
 
+    @property
+    def max_waiting_tokens(self) -> int:
+        return self._config.max_waiting_tokens
+
     def load(self) -> Load:
         """What is queued and what runs now."""
         return Load() if self._scheduler is None else self._scheduler.load()
@@ -254,6 +259,7 @@ class StepLoop:
             return
         for batch in self._scheduler.schedule(now):
             self._workers[batch.worker_id].send(batch)
+        self._produce(self._scheduler.take_expired(), now)
         self._route()
         if self._draining:
             self._release_drained(self._scheduler, now)
@@ -313,6 +319,8 @@ class StepLoop:
     def _as_refusal(self, error: SchedulerError, scheduler: Scheduler, now: float) -> QuireError:
         if isinstance(error, QueueFullError):
             return OverloadedError(str(error), retry_after_s=self._advice.seconds(scheduler.stats().num_waiting, now))
+        if isinstance(error, DeadlineError):
+            return OverloadedError(str(error), retry_after_s=min(RETRY_MOST_S, error.retry_after_s))
         if isinstance(error, NeverFitsError):
             return InvalidRequestError(str(error), field=error.field)
         if isinstance(error, DuplicateRequestError):

@@ -30,6 +30,7 @@ U32 = npt.NDArray[np.uint32]
 
 DIGEST_BYTES = 16
 MAX_REQUEST_ID_CHARS = 256
+MAX_TENANT_ID_CHARS = 256
 MAX_CACHE_SALT_BYTES = 4096
 
 REASON_TO_PROTO = {
@@ -165,6 +166,8 @@ def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *,
         outputs=outputs,
         finished_samples=finished,
         takes_over=submit.takes_over,
+        tenant_id=_tenant_id(submit.tenant_id),
+        timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
     )
 
 
@@ -194,6 +197,14 @@ def _root_key(cache_salt: str) -> bytes:
             f"cache_salt has {len(key)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
         )
     return key
+
+
+def _tenant_id(tenant_id: str) -> str:
+    if len(tenant_id) > MAX_TENANT_ID_CHARS:
+        raise InvalidRequestError(
+            f"tenant_id has {len(tenant_id)} characters; at most {MAX_TENANT_ID_CHARS} are allowed", field="tenant_id"
+        )
+    return tenant_id
 
 
 def _check_sampling(sampling: types_pb2.SamplingParams) -> None:

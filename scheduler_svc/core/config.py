@@ -10,6 +10,7 @@ class SchedulerConfig:
     """Policy of one scheduler. Raises ValueError with the setting's name."""
 
     max_waiting: int = 1024  # sequences that may wait before new requests are refused
+    max_waiting_tokens: int = 4 << 20  # tokens of their prompts and expected answers
     watermark: float = 0.01  # part of a pool that admissions leave free
     aging_s: float = 2.0  # a sequence passed over for longer lets nobody pass any more
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
@@ -22,6 +23,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
             raise ValueError(f"max_waiting is {self.max_waiting}; must be at least 1")
+        if self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens is {self.max_waiting_tokens}; must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; must be from 0 to below 1")
         if self.max_pending_prefill_steps < 1:

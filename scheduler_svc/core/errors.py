@@ -2,6 +2,7 @@
 
 SchedulerError
   QueueFullError          too many wait: try again later
+  DeadlineError           it would not get its first token in time: try again later, or allow more time
   NeverFitsError          no worker could ever hold it
   DuplicateRequestError   the request id is in flight
   WorkerMismatchError     a worker that does not fit to the others
@@ -17,6 +18,14 @@ class SchedulerError(Exception):
 
 class QueueFullError(SchedulerError):
     pass
+
+
+class DeadlineError(SchedulerError):
+    """`retry_after_s`: when the queue will be short enough, at the pace of now."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NeverFitsError(SchedulerError):

@@ -175,5 +175,6 @@ class SchedulerStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int
+    refused_deadline: int
     steps: int
     workers: list[WorkerStats]

@@ -39,3 +39,32 @@ def placement_score(pending_prefill: int, uncached_tokens: int, alpha: float) ->
     Longest prefix alone is a trap: one block that everybody shares would put all load on one worker.
     """
     return pending_prefill + alpha * uncached_tokens
+
+
+def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit: int) -> bool:
+    """A full queue refuses, but not a tenant that holds less than its share of it: that would let one who floods the
+    queue lock everybody else out. Shares can make it twice as long as its limit, never longer.
+    """
+    if num_waiting < limit:
+        return False
+    return num_of_tenant * num_tenants >= limit or num_waiting >= 2 * limit
+
+
+def first_token_wait_s(
+    tokens_ahead: int, queue_tokens_per_s: float | None, own_tokens: int, prefill_tokens_per_s: float | None
+) -> float:
+    """Seconds until a request that arrives now shows its first token: the line before it, then its own prompt.
+
+    Two paces, because they differ: what leaves the queue waits for rows and blocks too, while the own prompt only waits
+    for the model. An unknown pace counts as no wait: refusing on a guess would turn away what an idle machine could
+    serve.
+    """
+    wait = tokens_ahead / queue_tokens_per_s if queue_tokens_per_s else 0.0
+    return wait + (own_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0)
+
+
+def held_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
+    """What a waiting sequence and the samples that will fork off it will have: known tokens, and answers of the usual
+    length. Counting max_tokens would fill the queue with tokens that nobody will ever see.
+    """
+    return num_known + num_samples * min(remaining, int(mean_output))

@@ -44,6 +44,7 @@ class RowTable:
         self.owner = np.zeros(rows, dtype=np.uint32)
         self.handle = np.zeros(rows, dtype=np.uint32)
         self.sample_index = np.zeros(rows, dtype=np.uint32)
+        self.tenant = np.zeros(rows, dtype=np.int64)  # slots of FairShare
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
@@ -100,6 +101,7 @@ class RowTable:
         self.owner[row] = group.owner
         self.handle[row] = group.handle
         self.sample_index[row] = seq.sample_index
+        self.tenant[row] = group.tenant_slot
         self.priority[row] = group.priority
         self.ignore_eos[row] = group.stop.ignore_eos
         self.has_stop_ids[row] = bool(group.stop.stop_token_ids)

@@ -15,19 +15,22 @@ left.
 
 from __future__ import annotations
 
-from bisect import insort
+import math
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
+    DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
     QueueFullError,
     UnexpectedStepError,
     WorkerMismatchError,
 )
+from scheduler_svc.core.fairness import FairShare, WaitingQueue
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
@@ -41,7 +44,8 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.policy import ceil_div, placement_score
+from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.policy import ceil_div, first_token_wait_s, held_tokens, is_queue_full, placement_score
 from scheduler_svc.core.sequence import (
     FinishReason,
     Sequence,
@@ -52,6 +56,8 @@ from scheduler_svc.core.sequence import (
 from scheduler_svc.core.worker_state import I64, Flight, StepPlan, WorkerState
 
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest answer in the running mean of answer lengths
+RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before
+LEAST_RETRY_S = 0.1
 
 
 class Scheduler:
@@ -62,7 +68,13 @@ class Scheduler:
         self._workers: dict[str, WorkerState] = {}
         self._model: WorkerCapacity | None = None  # the first worker's: what waits was measured with its sizes
         self._groups: dict[str, SequenceGroup] = {}
-        self._waiting: list[Sequence] = []  # in order of Sequence.order
+        self._share = FairShare()
+        self._waiting = WaitingQueue(self._share)
+        self._expired: list[Finished] = []
+        self._queue_pace = Pace()  # tokens that leave the queue
+        self._prefill_pace = Pace()  # prompt tokens that one worker computes
+        self._num_admitted_tokens = 0  # since the last look at the queue's pace
+        self._waited_since: float | None = None  # the last look, if something waited then
         self._eos = np.array(sorted(config.eos_token_ids), dtype=np.uint32)
         self._mean_output = float(config.expected_output_tokens)
         self._next_seq_id = 0
@@ -70,6 +82,7 @@ class Scheduler:
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
+        self._refused_deadline = 0
         self._steps = 0
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -137,11 +150,14 @@ class Scheduler:
         """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none), and
         those of the group that it takes over.
 
-        Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError; then nothing has changed.
+        Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError, DeadlineError; then nothing has
+        changed.
         """
         self._check_group(group)
         replaced = self.abort_group(group.request_id, FinishReason.ABORTED, now, "another stream took the request over")
         group.arrival = now
+        group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
+        group.tenant_slot = self._share.join(group.tenant_id)
         group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
         self._groups[group.request_id] = group
         finished = [self._end_early(seq) for seq in group.sequences if self._is_complete(seq)]
@@ -150,16 +166,14 @@ class Scheduler:
             fresh[0].forks = fresh[1:]
         queued = [seq for seq in group.sequences if not seq.is_finished and seq not in fresh[1:]]
         for seq in queued:
-            insort(self._waiting, seq, key=_order)
+            self._enqueue(seq)
         self._forget_if_done(group)
         return _finishes([*replaced.finished, *finished])
 
     def _check_group(self, group: SequenceGroup) -> None:
         if group.request_id in self._groups and not group.takes_over:
             raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
-        num_waiting = len(self._waiting)
-        if num_waiting >= self.config.max_waiting:
-            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self.config.max_waiting}; try later")
+        self._check_queue(group)
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
         asked = f"prompt of {len(group.prompt)} tokens + max_tokens {group.stop.max_tokens}"
@@ -168,6 +182,47 @@ class Scheduler:
             raise NeverFitsError(f"{asked} is above max_model_len {max_len}", field="stop.max_tokens")
         if self._workers:
             self._check_size(group, asked)
+        if group.timeout_s is not None and not group.takes_over:
+            self._check_deadline(group, group.timeout_s)
+
+    def _check_queue(self, group: SequenceGroup) -> None:
+        """Bounded by sequences and by tokens. A request that was accepted before must not fall to a queue that is full
+        because its scheduler died: it has more room.
+        """
+        queue, slot = self._waiting, self._share.slot_of(group.tenant_id)
+        if not len(queue):
+            return
+        factor = RETURNING_FACTOR if group.takes_over else 1
+        num_tenants = queue.num_tenants_with(slot)
+        if is_queue_full(len(queue), queue.num_of(slot), num_tenants, factor * self.config.max_waiting):
+            raise QueueFullError(f"{len(queue)} requests wait, the limit is {self.config.max_waiting}; try later")
+        new = held_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._mean_output)
+        limit = factor * self.config.max_waiting_tokens
+        if is_queue_full(queue.held_tokens + new, queue.held_of(slot) + new, num_tenants, limit):
+            raise QueueFullError(
+                f"requests of {queue.held_tokens} tokens wait, this one would add {new}, the limit is "
+                f"{self.config.max_waiting_tokens}; try later"
+            )
+
+    def _check_deadline(self, group: SequenceGroup, timeout_s: float) -> None:
+        workers = [worker for worker in self._workers.values() if not worker.is_draining]
+        if not workers:
+            return  # when one comes is anybody's guess
+        ahead = self._waiting.tokens_ahead(self._share.slot_of(group.tenant_id), group.priority)
+        own = len(group.prompt) + min(worker.rows.pending_prefill() for worker in workers)
+        paces = self._queue_pace.per_s, self._prefill_pace.per_s
+        if first_token_wait_s(ahead, paces[0], own, paces[1]) <= timeout_s:
+            return
+        own -= max(worker.num_cached(group.prompt, group.root_key) for worker in workers)
+        wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
+        if wait_s <= timeout_s:
+            return
+        self._refused_deadline += 1
+        raise DeadlineError(
+            f"the first token would take about {wait_s:.1f} s, the deadline is in {timeout_s:.1f} s; "
+            "try later, or allow more time",
+            retry_after_s=max(LEAST_RETRY_S, wait_s - timeout_s),
+        )
 
     def _check_size(self, group: SequenceGroup, asked: str) -> None:
         capacities = [worker.capacity for worker in self._workers.values()]
@@ -232,7 +287,7 @@ class Scheduler:
         seq.forks = []
         if forks and keep_forks:
             forks[0].forks = forks[1:]
-            insort(self._waiting, forks[0], key=_order)
+            self._enqueue(forks[0])
         self._forget_if_done(seq.group)
         return self._finished(seq, reason, stop_token_id, message)
 
@@ -247,12 +302,17 @@ class Scheduler:
                     self._workers[leader.worker_id].unreserve_row()
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
-        if all(seq.is_finished for seq in group.sequences):
-            self._groups.pop(group.request_id, None)
+        if all(seq.is_finished for seq in group.sequences) and self._groups.pop(group.request_id, None) is not None:
+            self._share.leave(group.tenant_slot)
 
     def _requeue(self, seq: Sequence) -> None:
         self._preemptions += 1
-        insort(self._waiting, seq, key=_order)
+        self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        remaining = seq.group.stop.max_tokens - len(seq.data.output)
+        held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._mean_output)
+        self._waiting.add(seq, held)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +321,21 @@ class Scheduler:
         batches: list[StepBatch] = []
         while new := self._schedule_once(now):
             batches += new
+        self._note_queue_pace(now)
         return batches
+
+    def _note_queue_pace(self, now: float) -> None:
+        """How fast the queue has moved since the last look, if it was there then and somebody served it."""
+        if self._waited_since is not None:
+            self._queue_pace.note(self._num_admitted_tokens, now - self._waited_since)
+        self._num_admitted_tokens = 0
+        is_served = len(self._waiting) and any(not worker.is_draining for worker in self._workers.values())
+        self._waited_since = now if is_served else None
+
+    def take_expired(self) -> Deltas:
+        """What `schedule` found waiting after its deadline, since the last call: nobody wants it any more."""
+        expired, self._expired = self._expired, []
+        return _finishes(expired)
 
     def _schedule_once(self, now: float) -> list[StepBatch]:
         ready = [worker for worker in self._workers.values() if worker.can_send]
@@ -279,7 +353,9 @@ class Scheduler:
         if not has_preempted:
             self._admit(worker, plan, candidates, now)
         batch = worker.finish_plan(plan)
-        self._steps += batch is not None
+        if batch is not None:
+            worker.flights[-1].sent_at = now
+            self._steps += 1
         return batch
 
     def _secure_blocks(self, worker: WorkerState, plan: StepPlan) -> tuple[I64, I64, bool]:
@@ -334,9 +410,11 @@ class Scheduler:
                 return
 
     def _count_hits(self, seq: Sequence, is_first: bool) -> None:
+        self._num_admitted_tokens += seq.data.num_tokens
         if is_first:
             self._prefix_query_tokens += seq.data.num_tokens
             self._prefix_hit_tokens += seq.num_cached_tokens
+            self._share.charge_prompt(seq.group.tenant_slot, seq.data.num_tokens - seq.num_cached_tokens)
 
     def _note_blocked(self, seq: Sequence, now: float) -> bool:
         """It was passed over. True once that lasted too long: then nobody passes it any more."""
@@ -349,13 +427,17 @@ class Scheduler:
     def _place(self, now: float) -> dict[str, list[Sequence]]:
         """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made."""
         placed: dict[str, list[Sequence]] = {}
-        if not self._waiting:
+        if not len(self._waiting):
             return placed
+        late: list[Sequence] = []
         open_workers = [worker for worker in self._workers.values() if not worker.is_draining]
         load = {w.capacity.worker_id: w.rows.pending_prefill() for w in open_workers}
         rows = {w.capacity.worker_id: w.num_free_rows for w in open_workers}
         num_passed = 0
         for seq in self._waiting:
+            if seq.group.deadline <= now:
+                late.append(seq)
+                continue
             worker = self._best_worker(seq, open_workers, load, rows)
             if worker is not None:
                 name = worker.capacity.worker_id
@@ -366,11 +448,17 @@ class Scheduler:
             num_passed += 1
             if self._note_blocked(seq, now) or num_passed > self.config.max_bypass:
                 break
+        for seq in late:
+            message = "its deadline passed while it waited"
+            self._expired += self.abort_group(seq.group.request_id, FinishReason.ABORTED, now, message).finished
         return placed
 
     def _best_worker(
         self, seq: Sequence, workers: list[WorkerState], load: dict[str, int], rows: dict[str, int]
     ) -> WorkerState | None:
+        if seq.failed_on is not None:  # elsewhere, if there is an elsewhere: it may have been the machine
+            others = [w for w in workers if w.capacity.worker_id != seq.failed_on and _could_run(seq, w)]
+            workers = others or workers
         able = [w for w in workers if self._has_room(seq, w, load[w.capacity.worker_id], rows[w.capacity.worker_id])]
         if not able:
             return None
@@ -419,6 +507,7 @@ class Scheduler:
         flight = worker.flights[0]
         failures = self._check_answer(flight, output)
         worker.flights.popleft()
+        self._note_prefill_pace(worker, flight, now)
         failed = self._fail_rows(worker, flight, failures)
         rows, deltas = self._append_tokens(worker, flight, output)
         worker.commit_fills(flight)
@@ -427,6 +516,13 @@ class Scheduler:
         self._finish_prompt_only(worker, flight, deltas)
         worker.free_released(flight)
         return deltas
+
+    def _note_prefill_pace(self, worker: WorkerState, flight: Flight, now: float) -> None:
+        """Only steps that were full tell what a worker can do; in others prompts waited for nothing."""
+        if flight.is_full:
+            chunks = int(flight.query_lens[flight.query_lens > 1].sum())
+            self._prefill_pace.note(chunks, now - max(flight.sent_at, worker.answered_at))
+        worker.answered_at = now
 
     def _check_answer(self, flight: Flight, output: StepOutput) -> list[RowFailure]:
         """Every row that was to sample must have a token or a failure; one that has neither failed too."""
@@ -450,6 +546,7 @@ class Scheduler:
         r.tokens[rows, positions] = token_ids
         r.num_tokens[rows] = positions + 1
         r.pending[rows] -= 1
+        self._share.charge_outputs(r.tenant, rows)
         return rows, Deltas(
             owners=r.owner[rows],
             handles=r.handle[rows],
@@ -487,7 +584,10 @@ class Scheduler:
                 deltas.finished.append(self._end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerState, flight: Flight, failures: list[RowFailure]) -> list[Finished]:
-        """A failed row ends; rows that read what it was to compute are recomputed, even if they failed with it."""
+        """A row that failed is tried once more on another worker, if there is one: it may have been the machine. Failed
+        again, or alone with its worker, it ends. Rows that read what it was to compute are recomputed, even if they
+        failed with it.
+        """
         if not failures:
             return []
         live = [f for f in failures if flight.generation[f.row] == worker.rows.generation[f.row]]
@@ -495,7 +595,16 @@ class Scheduler:
         for row in tainted:
             self._requeue(worker.preempt(row))
         alone = [failure for failure in live if failure.row not in tainted]
-        return [self._end(worker.rows.sequence(f.row), FinishReason.ERROR, message=f.message) for f in alone]
+        finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in alone]
+        return [end for end in finished if end is not None]
+
+    def _retry_or_end(self, worker: WorkerState, seq: Sequence, failure: RowFailure) -> Finished | None:
+        others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
+        if seq.failed_on is not None or not any(_could_run(seq, other) for other in others):
+            return self._end(seq, FinishReason.ERROR, message=failure.message)
+        seq.failed_on = worker.capacity.worker_id
+        self._requeue(worker.preempt(failure.row))
+        return None
 
     def _finished(
         self, seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = ""
@@ -540,7 +649,7 @@ class Scheduler:
     def load(self) -> Load:
         """What is queued and what runs now."""
         rows = [worker.rows for worker in self._workers.values()]
-        pending = sum(seq.data.num_tokens for seq in self._waiting) + sum(r.pending_prefill() for r in rows)
+        pending = self._waiting.pending_tokens + sum(r.pending_prefill() for r in rows)
         return Load(len(self._waiting), sum(r.num_used for r in rows), pending)
 
     def stats(self) -> SchedulerStats:
@@ -552,6 +661,7 @@ class Scheduler:
             prefix_query_tokens=self._prefix_query_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemptions=self._preemptions,
+            refused_deadline=self._refused_deadline,
             steps=self._steps,
             workers=[worker.stats() for worker in self._workers.values()],
         )
@@ -560,8 +670,8 @@ class Scheduler:
         """Raise AssertionError if any books disagree. For tests."""
         for worker in self._workers.values():
             worker.check_invariants()
-        assert self._waiting == sorted(self._waiting, key=_order), "the queue is out of order"
-        assert len(set(map(id, self._waiting))) == len(self._waiting), "a sequence waits twice"
+        self._waiting.check_invariants()
+        self._share.check_invariants(Counter(group.tenant_slot for group in self._groups.values()))
         for group in self._groups.values():
             for seq in group.sequences:
                 self._check_place(seq)
@@ -574,10 +684,6 @@ class Scheduler:
         assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
         if seq.status is SequenceStatus.WAITING:
             assert not places[1], f"sequence {seq.seq_id} waits and holds a row"
-
-
-def _order(seq: Sequence) -> tuple[int, bool, float, int]:
-    return seq.order
 
 
 def _could_run(seq: Sequence, worker: WorkerState) -> bool:

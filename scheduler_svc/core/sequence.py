@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
@@ -93,6 +94,9 @@ class Sequence:
     num_computed_peak: int = 0  # most tokens ever computed: what a return from preemption computes again
     num_preemptions: int = 0
     is_admitted_before: bool = False
+    failed_on: str | None = None  # the worker where its row failed once: a second failure ends it
+    queue_key: tuple[int, bool, float, int] = (0, True, 0.0, 0)  # its order when it joined the queue
+    held_tokens: int = 0  # what the queue counts for it
     blocked_since: float | None = None  # first time it was passed over for lack of room
     refused_by: tuple[str, int] | None = None  # who had no room for it last, at which room_version
 
@@ -109,7 +113,8 @@ class Sequence:
     @property
     def order(self) -> tuple[int, bool, float, int]:
         """Who comes first: priority, then those whose stream stands still meanwhile, then arrival, then number."""
-        return (self.group.priority, not self.group.takes_over, self.group.arrival, self.seq_id)
+        is_new = not (self.group.takes_over or self.is_admitted_before)
+        return (self.group.priority, is_new, self.group.arrival, self.seq_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +125,7 @@ class SequenceGroup:
     Deltas. `sampling` is opaque to the core and reaches the worker in RowOpen. `root_key` separates hash chains
     (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
     `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way.
+    `tenant_id`: whose share of the work it counts against.
     """
 
     request_id: str
@@ -134,5 +140,9 @@ class SequenceGroup:
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
     takes_over: bool = False
+    tenant_id: str = ""
+    timeout_s: float | None = None  # seconds from arrival to the client's deadline
     arrival: float = 0.0
+    deadline: float = math.inf
+    tenant_slot: int = 0  # the core's own number for the tenant
     sequences: list[Sequence] = field(default_factory=list)

@@ -53,6 +53,8 @@ class Flight:
     fills: list[tuple[int, int, bytes]]
     forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
+    is_full: bool  # the token budget was used up
+    sent_at: float = 0.0
     releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
 
 
@@ -64,6 +66,7 @@ class WorkerState:
         self.pool = BlockManager(capacity.num_blocks, capacity.block_size)
         self.rows = RowTable(capacity)
         self.flights: deque[Flight] = deque()
+        self.answered_at = 0.0
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
         self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
@@ -104,6 +107,13 @@ class WorkerState:
             if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
                 raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
             self.pool.adopt(block.block_id, block.digest, block.token_ids)
+
+    def num_cached(self, token_ids: U32, root_key: bytes) -> int:
+        """How many leading tokens of a prompt are cached here, at most all but one."""
+        digests: list[bytes] = []
+        bs = self.capacity.block_size
+        extend_digests(digests, root_digest(self._root_salt, bs, root_key), token_ids, bs)
+        return bs * self.pool.match_len(digests, (len(token_ids) - 1) // bs)
 
     def ensure_digests(self, seq: Sequence, token_ids: U32) -> None:
         """Digests of all full blocks of what a waiting sequence knows; computed once."""
@@ -309,6 +319,7 @@ class WorkerState:
             fills=plan.fills,
             forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
+            is_full=plan.budget < 1,
         )
         plan.forks = sampling_forks
         batch = self._make_batch(plan, flight, sample_mask, slots)

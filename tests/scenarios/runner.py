@@ -6,10 +6,10 @@ diff.
     config NAME=NUMBER ...                            (first of all: SchedulerConfig)
     worker w [blocks=9] [block_size=4] [rows=4] [budget=16] [depth=1] [max_len=100]
     add ID prompt=0..9 [max_tokens=4] [n=1] [priority=0] [stop=7,8] [eos=yes] [output=5,6]
-        [takes_over=yes]
+        [takes_over=yes] [tenant=NAME] [timeout=SECONDS]
     schedule | answer [w] [tokens=1,2] | step [N]     (step = schedule and answer everything)
     abort ID | finish ID SAMPLE | remove w | drain w | tick SECONDS
-    tables | refs | queue | stats | cached
+    tables | refs | queue | served | stats | cached
 
 A sampled token is 1000 + its output position unless `answer` says otherwise.
 """
@@ -86,6 +86,8 @@ class Transcript:
         eos: str = "no",
         output: str = "",
         takes_over: str = "no",
+        tenant: str = "",
+        timeout: str = "",
     ) -> str:
         handle = len(self.names)
         group = SequenceGroup(
@@ -97,6 +99,8 @@ class Transcript:
             priority=int(priority),
             outputs=[_tokens(output)] if output else (),
             takes_over=takes_over == "yes",
+            tenant_id=tenant,
+            timeout_s=float(timeout) if timeout else None,
         )
         self.names[handle] = request_id
         deltas = self.scheduler.add_group(group, self.now)
@@ -106,7 +110,8 @@ class Transcript:
         batches = self.scheduler.schedule(self.now)
         for batch in batches:
             self.in_flight[batch.worker_id].append(batch)
-        return "\n".join(map(self._batch, batches)) or "nothing to send"
+        expired = self._deltas(self.scheduler.take_expired())
+        return "\n".join([*map(self._batch, batches), *filter(None, [expired])]) or "nothing to send"
 
     def do_answer(self, worker_id: str = "w", tokens: str = "") -> str:
         batch = self.in_flight[worker_id].popleft()
@@ -168,6 +173,10 @@ class Transcript:
             "\n".join(f"{s.group.request_id}.{s.sample_index} output={s.data.output.tolist()}" for s in waiting)
             or "empty"
         )
+
+    def do_served(self) -> str:
+        share = self.scheduler._share
+        return " ".join(f"{tenant or '(none)'}={share.served[slot]}" for tenant, slot in share._slots.items())
 
     def do_cached(self, worker_id: str = "w") -> str:
         pool = self.scheduler._workers[worker_id].pool

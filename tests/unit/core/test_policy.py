@@ -1,10 +1,19 @@
 """Pure choices: the projected peak against a step-by-step count, expected lengths."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
+from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.policy import (
+    ceil_div,
+    expected_remaining,
+    first_token_wait_s,
+    held_tokens,
+    is_queue_full,
+    projected_peak,
+)
 
 SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=8)
 
@@ -34,3 +43,36 @@ def test_expected_remaining_is_exact_when_nothing_can_stop_it() -> None:
     limit, output = np.array([500, 500, 5, 500]), np.array([0, 0, 0, 300])
     may_stop = np.array([False, True, True, True])
     assert expected_remaining(limit, output, may_stop, 200.0).tolist() == [500, 200, 5, 300]
+
+
+def test_a_full_queue_still_takes_who_holds_less_than_its_share() -> None:
+    assert not is_queue_full(9, 9, 1, 10)
+    assert is_queue_full(10, 10, 1, 10)
+    assert not is_queue_full(10, 4, 2, 10)
+    assert is_queue_full(10, 5, 2, 10)
+    assert is_queue_full(20, 0, 2, 10)
+
+
+def test_what_is_not_known_costs_no_time() -> None:
+    assert first_token_wait_s(10_000, None, 500, None) == 0.0
+    assert first_token_wait_s(10_000, 1000.0, 500, None) == 10.0
+    assert first_token_wait_s(10_000, 1000.0, 500, 250.0) == 12.0
+
+
+def test_answers_are_held_at_their_usual_length() -> None:
+    assert held_tokens(100, 4000, 2, 256.0) == 100 + 2 * 256
+    assert held_tokens(100, 10, 1, 256.0) == 110
+
+
+def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
+    pace = Pace()
+    pace.note(1000, 0.5)
+    assert pace.per_s is None
+    pace.note(1000, 0.6)
+    assert pace.per_s == pytest.approx(2000 / 1.1, rel=0.05)
+    for _ in range(100):
+        pace.note(10, 1.0)
+    assert pace.per_s == pytest.approx(10, rel=0.05)
+    idle = Pace()
+    idle.note(0, 100.0)
+    assert idle.per_s is None

@@ -6,6 +6,7 @@ import pytest
 from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
+    DeadlineError,
     NeverFitsError,
     QueueFullError,
     UnexpectedStepError,
@@ -208,3 +209,156 @@ def test_prefix_events_tell_what_an_index_should_hold() -> None:
     assert scheduler.cached_prefixes() == events
     scheduler.remove_worker("w", 0.0)
     assert [event.is_cached for event in scheduler.take_prefix_events()] == [False, False]
+
+
+def fail_all(scheduler: Scheduler, batch: StepBatch) -> list[tuple[str, FinishReason]]:
+    deltas = scheduler.update(answer(batch, failures=tuple(batch.rows.tolist())), 0.0)
+    scheduler.check_invariants()
+    return [(finished.group.request_id, finished.reason) for finished in deltas.finished]
+
+
+def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
+    scheduler = make()
+    scheduler.add_group(group("a", range(6)), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.add_worker(capacity("other"), 0.0)
+    assert fail_all(scheduler, batch) == []
+    batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
+    assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("other", "a")]
+    assert fail_all(scheduler, batches[0]) == [("a", FinishReason.ERROR)]
+    assert not scheduler.has_work
+
+
+def test_a_retry_waits_for_the_other_worker_but_not_for_one_that_is_gone() -> None:
+    scheduler = make()
+    scheduler.add_group(group("a", range(6)), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.add_worker(capacity("other", max_num_seqs=1), 0.0)
+    scheduler.add_group(group("b", range(50, 56)), 0.0)
+    (busy,) = scheduler.schedule(0.0)
+    assert (busy.worker_id, busy.opens[0].group.request_id) == ("other", "b")
+    assert fail_all(scheduler, batch) == []
+    (closing,) = scheduler.schedule(0.0)
+    assert not len(closing.rows)  # w has room, but failed it
+    scheduler.update(answer(closing), 0.0)
+    scheduler.remove_worker("other", 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    assert [o.group.request_id for o in batch.opens] == ["a", "b"]
+
+
+def test_a_queue_is_bounded_by_tokens_too() -> None:
+    scheduler = make(SchedulerConfig(max_waiting_tokens=60, expected_output_tokens=10), max_num_seqs=1)
+    scheduler.add_group(group("runs", range(40), max_tokens=20), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.add_group(group("first", range(50), max_tokens=14), 0.0)  # an empty queue takes anything
+    with pytest.raises(QueueFullError, match="this one would add 11"):
+        scheduler.add_group(group("second", range(10), max_tokens=1), 0.0)
+    scheduler.add_group(group("second", range(10), max_tokens=1, takes_over=True), 0.0)  # it was accepted before
+    scheduler.add_group(group("third", range(10), max_tokens=1, tenant_id="b"), 0.0)  # its share is free
+    scheduler.check_invariants()
+    scheduler.abort_group("first", FinishReason.ABORTED, 0.0)
+    scheduler.add_group(group("fourth", range(10), max_tokens=1), 0.0)
+    scheduler.check_invariants()
+
+
+def busy_scheduler(now: float = 0.0) -> tuple[Scheduler, list[StepBatch]]:
+    """One row; ten requests of 20 prompt tokens came together, each takes 1 s, three have run."""
+    scheduler = make(max_num_seqs=1, max_num_batched_tokens=16)
+    for i in range(10):
+        scheduler.add_group(group(f"old{i}", range(20 * i, 20 * i + 20), max_tokens=1), now)
+    batches = scheduler.schedule(now)
+    for _ in range(6):
+        now += 0.5
+        scheduler.update(answer(batches.pop(0)), now)
+        batches += scheduler.schedule(now)
+    return scheduler, batches
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_advice() -> None:
+    scheduler, _ = busy_scheduler()
+    assert scheduler.load().pending_tokens > 6 * 20
+    with pytest.raises(DeadlineError, match=r"deadline is in 2\.0 s") as caught:
+        scheduler.add_group(group("new", range(500, 520), timeout_s=2.0), 3.0)
+    assert 3.0 < caught.value.retry_after_s < 9.0
+    assert scheduler.stats().refused_deadline == 1
+    scheduler.add_group(group("patient", range(500, 520), timeout_s=20.0), 3.0)
+    scheduler.add_group(group("urgent", range(500, 520), timeout_s=3.0, priority=-1), 3.0)
+    scheduler.add_group(group("stranger", range(500, 520), timeout_s=3.0, tenant_id="b"), 3.0)
+    scheduler.add_group(group("accepted before", range(500, 520), timeout_s=1.0, takes_over=True), 3.0)
+    scheduler.check_invariants()
+
+
+def test_no_deadline_is_refused_on_a_cold_estimate() -> None:
+    scheduler = make(max_num_seqs=1)
+    for i in range(100):
+        scheduler.add_group(group(f"{i}", range(20), timeout_s=0.001), 0.0)
+    assert scheduler.stats().refused_deadline == 0
+
+
+def test_what_is_cached_counts_as_no_work_of_its_own() -> None:
+    scheduler = make(max_num_seqs=1, max_num_batched_tokens=16)
+    now = 0.0
+    for i in range(4):
+        scheduler.add_group(group(f"{i}", range(100 * i, 100 * i + 40), max_tokens=1), now)
+        while scheduler.has_work:
+            for batch in scheduler.schedule(now):
+                now += 1.0
+                scheduler.update(answer(batch), now)
+    with pytest.raises(DeadlineError):
+        scheduler.add_group(group("cold", range(900, 940), max_tokens=1, timeout_s=1.5), now)
+    scheduler.add_group(group("warm", range(300, 340), max_tokens=1, timeout_s=1.5), now)
+
+
+def test_what_waits_past_its_deadline_is_never_computed() -> None:
+    scheduler = make(max_num_seqs=1)
+    scheduler.add_group(group("runs", range(4), max_tokens=2), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.add_group(group("late", range(50, 60), n=1, timeout_s=1.0), 0.0)
+    scheduler.add_group(group("next", range(70, 80), timeout_s=9.0), 0.0)
+    for now in (1.0, 2.0):
+        scheduler.update(answer(batch), now)
+        batch, *_ = scheduler.schedule(now)
+    assert [o.group.request_id for o in batch.opens] == ["next"]
+    [expired] = scheduler.take_expired().finished
+    assert (expired.group.request_id, expired.reason) == ("late", FinishReason.ABORTED)
+    assert "deadline" in expired.message
+    assert scheduler.take_expired().finished == []
+    scheduler.check_invariants()
+
+
+def test_a_drained_workers_row_stays_if_nobody_else_could_ever_hold_it() -> None:
+    scheduler = make()
+    scheduler.add_group(group("big", range(40), max_tokens=20), 0.0)
+    scheduler.add_group(group("small", range(100, 104)), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.add_worker(capacity("tiny", num_blocks=4), 0.0)
+    scheduler.drain_worker("w", 0.0)
+    scheduler.check_invariants()
+    scheduler.update(answer(batch), 0.0)
+    served = {b.worker_id: [o.group.request_id for o in b.opens] for b in scheduler.schedule(0.0)}
+    assert served == {"w": [], "tiny": ["small"]}
+    assert scheduler.stats().workers[0].rows_used == 1
+
+
+def test_a_request_that_moves_between_owners_for_ever_leaks_nothing() -> None:
+    scheduler = make(pipeline_depth=2)
+    flying: list[StepBatch] = []
+    output: list[int] = []
+    for owner in range(60):
+        moved = group("a", range(10), max_tokens=40, owner=owner, outputs=[u32(*output)], takes_over=True)
+        finished = scheduler.add_group(moved, 0.0).finished
+        assert [f.group.owner for f in finished] == [owner - 1] * (owner > 0)
+        flying += scheduler.schedule(0.0)
+        if owner % 3 == 0:
+            deltas = scheduler.update(answer(flying.pop(0)), 0.0)
+            output += deltas.token_ids[deltas.owners == owner].tolist()
+        scheduler.check_invariants()
+    while scheduler.has_work:
+        flying += scheduler.schedule(0.0)
+        deltas = scheduler.update(answer(flying.pop(0)), 0.0)
+        assert set(deltas.owners.tolist()) <= {59}
+        scheduler.check_invariants()
+    for batch in [*flying, *scheduler.schedule(0.0)]:
+        scheduler.update(answer(batch), 0.0)
+    stats = scheduler.stats()
+    assert stats.num_waiting == stats.num_running == stats.pending_tokens == stats.workers[0].blocks_used == 0
