@@ -63,15 +63,15 @@ class Report:
         return json.dumps(self.summary())
 
     def _pauses(self) -> dict[str, list[float]]:
-        """Longest gap between two deltas of every stream that ran during a fault, by the fault's label."""
+        """By the fault's label: of every stream that ran while it lasted, the longest time between two deltas."""
         found: dict[str, list[float]] = defaultdict(list)
         for strike in self.strikes:
             for record in self.records:
-                gap = _longest_gap(record.delta_times, strike.began, strike.recovered or strike.ended)
+                gap = _longest_gap(record.delta_times, strike.began, strike.ended)
                 if gap is None:
                     continue
                 begin, end = gap
-                others = [s for s in self.strikes if s is not strike and s.began < end and s.recovered > begin]
+                others = [s for s in self.strikes if s is not strike and s.began < end and s.ended > begin]
                 found[TOGETHER if others else strike.fault.label].append(end - begin)
         return found
 
