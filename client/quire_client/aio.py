@@ -93,8 +93,8 @@ class AsyncClient:
 
     A stream that breaks is resumed, on another gateway where there are several: nothing is lost, repeated or changed,
     and all one sees is a pause. `resume=False` switches that off; `resume_timeout_s` is how long it is tried after a
-    break. A gateway that says nothing for `stall_timeout_s` is asked whether it lives and left when it does not; None
-    leaves that to the connection's keepalive.
+    break. A gateway that says nothing for `stall_timeout_s` is asked whether it lives, and left for another one when it
+    does not; None leaves that to the connection's keepalive.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         resume: bool = True,
         resume_timeout_s: float = 60.0,
-        stall_timeout_s: float | None = 5.0,
+        stall_timeout_s: float | None = 3.0,
     ) -> None:
         channels = list(channel) if isinstance(channel, Sequence) else [channel]
         self._gateways = [_Gateway.on(channel) for channel in channels]
@@ -135,7 +135,7 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         resume: bool = True,
         resume_timeout_s: float = 60.0,
-        stall_timeout_s: float | None = 5.0,
+        stall_timeout_s: float | None = 3.0,
     ) -> Self:
         """Open channels to the gateways and wait until one of them answers.
 

@@ -34,7 +34,7 @@ class ResumePolicy:
 
     is_on: bool = True
     timeout_s: float = 60.0
-    stall_timeout_s: float | None = 5.0
+    stall_timeout_s: float | None = 3.0
 
 
 class Resumption:

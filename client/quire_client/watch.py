@@ -41,11 +41,17 @@ def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[in
 
 
 def judge(streams: Iterable[Watched], ring: TargetRing, target: int, asked_at: float, now: float, lives: bool) -> None:
-    """Note what a probe found; streams that already waited when a dead gateway was asked are lost."""
+    """Note what a probe found; streams that already waited when a dead gateway was asked are lost.
+
+    Without another gateway to go to they wait on: asking the same one again would only add to its load, and whether
+    its connection is alive the keepalive finds out.
+    """
     if lives:
         ring.works(target, now)
         return
     ring.failed(target, now, is_frozen=True)
+    if not ring.has_working(now):
+        return
     for stream in streams:
         since = stream.waiting_since
         if stream.target == target and since is not None and since <= asked_at and stream.stall_timeout_s is not None:

@@ -565,6 +565,22 @@ def test_a_slow_gateway_that_lives_is_waited_for():
             releaser.join()
 
 
+def test_without_another_gateway_a_frozen_one_is_waited_for(monkeypatch):
+    monkeypatch.setattr("quire_client.client.PROBE_TIMEOUT_S", 0.1)
+    with (
+        slow_and_spare() as (slow, proxy, _),
+        Client.connect(proxy.target, stall_timeout_s=0.05) as client,
+        client.stream("hi") as stream,
+    ):
+        proxy.freeze()
+        slow.go.release(1000)
+        thawer = threading.Timer(0.5, proxy.thaw)
+        thawer.start()
+        assert list(stream.result().token_ids) == ids_of(7, 0)
+        assert stream.resumes == 0
+        thawer.join()
+
+
 # Before the first event, and calls without a stream
 
 
