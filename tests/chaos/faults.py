@@ -104,7 +104,7 @@ class Saboteur:
 
     def __init__(self, cluster: Cluster, plan: list[Fault]) -> None:
         self._cluster = cluster
-        self._plan = plan
+        self._plan = list(plan)
         self._busy: dict[str, asyncio.Task[None]] = {}
         self.strikes: list[Strike] = []
 
@@ -114,9 +114,9 @@ class Saboteur:
         Raises TimeoutError when something does not come back, and the error of a drain that nobody would do.
         """
         try:
-            for fault in self._plan:
-                await asyncio.sleep(fault.gap_s)
-                await self._recovery(fault.kind)
+            while self._plan:
+                await asyncio.sleep(self._plan[0].gap_s)
+                fault = await self._next()
                 if asyncio.get_running_loop().time() > until:
                     break
                 self._busy[fault.kind] = asyncio.create_task(self._strike(fault))
@@ -125,11 +125,16 @@ class Saboteur:
             for task in self._busy.values():
                 task.cancel()
 
-    async def _recovery(self, kind: str) -> None:
-        """Wait for the last fault of this kind; fail as soon as any fault went wrong."""
-        for other, task in self._busy.items():
-            if other == kind or task.done():
-                await task
+    async def _next(self) -> Fault:
+        """Take the first fault of the plan whose kind is whole; fail as soon as any fault went wrong."""
+        while True:
+            for kind in [kind for kind, task in self._busy.items() if task.done()]:
+                self._busy.pop(kind).result()
+            for fault in self._plan:
+                if fault.kind not in self._busy:
+                    self._plan.remove(fault)
+                    return fault
+            await asyncio.wait(self._busy.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _strike(self, fault: Fault) -> None:
         loop = asyncio.get_running_loop()
