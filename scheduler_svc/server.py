@@ -170,6 +170,12 @@ def make_arguments() -> argparse.ArgumentParser:
         help="seconds that one step may take before its worker is lost",
     )
     parser.add_argument(
+        "--worker-patience-s",
+        type=in_range(float, 0.0, 24 * 3600.0),
+        default=60.0,
+        help="seconds that requests wait for a worker when all are gone; then they end with an error",
+    )
+    parser.add_argument(
         "--drain-timeout-s",
         type=in_range(float, 0.0, 3600.0),
         default=30.0,
@@ -195,7 +201,7 @@ def build(args: argparse.Namespace) -> Parts:
             snapshot=lambda: step_loop.cached_prefixes(),
             namespace=args.redis_namespace,
         )
-    step_loop = StepLoop(config, index)
+    step_loop = StepLoop(config, index, worker_patience_s=args.worker_patience_s)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(index, args.scheduler_id, timeouts)

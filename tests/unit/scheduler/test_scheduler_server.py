@@ -67,6 +67,7 @@ async def test_drains_on_sigterm() -> None:
         worker.gate.clear()
         process.send_signal(signal.SIGTERM)
         await refused_soon(gateway)
+        await until(lambda: gateway.welcomes[-1].ready_workers == 0)  # so that gateways move on
         worker.gate.set()
         await until(lambda: (1, 0) in gateway.finished)
         assert gateway.tokens[1, 0] == expected_tokens([1, 2, 3], 30)
@@ -113,6 +114,8 @@ async def test_a_second_signal_stops_at_once() -> None:
         (("--listen", "nowhere"), "--listen"),
         (("--max-waiting", "0"), "--max-waiting"),
         (("--watermark", "2"), "--watermark"),
+        (("--max-waiting-tokens", "0"), "--max-waiting-tokens"),
+        (("--gateway-heartbeat-s", "-1"), "--gateway-heartbeat-s"),
         (("--redis", "http://x"), "redis://"),
         (("--heartbeat-timeout-s", "nan"), "--heartbeat-timeout-s"),
     ],

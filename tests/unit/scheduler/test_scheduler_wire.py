@@ -114,6 +114,10 @@ def test_reads_a_request() -> None:
     assert (group.stop.max_tokens, group.stop.stop_token_ids) == (9, {7})
     assert [output.tolist() for output in group.outputs] == [[], [4, 5]]
     assert group.sampling.seed == 1
+    assert (group.tenant_id, group.timeout_s, group.takes_over) == ("", None, False)
+    submit.tenant_id, submit.deadline_ms, submit.takes_over = "acme", 1500, True
+    group = wire.group_from_proto(submit, info(), owner=2)
+    assert (group.tenant_id, group.timeout_s, group.takes_over) == ("acme", 1.5, True)
 
 
 Change = Callable[[scheduler_pb2.Submit], object]
@@ -145,6 +149,7 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
         (lambda s: setattr(s.sampling, "min_p", float("inf")), "sampling.min_p"),
         (lambda s: s.sampling.ClearField("seed"), "sampling.seed"),
         (lambda s: setattr(s, "cache_salt", "x" * 5000), "cache_salt"),
+        (lambda s: setattr(s, "tenant_id", "x" * 300), "tenant_id"),
         (lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(index=1))), "continuation.samples.index"),
         (
             lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(), types_pb2.SampleState())),

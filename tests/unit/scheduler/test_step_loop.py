@@ -12,7 +12,7 @@ from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
-from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
+from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle, until
 
 
 def submit(loop: StepLoop, owner: int, handle: int, **fields: object) -> None:
@@ -178,6 +178,46 @@ async def test_requests_wait_while_all_workers_are_gone() -> None:
         back.join()
         await back.answer_all()
         assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
+
+
+async def test_requests_do_not_wait_for_a_worker_for_ever() -> None:
+    async with running_loop(worker_patience_s=0.05) as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, max_tokens=2)
+        await settle()
+        loop.worker_lost(worker, "gone")
+        submit(loop, owner, 2, max_tokens=2)
+        await until(lambda: len(gateway.reasons()) == 2)
+        assert gateway.reasons() == {(1, 0): "error", (2, 0): "error"}
+        assert "0.05 s" in gateway.delivered[0].finished[0].message
+        submit(loop, owner, 3)
+        await settle()
+        assert isinstance(gateway.replies[2][1], UnavailableError)
+        back = FakeWorker(loop, "w0", 2)
+        back.join()
+        submit(loop, owner, 4, max_tokens=2)
+        await back.answer_all()
+        assert gateway.tokens(4) == [7, 7]
+
+
+async def test_overload_and_deadlines_are_told_with_advice() -> None:
+    async with running_loop(max_waiting_tokens=50, expected_output_tokens=8) as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join(max_num_seqs=1)
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1)
+        await settle()
+        submit(loop, owner, 2, prompt=40)
+        submit(loop, owner, 3, prompt=40)
+        submit(loop, owner, 4, prompt=[9], max_tokens=1, timeout_s=0.0, takes_over=True)
+        await settle()
+        error = dict(gateway.replies)[3]
+        assert isinstance(error, OverloadedError)
+        assert error.retry_after_s
+        await worker.answer_all()
+        assert gateway.reasons() == {(1, 0): "length", (2, 0): "length", (4, 0): "aborted"}
 
 
 async def test_a_new_lease_replaces_the_old_one() -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
 
+from scheduler_svc import worker_pool
 from tests.unit.scheduler.conftest import MakeStack, Stack
 from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens
@@ -226,6 +227,60 @@ async def test_a_scheduler_that_was_stopped_itself_does_not_blame_its_workers(ma
     assert len(worker.lease_epochs) == 1
 
 
+async def test_a_frozen_worker_that_comes_back_late_is_fenced(make_stack: MakeStack) -> None:
+    stack = await make_stack("--heartbeat-timeout-s", "0.5")
+    frozen, gateway = await stack.worker("w0"), await stack.gateway()
+    await ready(stack)
+    frozen.gate.clear()
+    frozen.heartbeats = False
+    await gateway.submit(1, PROMPT, max_tokens=100)
+    await until(lambda: 1 in gateway.replies)
+    await stack.worker("w1", epoch=12)
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
+    frozen.heartbeats = True
+    frozen.gate.set()  # what it answers now belongs to a lease that has ended
+    await until(lambda: len(frozen.lease_epochs) == 2)
+    await ready(stack, 2)
+    for handle in range(2, 6):
+        await gateway.submit(handle, [*PROMPT, handle], max_tokens=100)
+    await finished(gateway, *range(2, 6))
+    for handle in range(2, 6):
+        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle], 100)
+
+
+async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_go_on_there(
+    make_stack: MakeStack,
+) -> None:
+    old, new = await make_stack(), await make_stack()
+    worker, gateway = await old.worker(), await old.gateway()
+    await ready(old)
+    await gateway.submit(1, PROMPT, max_tokens=200, request_id="moves")
+    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
+    worker.move_to(new.address)
+    await ready(new)
+    await ready(old, 0)  # its next step was refused: the lease is somebody else's
+    assert old.parts.step_loop.has_work
+    other = await new.gateway()
+    await until(lambda: other.welcomes and other.welcomes[-1].ready_workers)
+    await gateway.close()
+    await until(lambda: not old.parts.step_loop.has_work)
+    output = other.tokens[1, 0] = gateway.tokens[1, 0]
+    state = types_pb2.SampleState(index=0, output_token_ids=output)
+    continuation = types_pb2.Continuation(samples=[state])
+    await other.submit(1, PROMPT, max_tokens=200, request_id="moves", continuation=continuation, takes_over=True)
+    await finished(other, 1)
+    assert other.tokens[1, 0] == expected_tokens(PROMPT, 200)
+    assert other.finished[1, 0].usage.output_tokens == 200
+    worker.move_to(old.address)  # and back: the same epoch of the worker, a higher one of the lease
+    await ready(old)
+    again = await old.gateway()
+    await again.submit(1, PROMPT, max_tokens=20)
+    await finished(again, 1)
+    assert again.tokens[1, 0] == expected_tokens(PROMPT, 20)
+    assert worker.lease_epochs == [1, 2, 3]
+
+
 async def test_a_newer_register_stream_takes_over(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = await stack.worker()
@@ -354,7 +409,10 @@ async def test_what_a_draining_worker_runs_moves_when_another_one_comes(make_sta
     await until(lambda: states(stack)["w0"] == "lost")
 
 
-async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(make_stack: MakeStack) -> None:
+async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "TOLD_TIMEOUT_S", 0.2)
     stack = await make_stack()
     leaving, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -363,7 +421,7 @@ async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(make_stack
         await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
     await until(lambda: len(gateway.replies) == 3)
     num_rows = stack.parts.step_loop.num_rows("w0")
-    staying = await stack.worker("w1", epoch=12)
+    await stack.worker("w1", epoch=12)
     await ready(stack, 2)
     request = scheduler_pb2.ReleaseWorkerRequest(worker_id="w0", timeout_s=7)
     answer = await gateway.stub.ReleaseWorker(request)

@@ -98,11 +98,10 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     # -- registration -------------------------------------------------------------------------------------------------
 
     async def _stay_registered(self) -> None:
-        async with open_channel(self._scheduler) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            while True:
+        while True:
+            async with open_channel(self._scheduler) as channel:
                 try:
-                    await self._register_once(stub)
+                    await self._register_once(scheduler_pb2_grpc.SchedulerServiceStub(channel))
                 except grpc.aio.AioRpcError as error:
                     self.refusals.append(error)
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -112,6 +111,11 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                 if self.drained_with:
                     return
                 await asyncio.sleep(0.02)
+
+    def move_to(self, scheduler: str) -> None:
+        """Register with another scheduler from now on."""
+        self._scheduler = scheduler
+        self.register_call.cancel()
 
     async def _register_once(self, stub: Any) -> None:
         self.register_call = call = stub.Register()
@@ -124,6 +128,10 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                     await call.write(self.registration())
                 if self.heartbeats or call.done():
                     accepted = await call.read()
+        except grpc.aio.AioRpcError as error:
+            # A write that comes just after the end says less than the call's own status.
+            code, details = await call.code(), await call.details()
+            raise grpc.aio.AioRpcError(code, error.initial_metadata(), error.trailing_metadata(), details) from error
         except asyncio.CancelledError:
             # The test cancelled the call, or stops us.
             current = asyncio.current_task()
@@ -184,6 +192,8 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def StepStream(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.StepStreamResponse]:
         async for request in requests:
             await self.gate.wait()
+            if request.batch.fence.scheduler_epoch != self.scheduler_epoch:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the lease was taken by another scheduler")
             yield worker_pb2.StepStreamResponse(output=self._step(request.batch))
 
     def _step(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepOutput:
