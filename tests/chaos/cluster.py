@@ -30,8 +30,10 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
 
+# Short enough that the longer freezes are taken for deaths, and the others are not.
 GATEWAY_FLAGS = ("--drain-timeout-s", "1", "--scheduler-patience-s", "60")
-SCHEDULER_FLAGS = ("--heartbeat-timeout-s", "3", "--drain-timeout-s", "1")
+SCHEDULER_FLAGS = ("--heartbeat-timeout-s", "2", "--gateway-heartbeat-s", "0.5", "--drain-timeout-s", "1")
+STALL_TIMEOUT_S = 1.5
 WORKER_FLAGS = (
     *("--dtype", "float32", "--num-blocks", "1536", "--drain-timeout-s", "15"),
     *("--max-num-seqs", "64", "--max-num-batched-tokens", "256"),
@@ -89,7 +91,7 @@ class Cluster:
             for member in range(len(services)):
                 await self.wait_recovered(kind, member)
         targets = ",".join(gateway.address for gateway in self.members["gateway"])
-        return await AsyncClient.connect(targets, timeout_s=300.0)
+        return await AsyncClient.connect(targets, timeout_s=300.0, stall_timeout_s=STALL_TIMEOUT_S)
 
     async def close(self) -> None:
         for channel in self._channels.values():
