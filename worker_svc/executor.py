@@ -118,6 +118,7 @@ class StepExecutor:
         self.worker_epoch = worker_epoch
         self.num_in_flight = 0
         self.rows_used = 0
+        self.num_orders = 0  # leases and steps so far
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._runner: Runner | None = None
@@ -146,10 +147,12 @@ class StepExecutor:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    async def lease(self, epoch: int, scheduler_id: str) -> Lease:
+    def lease(self, epoch: int, scheduler_id: str) -> Lease:
         """A scheduler takes over: older leases end, all rows are closed, committed blocks stay.
 
-        `epoch` 0 means the last one + 1. Raises StaleEpochError unless it is higher than every one before.
+        It need not wait for a step that runs: what that one finds is told to nobody, and the rows are closed in the
+        model thread before the first step of the new lease. `epoch` 0 means the last one + 1. Raises StaleEpochError
+        unless it is higher than every one before.
         """
         runner = self._loaded()
         epoch = epoch or self._last_epoch + 1
@@ -162,9 +165,16 @@ class StepExecutor:
         older, self._lease, self._last_epoch = self._lease, lease, epoch
         if older is not None:
             older.end(_superseded(older, lease))
-        await self._call(lambda: self._reset_rows(runner))
-        self._check_in_force(lease)
+        self.num_orders += 1
+        self.rows_used = 0
+        self._thread.submit(self._reset_rows, runner)
         return lease
+
+    def release(self, reason: str) -> None:
+        """The lease in force, if there is one, is over; its rows stay until the next one."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end(UnavailableError(reason))
 
     def _reset_rows(self, runner: Runner) -> None:
         try:
@@ -172,7 +182,6 @@ class StepExecutor:
         except Exception as error:
             self._on_fatal(error)
             raise
-        self.rows_used = 0
 
     def current_lease(self) -> Lease:
         """The lease in force; StaleEpochError if there is none."""
@@ -198,7 +207,9 @@ class StepExecutor:
 
     def _check_in_force(self, lease: Lease) -> None:
         current = self._lease
-        if current is not None and current is not lease:
+        if current is None:
+            raise StaleEpochError(f"the lease of scheduler_epoch {lease.epoch} is over", field="fence.scheduler_epoch")
+        if current is not lease:
             raise _superseded(lease, current)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -218,6 +229,7 @@ class StepExecutor:
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))
         self.num_in_flight += 1
+        self.num_orders += 1
         answer.add_done_callback(self._note_answered)
         lease.accept(batch.step_id, answer)
         return answer
@@ -229,7 +241,9 @@ class StepExecutor:
             raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
         output = self._execute(runner, batch)
         lease.next_to_run += 1
-        self.rows_used = runner.rows_used()
+        rows_used = runner.rows_used()
+        if self._lease is lease:  # else these rows are about to be closed
+            self.rows_used = rows_used
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
 
     def _execute(self, runner: Runner, batch: StepBatch) -> StepOutput:
@@ -257,8 +271,10 @@ class StepExecutor:
     async def list_blocks(self, fence: worker_pb2.Fence) -> list[worker_pb2.ListBlocksResponse]:
         """All committed blocks, as they are between two steps."""
         runner = self._loaded()
-        self.check_fence(fence)
-        return await self._call(lambda: list(_blocks(runner)))
+        lease = self.check_fence(fence)
+        blocks = await self._call(lambda: list(_blocks(runner)))
+        self._check_in_force(lease)
+        return blocks
 
 
 def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:

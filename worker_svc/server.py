@@ -14,13 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import grpc
 from quire.v1 import worker_pb2_grpc
 
 from svc_common import config
 from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
-from svc_common.serve import BindError, GrpcServer, open_channel
+from svc_common.serve import BindError, GrpcServer
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
@@ -121,9 +120,11 @@ def make_parser() -> argparse.ArgumentParser:
     net.add_argument("--listen", type=config.address, default="0.0.0.0:0", metavar="HOST:PORT", help="port 0: any free")
     net.add_argument(
         "--scheduler",
-        type=config.address,
+        type=addresses,
+        action="append",
         metavar="HOST:PORT",
-        help="where to register; unset: wait to be leased by whoever knows this address",
+        help="where to register; several (repeated, or with commas between) are replicas, one of which has this worker "
+        "at a time; unset: wait to be leased by whoever knows this address",
     )
     net.add_argument(
         "--advertise",
@@ -148,6 +149,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="after SIGTERM: how long open rows may take to finish",
     )
     return parser
+
+
+def addresses(text: str) -> list[str]:
+    """An argparse type: host:port, or several with commas between them."""
+    return [config.address(part.strip()) for part in text.split(",")]
 
 
 _at_least_0 = config.in_range(float, 0, 1e9)
@@ -199,8 +205,7 @@ class Worker:
         """Serve until told to leave. Returns the process's exit code; raises BindError."""
         address = await self._server.start()
         log.info("worker %s listens on %s, loading %s", self._args.worker_id, address, self._settings.model_dir)
-        channel = open_channel(self._args.scheduler) if self._args.scheduler else None
-        registering = asyncio.ensure_future(self._register(channel, address))
+        registering = asyncio.ensure_future(self._register(address))
         serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
         loading = asyncio.ensure_future(self._load_or_cancel(serving))
         registering.add_done_callback(lambda _: self._cancel_if_failed(registering, serving))
@@ -209,8 +214,6 @@ class Worker:
         finally:
             self._executor.close()
             await _cancel(registering)
-            if channel is not None:
-                await channel.close()
         if self._exit_code:
             await self._server.grpc.stop(0)
             return self._exit_code
@@ -222,16 +225,17 @@ class Worker:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    async def _register(self, channel: grpc.aio.Channel | None, address: str) -> None:
-        if channel is None:
+    async def _register(self, address: str) -> None:
+        schedulers = [scheduler for part in self._args.scheduler or () for scheduler in part]
+        if not schedulers:
             return
         self._registration = Registration(
-            channel=channel,
-            scheduler=self._args.scheduler,
+            schedulers=schedulers,
             worker_id=self._args.worker_id,
-            address=self._args.advertise or reachable_address(address, towards=self._args.scheduler),
+            address_towards=lambda scheduler: self._args.advertise or reachable_address(address, towards=scheduler),
             worker_epoch=self._executor.worker_epoch,
             lifecycle=self._lifecycle,
+            work=self._executor,
         )
         await self._registration.run()
 

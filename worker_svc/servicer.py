@@ -88,7 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         if self._lifecycle.is_draining:
             raise UnavailableError("the worker is draining; lease another one")
-        lease = await self._executor.lease(request.scheduler_epoch, request.scheduler_id)
+        lease = self._executor.lease(request.scheduler_epoch, request.scheduler_id)
         log.info("leased by scheduler %s, scheduler_epoch %d", lease.scheduler_id or context.peer(), lease.epoch)
         return worker_pb2.LeaseResponse(fence=lease.fence, next_step_id=lease.next_step_id)
 

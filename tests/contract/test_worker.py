@@ -163,13 +163,16 @@ async def test_a_new_lease_fences_steps_that_wait(worker: WorkerUnderTest) -> No
     await stream.send(worker.batch([row], opens=[row]))
     await stream.send(worker.batch([row]))
     await until(lambda: worker.executor.num_in_flight == 2)
-    leasing = asyncio.ensure_future(worker.lease())
-    await until(lambda: worker.executor.current_lease().epoch == 2)
+    await worker.lease()  # answered while the step still runs
+    assert worker.executor.num_in_flight == 2
+    listing = asyncio.ensure_future(
+        worker.stub.ListBlocks(worker_pb2.ListBlocksRequest(fence=worker.fence), timeout=60).read()
+    )
     worker.runner.gate.set()
-    await leasing
-    assert worker.runner.num_steps == 1
-    assert worker.executor.rows_used == 0
     assert (await stream.end())[0] is FAILED_PRECONDITION
+    assert await listing is grpc.aio.EOF
+    assert worker.runner.num_steps == 1
+    assert worker.executor.rows_used == worker.runner.rows_used() == 0
     assert len(await generate(worker, make_row(), 3)) == 3
 
 

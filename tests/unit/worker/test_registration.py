@@ -1,22 +1,24 @@
-"""Registration against a scheduler that comes, goes, refuses and falls silent."""
+"""Registration against schedulers that come, go, refuse and fall silent, one at a time and several."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from svc_common.errors import ErrorInterceptor, StaleEpochError
-from svc_common.serve import open_channel
+from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
 from worker_svc import registration as registration_module
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
-from worker_svc.registration import Registration
+from worker_svc.registration import Registration, answers, patiently, preference
 
 HEARTBEAT_S = 0.05
 
@@ -30,15 +32,29 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.refusal = ""
         self.is_silent = False
         self.ends_when: int | None = None
+        self.health = health.aio.HealthServicer()
+        self.num_open = 0
+        self.kick = asyncio.Event()  # ends open streams
 
     async def Register(self, request_iterator: Any, context: Any) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
         self.num_streams += 1
+        self.num_open += 1
+        try:
+            async for response in self._answer(request_iterator):
+                yield response
+        finally:
+            self.num_open -= 1
+
+    async def _answer(self, requests: Any) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
         accepted = scheduler_pb2.RegisterAccepted(heartbeat_interval_s=HEARTBEAT_S)
         answer = scheduler_pb2.RegisterResponse(accepted=accepted)
-        async for request in request_iterator:
+        async for request in requests:
             self.heard.append(request)
             if self.refusal and answer.HasField("heartbeat_ack"):  # as a scheduler: accepted first, then refused
                 raise StaleEpochError(self.refusal)
+            if self.kick.is_set():
+                self.kick.clear()
+                raise UnavailableError("the lease ended; register again")
             if request.state == self.ends_when:
                 return
             if not self.is_silent:
@@ -56,6 +72,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 async def serve(scheduler: FakeScheduler, port: int = 0) -> AsyncIterator[int]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
+    await scheduler.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(scheduler.health, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
@@ -64,29 +82,40 @@ async def serve(scheduler: FakeScheduler, port: int = 0) -> AsyncIterator[int]:
         await server.stop(0)
 
 
-def make_registration(channel: grpc.aio.Channel, lifecycle: Lifecycle, **options: Any) -> Registration:
+@dataclass
+class Work:
+    """An executor that does nothing but count."""
+
+    rows_used: int = 0
+    num_orders: int = 0
+    idle_s: float = 0.0
+    released: list[str] = field(default_factory=list)
+
+    def release(self, reason: str) -> None:
+        self.released.append(reason)
+
+
+def make_registration(ports: list[int], lifecycle: Lifecycle, **options: Any) -> Registration:
     return Registration(
-        channel=channel,
-        scheduler="scheduler:1",
+        schedulers=[f"127.0.0.1:{port}" for port in ports],
         worker_id="w0",
-        address="127.0.0.1:1",
+        address_towards=lambda _: "127.0.0.1:1",
         worker_epoch=7,
         lifecycle=lifecycle,
-        **options,
+        **{"work": Work()} | options,
     )
 
 
 @asynccontextmanager
-async def registered(port: int, lifecycle: Lifecycle, **options: Any) -> AsyncIterator[Registration]:
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        registration = make_registration(channel, lifecycle, **options)
-        running = asyncio.ensure_future(registration.run())
-        try:
-            yield registration
-        finally:
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+async def registered(port: int | list[int], lifecycle: Lifecycle, **options: Any) -> AsyncIterator[Registration]:
+    registration = make_registration([port] if isinstance(port, int) else port, lifecycle, **options)
+    running = asyncio.ensure_future(registration.run())
+    try:
+        yield registration
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -116,8 +145,8 @@ async def test_a_worker_tells_its_whole_life() -> None:
 async def test_a_draining_worker_that_was_let_go_stays_away() -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     scheduler.ends_when = DRAINING
-    async with serve(scheduler) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        registration = make_registration(channel, lifecycle)
+    async with serve(scheduler) as port:
+        registration = make_registration([port], lifecycle)
         running = asyncio.ensure_future(registration.run())
         await until(lambda: registration.is_connected)
         lifecycle.set_draining()
@@ -180,3 +209,156 @@ async def test_a_silent_scheduler_is_dialled_again(monkeypatch: pytest.MonkeyPat
         await until(lambda: scheduler.num_streams >= 2)
         scheduler.is_silent = False
         await until(lambda: registration.is_connected)
+
+
+# -- several schedulers ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Replicas:
+    """Two schedulers in the worker's order of preference."""
+
+    first: FakeScheduler
+    second: FakeScheduler
+    ports: list[int]
+
+    def address(self, index: int) -> str:
+        return f"127.0.0.1:{self.ports[index]}"
+
+
+@asynccontextmanager
+async def replicas() -> AsyncIterator[Replicas]:
+    async with AsyncExitStack() as stack:
+        schedulers = {}
+        for _ in range(2):
+            scheduler = FakeScheduler()
+            schedulers[f"127.0.0.1:{await stack.enter_async_context(serve(scheduler))}"] = scheduler
+        order = preference("w0", list(schedulers))
+        ports = [int(address.rpartition(":")[2]) for address in order]
+        yield Replicas(schedulers[order[0]], schedulers[order[1]], ports)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "OPEN_TIMEOUT_S": 0.3,
+        "MIN_ACK_TIMEOUT_S": 0.3,
+        "PROBE_INTERVAL_S": 0.05,
+        "PROBE_TIMEOUT_S": 0.3,
+        "STEADY_S": 0.0,
+    }.items():
+        monkeypatch.setattr(registration_module, name, value)
+
+
+def test_each_worker_has_its_own_stable_order() -> None:
+    schedulers = [f"s{i}:1" for i in range(3)]
+    orders = {f"w{i}": preference(f"w{i}", schedulers) for i in range(300)}
+    for scheduler in schedulers:
+        assert 70 <= sum(order[0] == scheduler for order in orders.values()) <= 130
+    for worker, order in orders.items():
+        assert preference(worker, [*reversed(schedulers), "s0:1"]) == order
+        assert [s for s in preference(worker, [*schedulers, "s3:1"]) if s != "s3:1"] == order
+
+
+async def test_a_worker_is_registered_with_one_scheduler_at_a_time() -> None:
+    async with replicas() as r, registered(r.ports, Lifecycle()) as registration:
+        await until(lambda: len(r.first.heard) >= 5)
+        assert registration.scheduler == r.address(0)
+        assert r.second.num_streams == 0
+
+
+async def test_an_unreachable_scheduler_is_passed_at_once() -> None:
+    gone, there = FakeScheduler(), FakeScheduler()
+    async with serve(there) as port:
+        async with serve(gone) as dead:
+            pass
+        async with registered([dead, port], Lifecycle()) as registration, asyncio.timeout(1):
+            await until(lambda: registration.is_connected)
+
+
+async def test_a_frozen_scheduler_is_left_for_the_other_one(quick: None) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
+    async with replicas() as r, registered(r.ports, lifecycle) as registration:
+        await until(lambda: registration.is_connected)
+        r.first.is_silent = True
+        await until(lambda: registration.scheduler == r.address(1))
+        assert r.first.num_open == 0
+        assert (r.second.heard[0].state, r.second.heard[0].capacity.num_blocks) == (READY, 9)
+
+
+async def test_a_refusing_scheduler_is_left_alone_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    async with replicas() as r:
+        r.first.refusal = "block_size is 8, the other workers have 16"
+        async with registered(r.ports, Lifecycle()) as registration:
+            await until(lambda: registration.scheduler == r.address(1))
+            r.second.kick.set()
+            await until(lambda: r.second.num_streams == 2 and registration.is_connected)
+        assert r.first.num_streams == 1
+    assert caplog.text.count("refuses this worker") == 1
+
+
+async def test_a_scheduler_that_used_this_worker_is_tried_again_first(quick: None) -> None:
+    work = Work()
+    async with replicas() as r, registered(r.ports, Lifecycle(), work=work) as registration:
+        await until(lambda: registration.is_connected)
+        work.num_orders = 1
+        r.first.kick.set()
+        await until(lambda: r.first.num_streams == 2 and registration.is_connected)
+        r.first.kick.set()  # it has not used it since
+        await until(lambda: registration.scheduler == r.address(1))
+        assert r.first.num_streams == 2
+
+
+async def test_an_unused_worker_goes_back_when_its_first_scheduler_is_there(quick: None) -> None:
+    work, lifecycle = Work(rows_used=1, idle_s=99.0), Lifecycle()
+    async with replicas() as r, AsyncExitStack() as stack:
+        r.first.refusal = "not yet"
+        await r.first.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        registration = await stack.enter_async_context(registered(r.ports, lifecycle, work=work, refused_pause_s=0.05))
+        await until(lambda: registration.scheduler == r.address(1))
+        r.first.refusal = ""
+        work.rows_used = 0
+        heard = len(r.second.heard)
+        await until(lambda: len(r.second.heard) >= heard + 4)
+        assert registration.scheduler == r.address(1)  # the first one does not say that it serves
+        work.rows_used = 1
+        await r.first.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await until(lambda: len(r.second.heard) >= heard + 8)
+        assert registration.scheduler == r.address(1)  # a row is open
+        work.rows_used = 0
+        await until(lambda: registration.scheduler == r.address(0))
+        assert r.second.num_open == 0
+        assert len(work.released) == 1
+
+
+async def test_a_draining_worker_registers_nowhere_else() -> None:
+    lifecycle = Lifecycle()
+    async with replicas() as r:
+        r.first.ends_when = DRAINING
+        registration = make_registration(r.ports, lifecycle)
+        running = asyncio.ensure_future(registration.run())
+        await until(lambda: registration.is_connected)
+        lifecycle.set_draining()
+        await asyncio.wait_for(running, 30)
+        assert r.second.num_streams == 0
+
+
+async def test_nobody_answers_where_nobody_listens_or_all_is_frozen(quick: None) -> None:
+    async with serve(FakeScheduler()) as port:
+        assert await answers(f"127.0.0.1:{port}")
+    assert not await answers(f"127.0.0.1:{port}")
+    frozen = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with frozen:
+        assert not await answers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}")
+
+
+async def test_time_in_which_the_worker_was_stopped_itself_does_not_count() -> None:
+    loop, answer = asyncio.get_running_loop(), asyncio.Event()
+    waiting = asyncio.ensure_future(patiently(answer.wait(), 0.3))
+    await asyncio.sleep(0)
+    time.sleep(0.9)  # noqa: ASYNC251 -- as SIGSTOP would
+    loop.call_later(0.1, answer.set)
+    assert await waiting
+    with pytest.raises(TimeoutError):
+        await patiently(asyncio.Event().wait(), 0.05)
