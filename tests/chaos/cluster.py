@@ -97,9 +97,6 @@ class Cluster:
         for channel in self._channels.values():
             await channel.close()
 
-    def channel(self, service: Service) -> grpc.aio.Channel:
-        return self._channels[service.address]
-
     async def wait_recovered(self, kind: str, member: int) -> None:
         """Until this member serves and every worker has a scheduler. Raises TimeoutError with the member's log."""
         if kind == "redis":
@@ -125,7 +122,7 @@ class Cluster:
         return set().union(*lists)
 
     async def _ready_at(self, scheduler: Service) -> set[str]:
-        stub: Any = SchedulerServiceStub(self.channel(scheduler))
+        stub: Any = SchedulerServiceStub(self._channels[scheduler.address])
         try:
             request = scheduler_pb2.GetSchedulerStatusRequest()
             response = await stub.GetSchedulerStatus(request, timeout=CALL_TIMEOUT_S)
@@ -134,7 +131,7 @@ class Cluster:
         return {worker.worker_id for worker in response.status.workers if worker.state == "ready"}
 
     async def _is_serving(self, service: Service) -> bool:
-        stub: Any = health_pb2_grpc.HealthStub(self.channel(service))
+        stub: Any = health_pb2_grpc.HealthStub(self._channels[service.address])
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError:

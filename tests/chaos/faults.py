@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.v1 import inference_pb2 as pb
-from quire.v1.inference_pb2_grpc import AdminServiceStub
+from quire_client import AsyncClient
 
 from tests.chaos.cluster import Cluster
 from tests.processes.stack import Service
@@ -27,7 +26,6 @@ EXIT_DEADLINE_S = 30.0
 # Part of the faults that strike at once after another one, so that two kinds are down together.
 CLOSE_PART = 0.2
 CLOSE_S = 0.3
-DRAIN_CALL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +100,9 @@ def _turns(rng: random.Random, values: list[Any]) -> Callable[[], Any]:
 class Saboteur:
     """Carries out a plan. Of every kind at most one member is away at a time; different kinds may be away together."""
 
-    def __init__(self, cluster: Cluster, plan: list[Fault]) -> None:
+    def __init__(self, cluster: Cluster, client: AsyncClient, plan: list[Fault]) -> None:
         self._cluster = cluster
+        self._client = client
         self._plan = list(plan)
         self._busy: dict[str, asyncio.Task[None]] = {}
         self.strikes: list[Strike] = []
@@ -160,7 +159,7 @@ class Saboteur:
         elif fault.action == "restart":
             service.signal(signal.SIGTERM)
         else:
-            await self._drain(service)
+            await self._client.drain_worker(service.name)
         strike.exit_code = await self._exit_code(service)
         strike.exit_s = asyncio.get_running_loop().time() - strike.began
         await asyncio.sleep(fault.length_s)
@@ -172,17 +171,6 @@ class Saboteur:
         except TimeoutError:
             await asyncio.to_thread(service.kill)
             return -signal.SIGKILL
-
-    async def _drain(self, worker: Service) -> None:
-        """Ask for it as an operator does, at the first gateway that answers."""
-        for attempt, gateway in enumerate(self._cluster.members["gateway"], 1):
-            stub: Any = AdminServiceStub(self._cluster.channel(gateway))
-            try:
-                await stub.DrainWorker(pb.DrainWorkerRequest(worker_id=worker.name), timeout=DRAIN_CALL_S)
-                return
-            except Exception:
-                if attempt == len(self._cluster.members["gateway"]):
-                    raise
 
     async def _on_redis(self, fault: Fault) -> None:
         redis = self._cluster.redis

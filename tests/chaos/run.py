@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_client import AsyncClient
+
 from tests.chaos.cluster import KINDS, Cluster
 from tests.chaos.faults import Saboteur, make_plan
 from tests.chaos.reference import Catalogue, SimRule, Source, UndisturbedStack
@@ -108,18 +110,20 @@ async def run(settings: Settings, folder: Path) -> Report:
             )
             say(f"{len(catalogue)} undisturbed answers in {time.monotonic() - began:.0f} s; now the faults")
             load = StreamLoad(client, catalogue, seed=settings.seed, lanes=settings.lanes, at_least=settings.streams)
-            report = await disturb(settings, cluster, load, source)
+            report = await disturb(settings, cluster, client, load, source)
         await cluster.close()
     return report
 
 
-async def disturb(settings: Settings, cluster: Cluster, load: StreamLoad, source: Source) -> Report:
+async def disturb(
+    settings: Settings, cluster: Cluster, client: AsyncClient, load: StreamLoad, source: Source
+) -> Report:
     """Streams and faults side by side; then the checks that need quiet."""
     members = {kind: len(cluster.members.get(kind, ("redis",))) for kind in settings.kinds}
     plan = make_plan(
         settings.seed, max(MIN_FAULTS, int(4 * settings.seconds / settings.gap_s)), settings.gap_s, members
     )
-    saboteur = Saboteur(cluster, plan)
+    saboteur = Saboteur(cluster, client, plan)
     memory_before = cluster.memory_mib()
     began = asyncio.get_running_loop().time()
     until = began + settings.seconds

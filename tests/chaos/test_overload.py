@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def memory_mib(stack: Stack) -> dict[str, float]:
 
 
 @pytest.mark.slow
-async def test_overload_and_stalled_readers(tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+async def test_overload_and_stalled_readers(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler("--max-waiting", "12")
         stack.start_worker(scheduler, demo_model_dir(), *WORKER_FLAGS)
