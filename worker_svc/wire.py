@@ -27,7 +27,7 @@ from worker_svc.engine.batch import (
 from worker_svc.engine.config import EngineInfo
 
 HASH_BYTES = 16
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+DEFAULT_SAMPLING = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
@@ -135,22 +135,21 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         prompt_len=row_open.prompt_len,
         block_table=u32_from_bytes(f"{field}.block_table", row_open.block_table),
         num_computed_tokens=row_open.num_computed_tokens,
-        sampling=_sampling_from_proto(f"{field}.sampling", row_open.sampling),
+        sampling=_sampling_from_proto(row_open.sampling),
         sample_index=row_open.sample_index,
         fork_of_row=fork_of_row,
     )
 
 
-def _sampling_from_proto(field: str, sampling: types_pb2.SamplingParams) -> SamplingParams:
-    for name in SAMPLING_FIELDS:
-        if not sampling.HasField(name):  # type: ignore[arg-type]
-            raise _invalid(f"{field}.{name}", "is unset, expected a value: defaults are applied before a worker")
+def _sampling_from_proto(given: types_pb2.SamplingParams) -> SamplingParams:
+    """What is unset counts as the API's default: one row that lacks a field must not fail a whole step."""
+    default = DEFAULT_SAMPLING
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
+        temperature=given.temperature if given.HasField("temperature") else default.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p if given.HasField("top_p") else default.top_p,
+        min_p=given.min_p,
+        seed=given.seed,
     )
 
 

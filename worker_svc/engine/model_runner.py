@@ -25,6 +25,8 @@ from worker_svc.engine.rows import RowErrors, RowTable
 logger = logging.getLogger(__name__)
 
 NOTHING: tuple[I64, U32] = (np.empty(0, np.int64), EMPTY)  # rows and tokens of a step in which none sampled
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch says it in a RuntimeError
+MAX_OUT_OF_MEMORY_STEPS = 3  # in a row; a worker that can compute nothing must not go on taking rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,11 +76,13 @@ class ModelRunner:
             backend=self._backend.name,
         )
         self._planner = StepPlanner(self._rows, self.info)
+        self._num_out_of_memory = 0  # steps in a row
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and harms no other.
 
-        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool.
+        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. A step that runs
+        out of memory fails its rows; the third in a row raises, and so does one that could not even be applied.
         """
         started = time.perf_counter()
         self._planner.check_columns(batch)
@@ -86,8 +90,7 @@ class ModelRunner:
         with torch.inference_mode():
             errors = RowErrors()
             self._apply_changes(batch, errors)
-            plan = self._planner.plan(batch, errors)
-            rows, token_ids = self._run(plan, errors) if len(plan.rows) else NOTHING
+            rows, token_ids = self._run_or_fail(batch, errors)
         elapsed_us = int((time.perf_counter() - started) * 1e6)
         return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
 
@@ -117,6 +120,23 @@ class ModelRunner:
             self._pool.copy(self._backend, batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64))
         if len(batch.commit_blocks):
             self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+
+    def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, U32]:
+        """Once the changes are applied, a step writes only to slots of its own rows: without memory, these fail."""
+        try:
+            plan = self._planner.plan(batch, errors)
+            rows, token_ids = self._run(plan, errors) if len(plan.rows) else NOTHING
+        except (MemoryError, RuntimeError) as error:
+            self._num_out_of_memory += 1
+            if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
+                raise
+            logger.error("step %d ran out of memory, its rows fail: %s", batch.step_id, error)
+        else:
+            self._num_out_of_memory = 0
+            return rows, token_ids
+        for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
+            errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
+        return NOTHING
 
     def _run(self, plan: StepPlan, errors: RowErrors) -> tuple[I64, U32]:
         """Computes and samples; rows [S] and their tokens [S]."""
@@ -148,6 +168,13 @@ class ModelRunner:
         rows, token_ids = plan.sampling_rows[~is_bad], token_ids[~is_bad]
         self._rows.append(rows, plan.sampled_positions[~is_bad], token_ids)
         return rows, token_ids
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or numpy could not get memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> Literal["float32", "bfloat16"]:

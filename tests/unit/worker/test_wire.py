@@ -95,16 +95,21 @@ def test_an_empty_batch_is_good() -> None:
     assert (len(batch.rows), len(batch.query_lens), len(batch.sample_mask), batch.opens) == (0, 0, 0, [])
 
 
+def test_unset_sampling_counts_as_the_default() -> None:
+    opens = [
+        worker_pb2.RowOpen(),
+        worker_pb2.RowOpen(sampling=types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=4, min_p=0.25, seed=9)),
+    ]
+    unset, given = (item.sampling for item in step_batch_from_proto(worker_pb2.StepBatch(opens=opens)).opens)
+    assert (unset.temperature, unset.top_k, unset.top_p, unset.min_p, unset.seed) == (1.0, 0, 1.0, 0.0, 0)
+    assert (given.temperature, given.top_k, given.top_p, given.min_p, given.seed) == (0.0, 4, 0.5, 0.25, 9)
+
+
 @pytest.mark.parametrize(
     ("row_open", "says"),
     [
         (worker_pb2.RowOpen(token_ids=b"123"), "batch.opens[0].token_ids is 3 bytes"),
         (worker_pb2.RowOpen(block_table=b"1"), "batch.opens[0].block_table is 1 bytes"),
-        (worker_pb2.RowOpen(), "batch.opens[0].sampling.temperature is unset"),
-        (
-            worker_pb2.RowOpen(sampling=types_pb2.SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0)),
-            "batch.opens[0].sampling.seed is unset",
-        ),
         (worker_pb2.RowOpen(token_ids=column(1), fork_of_row=0), "fork_of_row is 0, expected one of the two"),
     ],
 )
