@@ -41,8 +41,10 @@ DRAIN_POLL_S = 0.02
 PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
 
-EPILOG = """example:
+EPILOG = """examples:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
+  quire-worker --model ./Qwen3-0.6B --scheduler sched-0:50052,sched-1:50052
+  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --executor sim --sim-step-ms 20
 """
 
 
@@ -160,6 +162,11 @@ _at_least_0 = config.in_range(float, 0, 1e9)
 _at_least_1 = config.in_range(int, 1, 2**31 - 1)
 
 
+def scheduler_addresses(args: argparse.Namespace) -> list[str]:
+    """Every --scheduler."""
+    return [scheduler for part in args.scheduler or () for scheduler in part]
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the flags. Raises ValueError with the field's name."""
     return EngineConfig(
@@ -226,7 +233,7 @@ class Worker:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def _register(self, address: str) -> None:
-        schedulers = [scheduler for part in self._args.scheduler or () for scheduler in part]
+        schedulers = scheduler_addresses(self._args)
         if not schedulers:
             return
         self._registration = Registration(

@@ -8,18 +8,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire_client.demo import demo_model_dir
 
 from svc_common import config
 from svc_common.serve import open_channel
 from tests.contract.worker_fakes import SAMPLING, column
-from worker_svc.server import engine_config, make_parser, reachable_address, set_thread_environment
+from worker_svc.server import (
+    engine_config,
+    make_parser,
+    reachable_address,
+    scheduler_addresses,
+    set_thread_environment,
+    sim_config,
+)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,6 +75,9 @@ class Process:
             self.lines.append((await self.process.stderr.read()).decode())
             return await self.process.wait()
 
+    def loaded_files(self) -> str:
+        return Path(f"/proc/{self.process.pid}/maps").read_text()
+
     @property
     def log(self) -> str:
         return "".join(self.lines)
@@ -85,6 +96,11 @@ async def start(model: Path, *flags: str) -> AsyncIterator[Process]:
             await process.process.wait()
         if process.channel is not None:
             await process.channel.close()
+
+
+def simulated(*flags: str) -> AbstractAsyncContextManager[Process]:
+    """A worker that starts at once."""
+    return start(demo_model_dir(), "--executor", "sim", *flags)
 
 
 async def open_row(stub: worker_pb2_grpc.WorkerServiceStub) -> worker_pb2.Fence:
@@ -122,8 +138,41 @@ async def test_a_worker_serves_and_drains(tiny_model: Path) -> None:
     assert "rows open" not in worker.log
 
 
-async def test_rows_that_stay_are_left_after_the_timeout(tiny_model: Path) -> None:
-    async with start(tiny_model, "--drain-timeout-s", "600") as worker:
+async def test_a_simulated_worker_needs_no_torch() -> None:
+    flags = ("--num-blocks", "5000", "--max-num-seqs", "512", "--max-model-len", "30000", "--sim-step-ms", "1")
+    async with simulated("--max-num-batched-tokens", "4096", *flags) as worker:
+        stub = await worker.connect()
+        ready = await worker.read_until("ready after")
+        assert "max_model_len 30000, 5000 blocks of 16 tokens, 512 rows, backend sim" in ready
+        await open_row(stub)
+        assert "libtorch" not in worker.loaded_files()
+
+
+async def test_a_drain_ends_with_the_last_row_and_delivers_what_is_owed() -> None:
+    async with simulated("--sim-step-ms", "700") as worker:
+        stub = await worker.connect()
+        await worker.read_until("ready after")
+        fence = await open_row(stub)
+        stream = stub.StepStream()
+        decode = worker_pb2.StepBatch(
+            step_id=2, fence=fence, rows=column([0]), context_lens=column([2]), slot_mapping=column([2])
+        )
+        await stream.write(worker_pb2.StepStreamRequest(batch=decode))
+        worker.process.send_signal(signal.SIGTERM)
+        await worker.read_until("draining")
+        close = worker_pb2.StepBatch(step_id=3, fence=fence, close_rows=column([0]))
+        await stream.write(worker_pb2.StepStreamRequest(batch=close))
+        answers = [(await stream.read()).output for _ in range(2)]
+        assert [(answer.step_id, len(answer.rows)) for answer in answers] == [(2, 4), (3, 0)]
+        closed_at = asyncio.get_running_loop().time()
+        assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+        assert await worker.wait() == 0
+        assert asyncio.get_running_loop().time() - closed_at < 3
+    assert "rows open" not in worker.log
+
+
+async def test_rows_that_stay_are_left_after_the_timeout() -> None:
+    async with simulated("--drain-timeout-s", "600") as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
         await open_row(stub)
@@ -133,8 +182,8 @@ async def test_rows_that_stay_are_left_after_the_timeout(tiny_model: Path) -> No
     assert "leaving with 1 rows open" in worker.log
 
 
-async def test_an_idle_stream_does_not_hold_up_the_end(tiny_model: Path) -> None:
-    async with start(tiny_model) as worker:
+async def test_an_idle_stream_does_not_hold_up_the_end() -> None:
+    async with simulated() as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
         lease = await stub.Lease(worker_pb2.LeaseRequest(protocol_version=1), timeout=30)
@@ -176,6 +225,8 @@ def test_a_bad_folder_is_one_line_and_exit_2(tmp_path: Path, files: dict[str, st
         (("--pipeline-depth", "0"), "--pipeline-depth: 0 is outside 1 to 16"),
         (("--kv-cache-memory", "2Q"), "--kv-cache-memory: '2Q' is not a size"),
         (("--scheduler", "nowhere"), "--scheduler: 'nowhere' is not host:port"),
+        (("--scheduler", "a:1,nowhere"), "--scheduler: 'nowhere' is not host:port"),
+        (("--sim-eos-probability", "2"), "--sim-eos-probability: 2 is outside 0 to 1"),
         (("--backend", "abacus", "--listen", "127.0.0.1:0"), "abacus"),
     ],
 )
@@ -203,6 +254,20 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (settings.model_dir, settings.model_name) == (Path("/models/m"), "m")
     assert (settings.max_num_seqs, settings.kv_cache_memory, settings.dtype) == (5, 2 << 20, "bfloat16")
+
+
+def test_schedulers_may_be_repeated_and_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--model", "m", "--scheduler", "a:1, b:2", "--scheduler", "c:3"]
+    assert scheduler_addresses(config.parse(make_parser(), flags)) == ["a:1", "b:2", "c:3"]
+    assert scheduler_addresses(config.parse(make_parser(), ["--model", "m"])) == []
+    monkeypatch.setenv("QUIRE_SCHEDULER", "d:4,e:5")
+    assert scheduler_addresses(config.parse(make_parser(), ["--model", "m"])) == ["d:4", "e:5"]
+
+
+def test_flags_reach_the_simulation() -> None:
+    flags = ["--sim-step-ms", "2", "--sim-prefill-tokens-per-s", "100", "--sim-token-us", "3"]
+    sim = sim_config(config.parse(make_parser(), ["--model", "m", "--sim-eos-probability", "0.5", *flags]))
+    assert (sim.step_ms, sim.prefill_tokens_per_s, sim.token_us, sim.eos_probability) == (2.0, 100.0, 3.0, 0.5)
 
 
 @pytest.mark.parametrize(
