@@ -43,6 +43,7 @@ from quire_client.resume import ResumePolicy, Resumption, gave_up, policy_of_cal
 from quire_client.retry import (
     CONNECT_RETRY,
     PROBE_TIMEOUT_S,
+    REDIAL_S,
     RETRY_TAKEN_S,
     Deadline,
     RetryPolicy,
@@ -122,6 +123,7 @@ class Client:
         self._rng = random.Random()
         self._watch = StallWatch(self._ring, self._probe)
         self._is_closed = threading.Event()
+        self._redials: dict[int, grpc.Future[bytes]] = {}
 
     @classmethod
     def connect(
@@ -354,6 +356,28 @@ class Client:
         call.add_done_callback(lambda done: note(target, done))
         return call
 
+    def _leave(self, target: int) -> None:
+        """Avoid a gateway that has failed, until it is back.
+
+        The synchronous gRPC stack dials a lost server only while some call is open. Between two tries there is none,
+        and a server that is back would stay unseen for ten seconds: so a health check waits for it.
+        """
+        self._ring.failed(target, time.monotonic())
+        waiting = self._redials.get(target)
+        if self._is_closed.is_set() or (waiting is not None and not waiting.done()):
+            return
+        ask = self._gateways[target].health.future
+        try:
+            call = ask(health_request(""), timeout=REDIAL_S, metadata=self._metadata, wait_for_ready=True)
+        except ValueError:  # closed meanwhile
+            return
+        self._redials[target] = call
+        call.add_done_callback(lambda done: self._note_return(target, done))
+
+    def _note_return(self, target: int, call: grpc.Future[bytes]) -> None:
+        if not call.cancelled() and call.exception() is None and health_state(call.result()) == "serving":
+            self._ring.works(target, time.monotonic())
+
     def _retrying(
         self,
         attempt: Callable[[int], T],
@@ -374,7 +398,7 @@ class Client:
                 error = quire_error
             now = time.monotonic()
             if isinstance(error, ConnectionFailed):
-                self._ring.failed(target, now)
+                self._leave(target)
                 num_moves += 1
                 if num_moves % len(self._ring) and self._ring.has_working(now):
                     continue
@@ -547,7 +571,7 @@ class GenerateStream:
         while True:
             now = time.monotonic()
             if isinstance(error, ConnectionFailed | StreamEndedEarly):
-                ring.failed(self.target, now)
+                self._client._leave(self.target)
             remaining_s = self._deadline.remaining_s()
             delay_s = resumption.delay_s(error, now, remaining_s, has_working=ring.has_working(now))
             if delay_s is None:

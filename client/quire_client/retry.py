@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire_client.errors import AlreadyExists, ConnectionFailed, Overloaded, QuireError
 
 PROBE_TIMEOUT_S = 2.0
+REDIAL_S = 60.0
 ABORT_TIMEOUT_S = 5.0
 RETRY_TAKEN_S = 0.05  # until a gateway has noticed that this client's earlier try is gone
 

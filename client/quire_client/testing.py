@@ -18,7 +18,12 @@ from typing import Any, Self
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from quire.v1.inference_pb2_grpc import (
+    AdminServiceServicer,
+    InferenceServiceServicer,
+    add_AdminServiceServicer_to_server,
+    add_InferenceServiceServicer_to_server,
+)
 
 from quire_client.assembly import load_digest
 
@@ -28,7 +33,7 @@ HEALTH_SERVING = b"\x08\x01"
 Answers = Mapping[str, str] | Callable[[str], str]
 
 
-class FakeGateway(InferenceServiceServicer):
+class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
     """Answers prompts (for a chat: its last message) from a table or a function; unknown prompts are echoed.
 
     `requests` holds the GenerateRequests that arrived, in order.
@@ -37,6 +42,7 @@ class FakeGateway(InferenceServiceServicer):
     def __init__(self, answers: Answers = {}, *, model: str = "fake") -> None:  # noqa: B006 - never changed
         self.requests: list[pb.GenerateRequest] = []
         self.aborted_ids: list[str] = []
+        self.drained_ids: list[str] = []
         self.target = ""
         self._answers = answers
         self._model = model
@@ -45,6 +51,7 @@ class FakeGateway(InferenceServiceServicer):
     def __enter__(self) -> Self:
         server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         add_InferenceServiceServicer_to_server(self, server)
+        add_AdminServiceServicer_to_server(self, server)
         health: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
             lambda request, context: HEALTH_SERVING
         )
@@ -94,6 +101,12 @@ class FakeGateway(InferenceServiceServicer):
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self.aborted_ids.extend(request.request_ids)
         return pb.AbortResponse(aborted_ids=request.request_ids)
+
+    def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        if request.worker_id != "w0":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r}; there is 'w0'")
+        self.drained_ids.append(request.worker_id)
+        return pb.DrainWorkerResponse(num_moved=2)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(ids=map(ord, prompt_text(request.prompt)), max_model_len=MAX_MODEL_LEN)

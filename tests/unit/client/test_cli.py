@@ -145,6 +145,32 @@ def test_status_of_a_lost_scheduler():
     assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
 
 
+def test_status_shows_what_waits(gateway, capsys):
+    assert "tokens  0 pending, 0 refused for their deadline" in run(capsys, "status")[1]
+    replica = show.SchedulerStatus("host:1", "m", True, 0, 9, 0, 0, 0, 0, "redis", 0, (), 70, 500, 3)
+    text = show.status_text(show.Status((replica, replica), 4))
+    assert text.count("tokens  70 pending (queue: at most 500), 3 refused for their deadline") == 2
+
+
+def test_drain(gateway, capsys):
+    assert run(capsys, "drain", "w0") == (0, "w0 drains: 2 sequences moved\n", "")
+    assert json.loads(run(capsys, "drain", "w0", "--json")[1]) == {"worker": "w0", "num_moved": 2}
+    assert gateway.drained_ids == ["w0", "w0"]
+    assert run(capsys, "drain", "w7") == (1, "", "quire: error: no worker 'w7'; there is 'w0'\n")
+
+
+def test_every_command_takes_several_targets(gateway, capsys):
+    target = f"localhost:1,{gateway.target}"
+    for command in ("generate hi", "chat hi", "models", "status", "tokenize hi", "drain w0"):
+        assert run(capsys, *command.split(), "--target", target)[0] == 0
+
+
+def test_doctor_looks_at_every_target(gateway, capsys):
+    code, out, _ = run(capsys, "doctor", "--target", f"{gateway.target},localhost:1", "--json")
+    found = [f["state"] for f in json.loads(out)["findings"] if f["name"] == "gateway"][-2:]
+    assert (code, found) == (1, ["ok", "missing"])
+
+
 def test_tokenize(gateway, capsys, monkeypatch):
     assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; the model takes 4096]\n")
     type_in(monkeypatch, "a")
@@ -164,6 +190,8 @@ def test_tokenize(gateway, capsys, monkeypatch):
         ("chat --json", "--json needs a question"),
         ("up --port 70000", "--port: 70000 is above 65535"),
         ("up --workers 0", "--workers: 0 is less than 1"),
+        ("up --gateways 0", "--gateways: 0 is less than 1"),
+        ("drain", "WORKER"),
         ("nonsense", "invalid choice: 'nonsense'"),
         ("", "COMMAND"),
     ],
@@ -188,7 +216,7 @@ def test_violations_are_told(capsys, monkeypatch):
     assert (code, err) == (1, "quire: error: temperature 3 is above 2\n")
 
 
-@pytest.mark.parametrize("command", ["", "up", "generate", "chat", "models", "status", "tokenize", "doctor"])
+@pytest.mark.parametrize("command", ["", "up", "generate", "chat", "models", "status", "tokenize", "drain", "doctor"])
 def test_help(command, capsys):
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import random
+import re
 import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire_client import (
@@ -24,7 +27,7 @@ from quire_client import (
     StreamCorrupted,
     StreamEndedEarly,
 )
-from quire_client.assembly import load_digest
+from quire_client.assembly import StreamAssembler, load_digest
 from quire_client.channel import resolve_targets
 from quire_client.errors import InternalError, Overloaded
 from quire_client.resume import ResumePolicy, Resumption
@@ -579,6 +582,49 @@ def test_without_another_gateway_a_frozen_one_is_waited_for(monkeypatch):
         assert list(stream.result().token_ids) == ids_of(7, 0)
         assert stream.resumes == 0
         thawer.join()
+
+
+# docs/resume-protocol.md
+
+DOC = Path(__file__).parents[3] / "docs" / "resume-protocol.md"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", DOC.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_documented_client_resumes(n):
+    scope = {}
+    exec(blocks("python")[0], scope)
+    rng = random.Random(n)
+    with ByteGateway() as one, ByteGateway() as two:
+        for gateway in (one, two):
+            gateway.breaks = [(rng.randint(2, 8), BREAKS[how]) for how in ("unavailable", "rst", "end", "no words")]
+        request = pb.GenerateRequest(prompt=pb.Prompt(text="hi"), sampling=types_pb2.SamplingParams(n=n))
+        ids, texts = {}, {}
+        for index, new_ids, text in scope["generate"]([one.target, two.target], request):
+            ids.setdefault(index, []).extend(new_ids)
+            texts[index] = texts.get(index, "") + text
+        assert one.requests[1:]
+        assert two.requests
+    assert ids == {index: ids_of(7, index) for index in range(n)}
+    assert texts == {index: bytes(ids_of(7, index)).decode(errors="replace") for index in range(n)}
+
+
+def test_the_documented_example_holds_together():
+    before, first, after, second = [
+        [json_format.Parse(line, kind()) for line in block.splitlines()]
+        for block, kind in zip(blocks("json"), [pb.GenerateRequest, pb.GenerateResponse] * 2, strict=True)
+    ]
+    assembler = StreamAssembler(before[0], can_resume=True)
+    assert assembler.next_request() == before[0]
+    for event in first:
+        assembler.feed(event)
+    assert assembler.next_request() == after[0]
+    for event in second:
+        assembler.feed(event)
+    assert assembler.result().text == "Return the number of items in a contain"
 
 
 # Before the first event, and calls without a stream

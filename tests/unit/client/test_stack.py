@@ -215,6 +215,30 @@ def test_plan_wires_the_services_together(model, tmp_path):
     assert "in memory (no --redis given)" in "".join(made.notes)
 
 
+def test_plan_of_replicas(model, tmp_path):
+    made = plan(
+        "--model", model, "--port", "0", "--gateways", "2", "--schedulers", "2", "--workers", "2",
+        "--log-dir", str(tmp_path),
+    )  # fmt: skip
+    names = [spec.name for spec in made.specs]
+    assert names == ["scheduler-0", "scheduler-1", "worker-0", "worker-1", "gateway-0", "gateway-1"]
+    addresses = [spec.address for spec in made.specs]
+    assert len(set(addresses)) == 6
+    for spec in made.specs[2:]:
+        given = [spec.arguments[i + 1] for i, word in enumerate(spec.arguments) if word == "--scheduler"]
+        assert given == addresses[:2]
+    assert made.target == ",".join(addresses[4:])
+    assert "in memory of each scheduler" in "".join(made.notes)
+
+
+def test_gateways_get_ports_in_a_row(model, tmp_path):
+    port = next(port for port in stack.free_ports(50) if stack.is_free("127.0.0.1", port + 1))
+    made = plan("--model", model, "--port", str(port), "--gateways", "2", "--log-dir", str(tmp_path))
+    assert made.target == f"127.0.0.1:{port},127.0.0.1:{port + 1}"
+    with pytest.raises(up.SetupError, match="2 gateways from port 65535 on do not fit"):
+        plan("--model", model, "--port", "65535", "--gateways", "2")
+
+
 def test_plan_hands_the_flags_on(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
