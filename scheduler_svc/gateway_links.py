@@ -128,6 +128,7 @@ class Outbox:
 class Attached:
     """One gateway's stream."""
 
+    gateway_id: str
     owner: int
     outbox: Outbox
     last_heard: float  # loop time
@@ -187,7 +188,8 @@ class Gateways:
         """One gateway's stream, from Hello to its end. Its requests end with it."""
         hello = await _read_hello(requests)
         outbox = Outbox(hello.gateway_id)
-        attached = Attached(self._step_loop.attach(outbox), outbox, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, last_heard=now)
         self._outboxes[attached.owner] = outbox
         outbox.welcome(self._welcome)
         log.info("gateway %s attached", hello.gateway_id)
@@ -243,7 +245,7 @@ class Gateways:
     def _take_request(self, request: scheduler_pb2.AttachRequest, attached: Attached) -> None:
         kind, owner = request.WhichOneof("message"), attached.owner
         if kind == "submit":
-            self._submit(request.submit, owner, attached.outbox)
+            self._submit(request.submit, attached)
         elif kind == "cancel":
             cancel = request.cancel
             sample_index = cancel.sample_index if cancel.HasField("sample_index") else None
@@ -253,13 +255,13 @@ class Gateways:
         else:
             raise InvalidRequestError(f"{kind or 'an empty message'} is not expected here; send submit or cancel")
 
-    def _submit(self, submit: scheduler_pb2.Submit, owner: int, outbox: Outbox) -> None:
+    def _submit(self, submit: scheduler_pb2.Submit, attached: Attached) -> None:
         try:
             if self.info is None:
                 raise UnavailableError("no worker has registered yet; try again soon", retry_after_s=RETRY_NO_WORKER_S)
-            group = wire.group_from_proto(submit, self.info, owner=owner)
+            group = wire.group_from_proto(submit, self.info, owner=attached.owner, origin=attached.gateway_id)
         except QuireError as error:
-            outbox.reply(submit.handle, error)
+            attached.outbox.reply(submit.handle, error)
             return
         self._step_loop.submit(group)
 

@@ -138,7 +138,9 @@ def _row_error_text(error: worker_pb2.RowError) -> str:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *, owner: int) -> SequenceGroup:
+def group_from_proto(
+    submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *, owner: int, origin: str = ""
+) -> SequenceGroup:
     """A request as the core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
 
     Whether it fits a pool and whether its id is free is for the core to say. `arrival` is set by the step loop.
@@ -166,6 +168,7 @@ def group_from_proto(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *,
         outputs=outputs,
         finished_samples=finished,
         takes_over=submit.takes_over,
+        origin=origin,
         tenant_id=_tenant_id(submit.tenant_id),
         timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
     )

@@ -171,7 +171,8 @@ class Scheduler:
         return _finishes([*replaced.finished, *finished])
 
     def _check_group(self, group: SequenceGroup) -> None:
-        if group.request_id in self._groups and not group.takes_over:
+        live = self._groups.get(group.request_id)
+        if live is not None and not _gives_way(live, group):
             raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
         self._check_queue(group)
         if not len(group.prompt):
@@ -684,6 +685,14 @@ class Scheduler:
         assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
         if seq.status is SequenceStatus.WAITING:
             assert not places[1], f"sequence {seq.seq_id} waits and holds a row"
+
+
+def _gives_way(live: SequenceGroup, group: SequenceGroup) -> bool:
+    """A client goes from stream to stream, and only its last one counts. A gateway that was frozen meanwhile sends the
+    request again as well: it must not win it back from where the client is now. If that one is dead, its own end frees
+    the request_id in a moment.
+    """
+    return group.takes_over and (not live.takes_over or live.origin == group.origin)
 
 
 def _could_run(seq: Sequence, worker: WorkerState) -> bool:

@@ -124,7 +124,8 @@ class SequenceGroup:
     `owner` and `handle` name the request for the caller (which gateway, which of its requests) and come back in
     Deltas. `sampling` is opaque to the core and reaches the worker in RowOpen. `root_key` separates hash chains
     (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
-    `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way.
+    `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way,
+    unless that one took over itself and is of another origin: then this one is the older stream, waking up late.
     `tenant_id`: whose share of the work it counts against.
     """
 
@@ -140,6 +141,7 @@ class SequenceGroup:
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
     takes_over: bool = False
+    origin: str = ""  # who sent it, as far as a request may change hands: a gateway's name over all its streams
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
     arrival: float = 0.0

@@ -7,6 +7,7 @@ from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DeadlineError,
+    DuplicateRequestError,
     NeverFitsError,
     QueueFullError,
     UnexpectedStepError,
@@ -362,3 +363,20 @@ def test_a_request_that_moves_between_owners_for_ever_leaks_nothing() -> None:
         scheduler.update(answer(batch), 0.0)
     stats = scheduler.stats()
     assert stats.num_waiting == stats.num_running == stats.pending_tokens == stats.workers[0].blocks_used == 0
+
+
+def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_elsewhere() -> None:
+    scheduler = make()
+
+    def send(origin: str, **options: object) -> list[int]:
+        deltas = scheduler.add_group(group("a", range(4), origin=origin, owner=ord(origin), **options), 0.0)
+        return [finished.group.owner for finished in deltas.finished]
+
+    assert send("f") == []
+    assert send("g", takes_over=True) == [ord("f")]  # the client left f, which is frozen
+    with pytest.raises(DuplicateRequestError):
+        send("f", takes_over=True)  # f wakes up: its stream has ended, it does not know about its client yet
+    assert send("g", takes_over=True) == [ord("g")]  # g lost its stream: it comes again on the next one
+    scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
+    assert send("f", takes_over=True) == []  # g died: nobody has it
+    scheduler.check_invariants()
