@@ -44,9 +44,9 @@ class RetryPolicy:
     gateway that has not just failed. (What happens to a stream that breaks later is not decided here.)
     """
 
-    max_attempts: int = 4
+    max_attempts: int = 6
     initial_s: float = 0.1
-    max_s: float = 5.0
+    max_s: float = 2.0
     multiplier: float = 2.0
 
     def delay_s(self, error: QuireError, attempt: int, remaining_s: float | None, rng: random.Random) -> float | None:
