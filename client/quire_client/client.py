@@ -314,6 +314,8 @@ class Client:
             delay_s = CONNECT_RETRY.delay_s(error, num_attempts, deadline.remaining_s(), self._rng)
             if delay_s is None:
                 raise error
+            for target in range(len(self._gateways)):
+                self._redial(target)
             time.sleep(delay_s)
 
     def _probe(self, targets: Collection[int]) -> set[int]:
@@ -357,12 +359,16 @@ class Client:
         return call
 
     def _leave(self, target: int) -> None:
-        """Avoid a gateway that has failed, until it is back.
+        """Avoid a gateway that has failed, until it is back."""
+        self._ring.failed(target, time.monotonic())
+        self._redial(target)
+
+    def _redial(self, target: int) -> None:
+        """Notice at once when a gateway is there (again).
 
         The synchronous gRPC stack dials a lost server only while some call is open. Between two tries there is none,
         and a server that is back would stay unseen for ten seconds: so a health check waits for it.
         """
-        self._ring.failed(target, time.monotonic())
         waiting = self._redials.get(target)
         if self._is_closed.is_set() or (waiting is not None and not waiting.done()):
             return

@@ -115,9 +115,13 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens computed per step")
     add("--max-model-len", type=_at_least(1), metavar="N", help="longest prompt + output")
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
+    add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
     add("--threads", type=_at_least(1), metavar="N", help="CPU threads of each worker (default: the cores, shared out)")
     queue = parser.add_argument_group("handed to every scheduler")
-    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="requests that may wait")
+    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="sequences that may wait")
+    queue.add_argument(
+        "--max-waiting-tokens", type=_at_least(1), metavar="N", help="tokens of their prompts and expected answers"
+    )
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

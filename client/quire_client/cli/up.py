@@ -146,7 +146,12 @@ def _gateway_ports(host: str, port: int, count: int) -> list[int]:
 
 
 def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> ServiceSpec:
-    flags = [("listen", address), ("redis", args.redis), ("max-waiting", args.max_waiting)]
+    flags = [
+        ("listen", address),
+        ("redis", args.redis),
+        ("max-waiting", args.max_waiting),
+        ("max-waiting-tokens", args.max_waiting_tokens),
+    ]
     return ServiceSpec(name, "scheduler_svc.server", flag_arguments(flags), address, SCHEDULER_PHASE)
 
 
@@ -176,6 +181,7 @@ def _worker_spec(
         ("max-num-batched-tokens", args.max_num_batched_tokens),
         ("max-model-len", args.max_model_len),
         ("determinism", args.determinism),
+        ("executor", args.executor),
     ]
     return ServiceSpec(worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE)
 
