@@ -94,6 +94,11 @@ class End:
     def is_refusal(self) -> bool:
         return self.code in REFUSALS or self.code is ID_IN_USE
 
+    @property
+    def is_worth_asking_again(self) -> bool:
+        """The scheduler may only have lost patience with this worker."""
+        return self.was_taken and not self.is_silent and not self.is_refusal
+
 
 def preference(worker_id: str, schedulers: Sequence[str]) -> list[str]:
     """The schedulers in this worker's order: a fixed one, other for every worker, and stable when one is added."""
@@ -161,7 +166,7 @@ class Registration:
         """The scheduler to try now, after a pause if none is worth it at once."""
         now = asyncio.get_running_loop().time()
         self._note_end(candidate, end, now)
-        if end.was_taken and not end.is_silent and not end.is_refusal:
+        if end.is_worth_asking_again:
             return candidate  # if it is still there, it may have work for this worker's warm blocks
         chosen = next((c for c in self._candidates if c.next_try_at <= now), None)
         if chosen is None:
@@ -173,22 +178,21 @@ class Registration:
         """Log what is new about it; set when to try again."""
         address, code = candidate.address, end.code
         if end.was_taken:
-            candidate.pause_s = FIRST_PAUSE_S
+            candidate.pause_s, candidate.next_return_at = FIRST_PAUSE_S, now
         if end.is_refusal:
             _complain(candidate, logging.ERROR, f"scheduler {address} refuses this worker: {end.details}")
             candidate.next_try_at = now + (MAX_PAUSE_S if code is ID_IN_USE else self._refused_pause_s)
+            candidate.next_return_at = candidate.next_try_at
         else:
             # Only the code makes it a new complaint: details hold changing addresses and times.
-            message = f"scheduler {address} is not available ({code.name}); " + self._what_next()
+            message = f"scheduler {address} is not available ({code.name}); trying {self._whom(end)}"
             _complain(candidate, logging.WARNING, message, end.details)
             # Workers that lost one scheduler together must not come back in step.
             candidate.next_try_at = now + candidate.pause_s * self._rng.uniform(0.5, 1.0)
             candidate.pause_s = min(2 * candidate.pause_s, MAX_PAUSE_S)
-        if not end.was_taken:
-            candidate.next_return_at = now + self._refused_pause_s
 
-    def _what_next(self) -> str:
-        return "trying again" if len(self._candidates) == 1 else "trying another one"
+    def _whom(self, end: End) -> str:
+        return "again" if end.is_worth_asking_again or len(self._candidates) == 1 else "another one"
 
     async def _wait_for_better(self, current: Candidate) -> Candidate:
         """An earlier scheduler, once it answers and nobody would miss this worker where it is."""
@@ -199,6 +203,7 @@ class Registration:
             for candidate in earlier:
                 is_due = candidate.next_return_at <= loop.time() and self._is_unused()
                 if is_due and await answers(candidate.address) and self._is_unused():
+                    candidate.next_return_at = loop.time() + self._refused_pause_s  # unless it takes this worker
                     return candidate
 
     def _is_unused(self) -> bool:
