@@ -225,7 +225,7 @@ class Worker:
             await self._server.grpc.stop(0)
             return self._exit_code
         serving.result()
-        if not loading.done():
+        if not loading.done() or self._executor.num_in_flight:
             await _cancel(loading)
             _leave_now()  # the model thread cannot be interrupted
         return 0

@@ -171,6 +171,20 @@ async def test_a_drain_ends_with_the_last_row_and_delivers_what_is_owed() -> Non
     assert "rows open" not in worker.log
 
 
+async def test_a_step_that_never_ends_does_not_keep_the_process() -> None:
+    async with simulated("--sim-step-ms", "600000", "--drain-timeout-s", "0.1") as worker:
+        stub = await worker.connect()
+        await worker.read_until("ready after")
+        stepping = asyncio.ensure_future(open_row(stub))
+        await worker.read_until("leased by")
+        worker.process.send_signal(signal.SIGTERM)
+        await worker.read_until("draining")
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stepping
+
+
 async def test_rows_that_stay_are_left_after_the_timeout() -> None:
     async with simulated("--drain-timeout-s", "600") as worker:
         stub = await worker.connect()
