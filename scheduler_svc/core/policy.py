@@ -63,6 +63,16 @@ def first_token_wait_s(
     return wait + (own_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0)
 
 
+DEADLINE_PART = 0.8
+
+
+def is_too_late(first_token_wait: float, timeout_s: float) -> bool:
+    """Whether a request should be refused rather than started. A first token that comes just before the deadline helps
+    nobody: the rest of the answer needs time too, and paces vary. What is started in vain delays those behind it.
+    """
+    return first_token_wait > DEADLINE_PART * timeout_s
+
+
 def held_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
     """What a waiting sequence and the samples that will fork off it will have: known tokens, and answers of the usual
     length. Counting max_tokens would fill the queue with tokens that nobody will ever see.

@@ -45,7 +45,15 @@ from scheduler_svc.core.messages import (
     WorkerCapacity,
 )
 from scheduler_svc.core.pace import Pace
-from scheduler_svc.core.policy import ceil_div, first_token_wait_s, held_tokens, is_queue_full, placement_score
+from scheduler_svc.core.policy import (
+    DEADLINE_PART,
+    ceil_div,
+    first_token_wait_s,
+    held_tokens,
+    is_queue_full,
+    is_too_late,
+    placement_score,
+)
 from scheduler_svc.core.sequence import (
     FinishReason,
     Sequence,
@@ -210,19 +218,19 @@ class Scheduler:
         if not workers:
             return  # when one comes is anybody's guess
         ahead = self._waiting.tokens_ahead(self._share.slot_of(group.tenant_id), group.priority)
-        own = len(group.prompt) + min(worker.rows.pending_prefill() for worker in workers)
+        own = len(group.prompt) + min(worker.backlog for worker in workers)
         paces = self._queue_pace.per_s, self._prefill_pace.per_s
-        if first_token_wait_s(ahead, paces[0], own, paces[1]) <= timeout_s:
+        if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
             return
         own -= max(worker.num_cached(group.prompt, group.root_key) for worker in workers)
         wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
-        if wait_s <= timeout_s:
+        if not is_too_late(wait_s, timeout_s):
             return
         self._refused_deadline += 1
         raise DeadlineError(
-            f"the first token would take about {wait_s:.1f} s, the deadline is in {timeout_s:.1f} s; "
-            "try later, or allow more time",
-            retry_after_s=max(LEAST_RETRY_S, wait_s - timeout_s),
+            f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: too late "
+            "for an answer; try later, or allow more time",
+            retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_PART * timeout_s),
         )
 
     def _check_size(self, group: SequenceGroup, asked: str) -> None:

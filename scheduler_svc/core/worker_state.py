@@ -90,6 +90,12 @@ class WorkerState:
         self.room_version += 1
 
     @property
+    def backlog(self) -> int:
+        """Prompt tokens that are admitted and not answered."""
+        in_flight = sum(int(f.query_lens[f.query_lens > 1].sum()) for f in self.flights)
+        return self.rows.pending_prefill() + in_flight
+
+    @property
     def num_limbo(self) -> int:
         """Blocks that become free when steps in flight are answered."""
         return sum(len(flight.releases) for flight in self.flights)

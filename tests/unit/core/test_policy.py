@@ -12,6 +12,7 @@ from scheduler_svc.core.policy import (
     first_token_wait_s,
     held_tokens,
     is_queue_full,
+    is_too_late,
     projected_peak,
 )
 
@@ -57,6 +58,12 @@ def test_what_is_not_known_costs_no_time() -> None:
     assert first_token_wait_s(10_000, None, 500, None) == 0.0
     assert first_token_wait_s(10_000, 1000.0, 500, None) == 10.0
     assert first_token_wait_s(10_000, 1000.0, 500, 250.0) == 12.0
+
+
+def test_a_first_token_at_the_deadline_is_too_late() -> None:
+    assert not is_too_late(7.9, 10.0)
+    assert is_too_late(8.1, 10.0)
+    assert not is_too_late(0.0, 0.0)
 
 
 def test_answers_are_held_at_their_usual_length() -> None:
