@@ -228,8 +228,8 @@ class Scheduler:
             return
         self._refused_deadline += 1
         raise DeadlineError(
-            f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: too late "
-            "for an answer; try later, or allow more time",
+            f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: "
+            "too late for an answer; try later, or allow more time",
             retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_PART * timeout_s),
         )
 
