@@ -9,6 +9,7 @@ other loss shows in the output. Time is a model too: a step sleeps as long as it
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, eos_token_ids, read_json, read_vocabulary
+
+log = logging.getLogger(__name__)
 
 U64 = npt.NDArray[np.uint64]
 
@@ -148,9 +151,9 @@ class SimRunner:
             if not found.any():
                 return is_wrong
             for i in np.flatnonzero(found):
-                errors.add(
-                    int(plan.rows[i]), self._describe(int(plan.rows[i]), int(plan.ends[i])), RowErrorCode.INTERNAL
-                )
+                message = self._describe(int(plan.rows[i]), int(plan.ends[i]))
+                log.error("row %d: %s", plan.rows[i], message)  # a scheduler may hide it by trying elsewhere
+                errors.add(int(plan.rows[i]), message, RowErrorCode.INTERNAL)
             is_wrong |= found
             spoilt = found[token_index]
             tokens = self._rows.token_ids(plan.token_rows[spoilt], plan.positions[spoilt])

@@ -208,13 +208,16 @@ def test_a_cached_prefix_is_used_and_checked() -> None:
     [([1, 0, 20], 0), ([0, 9, 20], 4), ([0, 0, 20], 4)],
     ids=["exchanged", "never written", "twice"],
 )
-def test_a_wrong_block_is_an_error_that_names_it(blocks: list[int], position: int) -> None:
+def test_a_wrong_block_is_an_error_that_names_it(
+    blocks: list[int], position: int, caplog: pytest.LogCaptureFixture
+) -> None:
     driver, prompt = Driver(), make_prompt(10)
     driver.generate(Row(0, list(prompt), [0, 1, 2, 3]), 1)
     bad, good = Row(1, list(prompt), blocks, computed=8), Row(2, make_prompt(5, 1), [30, 31])
     output = driver.step([(bad, 2), (good, 5)], [bad.open(), good.open()])
     assert [(error.row, error.code) for error in output.errors] == [(1, RowErrorCode.INTERNAL)]
     assert f"at position {position} (offset 0)" in output.errors[0].message
+    assert output.errors[0].message in caplog.text
     assert output.rows.tolist() == [2]
     assert driver.runner.rows_used() == 3
 
