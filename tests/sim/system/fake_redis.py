@@ -1,0 +1,143 @@
+"""A Redis that can be slow, away, flushed or restored from an old snapshot. Speaks what RedisPrefixIndex says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from prefix_index.index import FORGET_WORKER, RAISE_COUNTER
+
+Value = bytes | set[bytes] | dict[str, bytes]
+
+
+class RedisServer:
+    """The data. One for all schedulers and gateways. Keys do not expire: a run is short."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.data: dict[bytes, Value] = {}
+        self.is_away = False
+        self.delay_s = 0.0003
+        self.num_commands = 0
+        self._snapshot: dict[bytes, Value] = {}
+
+    def flush(self) -> None:
+        self.data.clear()
+
+    def save(self) -> None:
+        """A snapshot for a later restart."""
+        self._snapshot = {key: value if isinstance(value, bytes) else value.copy() for key, value in self.data.items()}
+
+    def restart_with_old_data(self) -> None:
+        self.data = {key: value if isinstance(value, bytes) else value.copy() for key, value in self._snapshot.items()}
+
+    async def ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """One round trip. Raises ConnectionError while the server is away."""
+        await asyncio.sleep(self.delay_s * (0.5 + self._rng.random()))
+        if self.is_away:
+            raise RedisConnectionError("connection refused")
+        answers = [self._run(*command) for command in commands]
+        await asyncio.sleep(self.delay_s)
+        return answers
+
+    def _run(self, name: str, key: Any, *args: Any) -> Any:
+        self.num_commands += 1
+        key = key.encode() if isinstance(key, str) else key
+        command: Callable[..., Any] = getattr(self, f"_{name}")
+        return command(key, *args)
+
+    def _get(self, key: bytes) -> Any:
+        return self.data.get(key)
+
+    def _set(self, key: bytes, value: Any, nx: bool = False) -> bool | None:
+        if nx and key in self.data:
+            return None
+        self.data[key] = _bytes(value)
+        return True
+
+    def _incr(self, key: bytes) -> int:
+        value = int(self.data.get(key, b"0")) + 1  # type: ignore[arg-type]
+        self.data[key] = b"%d" % value
+        return value
+
+    def _smembers(self, key: bytes) -> set[bytes]:
+        return set(self.data.get(key, set()))  # type: ignore[arg-type]
+
+    def _sadd(self, key: bytes, member: bytes) -> None:
+        self.data.setdefault(key, set()).add(member)  # type: ignore[union-attr]
+
+    def _srem(self, key: bytes, member: bytes) -> None:
+        self.data.get(key, set()).discard(member)  # type: ignore[union-attr]
+
+    def _hget(self, key: bytes, field: str) -> bytes | None:
+        return self.data.get(key, {}).get(field)  # type: ignore[union-attr]
+
+    def _hset(self, key: bytes, mapping: dict[str, str]) -> None:
+        self.data.setdefault(key, {}).update({name: _bytes(value) for name, value in mapping.items()})  # type: ignore[union-attr]
+
+    def _hmget(self, key: bytes, *fields: str) -> list[bytes | None]:
+        return [self._hget(key, field) for field in fields]
+
+    def _pexpire(self, key: bytes, ms: int) -> None:
+        pass
+
+    def _eval(self, key: bytes, script: str, *args: str) -> int:
+        if script == RAISE_COUNTER:
+            if int(self.data.get(key, b"0")) < int(args[0]):  # type: ignore[arg-type]
+                self.data[key] = args[0].encode()
+            return 0
+        if script != FORGET_WORKER:
+            raise ValueError("a script that this server does not know")
+        if [self._hget(key, "epoch"), self._hget(key, "owner")] == [args[0].encode(), args[1].encode()]:
+            del self.data[key]
+        return 0
+
+
+class RedisClient:
+    """redis.asyncio.Redis, as far as it is used."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+
+    def pipeline(self, transaction: bool = True) -> Pipeline:
+        return Pipeline(self._server)
+
+    async def incr(self, key: str) -> int:
+        return (await self._server.ask([("incr", key)]))[0]
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Pipeline:
+    """Commands that go out together."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._commands: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Pipeline]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def add(*args: Any, **kwargs: Any) -> Pipeline:
+            self._commands.append((name, *args, *kwargs.values()))
+            return self
+
+        return add
+
+    def eval(self, script: str, num_keys: int, key: str, *args: str) -> Pipeline:
+        self._commands.append(("eval", key, script, *args))
+        return self
+
+    async def execute(self) -> list[Any]:
+        commands, self._commands = self._commands, []
+        return await self._server.ask(commands)
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()

@@ -1,0 +1,466 @@
+"""A whole deployment on virtual time: gateways, schedulers, workers, Redis and clients, and what must hold of them.
+
+A `World` chooses nothing but delays: `simulation.py` draws sizes, requests and faults from a seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import quire_client.aio
+import quire_client.retry
+import quire_client.watch
+from quire.v1 import types_pb2, worker_pb2
+from quire_client import AsyncClient
+from quire_client import errors as client_errors
+from quire_client.types import FinishReason as ClientReason
+
+import gateway_svc.scheduler_client
+import scheduler_svc.worker_link
+import worker_svc.executor
+import worker_svc.registration
+from prefix_index.hashing import model_salt
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from tests.sim.oracle import Expected, expected_output
+from tests.sim.symbolic_worker import Chains, Violation
+from tests.sim.system.fake_redis import RedisServer
+from tests.sim.system.network import Call, Network
+from tests.sim.system.processes import GatewayService, SchedulerService, Service, WorkerService
+from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
+
+MONITOR_S = 0.25
+FORGOTTEN_S = 12.0  # a request whose client has left must be gone from every scheduler that runs
+SETTLE_S = 30.0
+RUN_LIMIT_S = 240.0
+STEP_STREAM = "/quire.v1.WorkerService/StepStream"
+# Raised before a stream was accepted: nothing was promised yet.
+NOT_YET = (
+    client_errors.ConnectionFailed,
+    client_errors.Overloaded,
+    client_errors.ModelNotFound,
+    client_errors.AlreadyExists,
+    client_errors.StreamEndedEarly,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Sizes of one run."""
+
+    capacities: tuple[WorkerCapacity, ...]
+    num_gateways: int = 2
+    num_schedulers: int = 2
+    vocab_size: int = 40
+    eos_token_ids: frozenset[int] = frozenset()
+    uses_redis: bool = False
+    step_s: float = 0.03
+    gateway_heartbeat_s: float = 0.5
+    heartbeat_timeout_s: float = 2.0
+    step_timeout_s: float = 3.0
+    patience_s: float = 30.0
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asks, what it must get, what it got."""
+
+    name: str
+    prompt: list[int]
+    seed: int
+    n: int
+    stop: StopCondition
+    expected: list[Expected]
+    group: SequenceGroup
+    arrives_at: float
+    leaves_at: float | None = None  # it cancels then
+    aborts_at: float | None = None  # it calls Abort then
+    timeout_s: float | None = None
+    got: list[list[int]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    outcome: str = ""
+    ended_at: float | None = None
+    last_progress: float = 0.0
+    longest_stall_s: float = 0.0
+    num_resumes: int = 0
+    was_abort_taken: bool = False
+
+
+class World:
+    """Everything, and its checks. `run` raises Violation if anything is wrong."""
+
+    def __init__(self, setup: Setup, rng: Random) -> None:
+        self.setup = setup
+        self.rng = rng
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, Random(rng.random()))
+        self.network.on_write = self._note_sent
+        self.network.on_answer = self._note_answer
+        self.redis = RedisServer(Random(rng.random()))
+        capacity = setup.capacities[0]
+        salt = model_salt("1", "float32", types_pb2.DETERMINISM_EXACT)
+        self.chains = Chains(salt, capacity.block_size)
+        self.requests: dict[int, Request] = {}
+        self.trace: list[tuple[float, str]] = []
+        self.schedulers = [SchedulerService(self, f"s{i}") for i in range(setup.num_schedulers)]
+        self.gateways = [GatewayService(self, f"g{i}") for i in range(setup.num_gateways)]
+        self.workers = [WorkerService(self, c.worker_id, c) for c in setup.capacities]
+        self.clients = Process("clients", self.loop)
+        self.network.processes["clients"] = self.clients
+        self._acked: dict[tuple[int, int, int], int] = {}
+        self._failed: asyncio.Future[None] = self.loop.create_future()
+        self.loop.on_failure = self._note_failure
+
+    @property
+    def services(self) -> list[Service]:
+        return [*self.schedulers, *self.gateways, *self.workers]
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    def note(self, words: str) -> None:
+        """One line of the trace."""
+        self.trace.append((self.now, words))
+
+    # -- what symbolic workers ask ------------------------------------------------------------------------------------
+
+    def group_of(self, seed: int) -> SequenceGroup:
+        request = self.requests.get(seed)
+        if request is None:
+            raise Violation(f"a row opens with seed {seed}, which no request has")
+        return request.group
+
+    def acked_when_sent(self, worker_epoch: int, scheduler_epoch: int, step_id: int) -> int:
+        return self._acked[worker_epoch, scheduler_epoch, step_id]
+
+    def _note_sent(self, call: Call, message: Any) -> None:
+        if isinstance(message, worker_pb2.StepStreamRequest):
+            fence, step_id = message.batch.fence, message.batch.step_id
+            self._acked[fence.worker_epoch, fence.scheduler_epoch, step_id] = call.answered
+
+    def _note_answer(self, call: Call, data: bytes) -> None:
+        if call.path == STEP_STREAM:
+            call.answered = worker_pb2.StepStreamResponse.FromString(data).output.step_id
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: list[int], stop: StopCondition, *, n: int, arrives_at: float, **wishes: Any
+    ) -> Request:
+        """A request with the answer that the oracle gives to it."""
+        number = len(self.requests) + 1
+        seed = 1000 + number
+        eos, vocab = self.setup.eos_token_ids, self.setup.vocab_size
+        group = SequenceGroup(f"r{number}", np.array(prompt, dtype=np.uint32), stop, n=n, sampling=seed)
+        request = Request(
+            name=f"r{number}",
+            prompt=prompt,
+            seed=seed,
+            n=n,
+            stop=stop,
+            expected=[expected_output(prompt, b"", seed, i, stop, eos, vocab) for i in range(n)],
+            group=group,
+            arrives_at=arrives_at,
+            got=[[] for _ in range(n)],
+            **wishes,
+        )
+        self.requests[seed] = request
+        return request
+
+    async def _serve_client(self, client: AsyncClient, request: Request) -> None:
+        await asyncio.sleep(request.arrives_at)
+        attempt = 0
+        while not request.outcome:
+            attempt += 1
+            await self._try(client, request, f"{request.name}.{attempt}")
+            if not request.outcome:
+                await asyncio.sleep(0.3)
+        request.ended_at = self.now
+        self.note(f"{request.name} {request.outcome} {[len(got) for got in request.got]} resumes {request.num_resumes}")
+
+    async def _try(self, client: AsyncClient, request: Request, request_id: str) -> None:
+        request.last_progress = self.now
+        was_accepted = False
+        leaver: asyncio.TimerHandle | None = None
+        aborter: asyncio.Task[None] | None = None
+        stream = client.stream(
+            token_ids=request.prompt,
+            request_id=request_id,
+            seed=request.seed,
+            n=request.n,
+            max_tokens=request.stop.max_tokens,
+            stop_token_ids=sorted(request.stop.stop_token_ids),
+            ignore_eos=request.stop.ignore_eos,
+            timeout_s=request.timeout_s,
+        )
+        try:
+            if request.leaves_at is not None:
+                leaver = self.loop.call_at(max(self.now, request.leaves_at), stream.cancel)
+            if request.aborts_at is not None:
+                aborter = asyncio.create_task(self._abort(client, request, request_id))
+            async with stream:
+                was_accepted = True
+                self.note(f"{request_id} is accepted")
+                async for delta in stream:
+                    self._receive(request, delta.index, delta.offset, list(delta.token_ids))
+                request.num_resumes = stream.resumes
+                self._complete(request, await stream.result())
+        except client_errors.Cancelled:
+            if request.leaves_at is None or self.now < request.leaves_at:
+                raise
+            request.outcome = "left"
+        except client_errors.DeadlineExceeded:
+            if request.timeout_s is None:
+                raise
+            request.outcome = "late"
+        except NOT_YET as error:
+            if was_accepted and not self._may_fail(request, error):
+                raise
+            self.note(f"{request_id} is not taken: {error}")
+            if was_accepted:
+                request.outcome = "late"
+        finally:
+            if leaver is not None:
+                leaver.cancel()
+            if aborter is not None:
+                aborter.cancel()
+
+    def _may_fail(self, request: Request, error: Exception) -> bool:
+        """A resume is not begun when the deadline would pass before it."""
+        return request.timeout_s is not None
+
+    async def _abort(self, client: AsyncClient, request: Request, request_id: str) -> None:
+        assert request.aborts_at is not None
+        await asyncio.sleep(max(0.0, request.aborts_at - self.now))
+        try:
+            result = await client.abort(request_id)
+        except client_errors.QuireError as error:
+            self.note(f"abort of {request_id} fails: {error}")
+            return
+        request.was_abort_taken = bool(result.aborted_ids)
+
+    def _receive(self, request: Request, index: int, offset: int, token_ids: list[int]) -> None:
+        got, expected = request.got[index], request.expected[index].tokens
+        name = f"{request.name} sample {index}"
+        if offset != len(got):
+            raise Violation(f"{name}: tokens at offset {offset}, {len(got)} delivered")
+        if token_ids != expected[offset : offset + len(token_ids)]:
+            raise Violation(f"{name}: {token_ids} at {offset}, the oracle has {expected[offset:][: len(token_ids)]}")
+        got += token_ids
+        self._note_progress(request)
+
+    def _note_progress(self, request: Request) -> None:
+        stall_s = self.now - request.last_progress
+        request.longest_stall_s = max(request.longest_stall_s, stall_s)
+        request.last_progress = self.now
+        if stall_s > self.setup.patience_s:
+            raise Violation(f"{request.name}: nothing came for {stall_s:.1f} s")
+
+    def _complete(self, request: Request, result: Any) -> None:
+        self._note_progress(request)
+        for sample in result.samples:
+            expected, got = request.expected[sample.index], request.got[sample.index]
+            name = f"{request.name} sample {sample.index}"
+            if list(sample.token_ids) != got:
+                raise Violation(f"{name}: the result has {list(sample.token_ids)}, the deltas had {got}")
+            if sample.finish_reason is ClientReason.ABORTED and request.was_abort_taken:
+                continue
+            matched = sample.matched
+            ended = Expected(
+                got, FinishReason[sample.finish_reason.name], matched if isinstance(matched, int) else None
+            )
+            if ended != expected:
+                raise Violation(f"{name}: {ended} ({sample.message}), the oracle has {expected}")
+        request.outcome = "complete"
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, faults: Any) -> None:
+        """Run to the end of all requests, then look for what is left. `faults()` is a coroutine of the operator."""
+        with self._in_place(), self._logs():
+            try:
+                self.loop.run_until_complete(self._scenario(faults))
+            finally:
+                self.loop.finish()
+
+    async def _scenario(self, faults: Any) -> None:
+        for service in self.services:
+            service.start()
+        channels = self.clients.context.run(lambda: [self.network.channel(g.address) for g in self.gateways])
+        client = AsyncClient(channels, timeout_s=None, resume_timeout_s=120.0)  # type: ignore[arg-type]
+        client._rng = Random(self.rng.random())
+        work = [self.clients.start(self._serve_client(client, request)) for request in self.requests.values()]
+        operator = self.loop.create_task(faults())
+        monitor = self.loop.create_task(self._monitor())
+        await self._or_failure(asyncio.gather(*work, return_exceptions=True), RUN_LIMIT_S)
+        await self._or_failure(operator, RUN_LIMIT_S)
+        await self._or_failure(self.loop.create_task(self._settle()), SETTLE_S)
+        monitor.cancel()
+        self._check_end()
+        await self.clients.start(client.close())
+
+    async def _or_failure(self, work: asyncio.Future[Any], limit_s: float) -> None:
+        await asyncio.wait([work, self._failed], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if self.loop.failure is not None:
+            raise self.loop.failure
+        if not work.done():
+            raise Violation(f"nothing moves: {self._what_is_open()}")
+        work.result()
+
+    def _note_failure(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_result(None)
+
+    def _what_is_open(self) -> str:
+        words = [f"{r.name} has {[len(g) for g in r.got]}" for r in self.requests.values() if not r.outcome]
+        for scheduler in self.schedulers:
+            words.append(f"{scheduler.name}: {scheduler.step_loop.load()}, {scheduler.pool.num_ready} ready")
+        for worker in self.workers:
+            words.append(f"{worker.name} at {worker.registration.scheduler}")
+        return "; ".join(words)
+
+    async def _monitor(self) -> None:
+        while True:
+            await asyncio.sleep(MONITOR_S)
+            for scheduler in self.schedulers:
+                if scheduler.is_running and scheduler.core is not None:
+                    self._check_scheduler(scheduler)
+
+    def _check_scheduler(self, scheduler: SchedulerService) -> None:
+        try:
+            assert scheduler.core is not None
+            scheduler.core.check_invariants()
+            live = [group for group in scheduler.step_loop._requests.values()]
+            ids = [group.request_id for group in live]
+            if len(set(ids)) != len(ids):
+                raise Violation(f"{scheduler.name} has a request twice: {sorted(ids)}")
+            for group in live:
+                request = self.requests[group.sampling.seed]
+                if request.ended_at is not None and self.now - request.ended_at > FORGOTTEN_S:
+                    raise Violation(f"{group.request_id} lives on at {scheduler.name}: its client has left long ago")
+        except AssertionError as error:
+            self.loop.fail(error)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _settle(self) -> None:
+        """Until nobody has anything left to do."""
+        while any(self._is_busy(service) for service in self.services):
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
+
+    def _is_busy(self, service: Service) -> bool:
+        if not service.is_running:
+            return True
+        if isinstance(service, SchedulerService):
+            stats = service.step_loop.stats()
+            workers = [] if stats is None else stats.workers
+            is_working = service.step_loop.has_work or any(w.rows_used or w.steps_in_flight for w in workers)
+            return is_working or any(not self._is_leased_by(service, w.worker_id) for w in workers)
+        if isinstance(service, GatewayService):
+            return bool(service.dispatcher.num_open or service.servicer._streams)
+        assert isinstance(service, WorkerService)
+        return service.registration.scheduler is None
+
+    def _is_leased_by(self, scheduler: SchedulerService, worker_id: str) -> bool:
+        worker = next(worker for worker in self.workers if worker.name == worker_id)
+        assert scheduler.core is not None
+        epoch = scheduler.core._workers[worker_id].capacity.worker_epoch
+        return epoch == worker.executor.worker_epoch and worker.registration.scheduler == scheduler.address
+
+    def _check_end(self) -> None:
+        for scheduler in self.schedulers:
+            self._check_scheduler_end(scheduler)
+        for gateway in self.gateways:
+            for client in gateway.clients:
+                if client.requests():
+                    raise Violation(f"{gateway.name} still knows requests at {client.address}")
+
+    def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
+        if scheduler.core is None:
+            return
+        scheduler.core.check_invariants()
+        if scheduler.step_loop._requests or scheduler.core._groups or len(scheduler.core._waiting):
+            raise Violation(f"{scheduler.name} still has requests: {scheduler.step_loop._requests}")
+        for outbox in scheduler.gateways._outboxes.values():
+            if outbox.num_pending_tokens or outbox._replies:
+                raise Violation(f"{scheduler.name} still has messages for a gateway")
+        for stats in scheduler.core.stats().workers:
+            if stats.blocks_used or stats.rows_used or stats.steps_in_flight:
+                raise Violation(f"{scheduler.name} leaks on {stats.worker_id}: {stats}")
+            self._check_worker_end(scheduler, stats.worker_id)
+
+    def _check_worker_end(self, scheduler: SchedulerService, worker_id: str) -> None:
+        worker = next(worker for worker in self.workers if worker.name == worker_id)
+        assert scheduler.core is not None
+        state = scheduler.core._workers[worker_id]
+        if state.capacity.worker_epoch != worker.executor.worker_epoch:
+            raise Violation(f"{scheduler.name} holds a former life of {worker_id}")
+        if worker.symbolic.is_open.any():
+            raise Violation(f"{worker_id} still has open rows {np.flatnonzero(worker.symbolic.is_open).tolist()}")
+        for block, digest in state.pool._digest_of.items():
+            if worker.symbolic.committed.get(block) != digest:
+                raise Violation(f"{scheduler.name} takes block {block} of {worker_id} for cached, which it is not")
+
+    # -- surroundings -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Sockets, clocks and dice of the services are the simulation's."""
+        clock = SimpleNamespace(monotonic=self.loop.time, perf_counter=self.loop.time)
+        state = random.getstate()
+        random.seed(self.rng.random())
+        with ExitStack() as stack:
+            for module in (gateway_svc.scheduler_client, scheduler_svc.worker_link, worker_svc.registration):
+                stack.enter_context(patch.object(module, "open_channel", self.network.channel))
+            for module in (worker_svc.executor, quire_client.aio, quire_client.retry, quire_client.watch):
+                stack.enter_context(patch.object(module, "time", clock))
+            yield
+        random.setstate(state)
+
+    @contextmanager
+    def _logs(self) -> Iterator[None]:
+        """What services log goes into the trace; a bug that they log fails the run."""
+        handler = _TraceHandler(self)
+        root = logging.getLogger()
+        handlers, level = root.handlers[:], root.level
+        root.handlers[:] = [handler]
+        root.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+
+
+class _TraceHandler(logging.Handler):
+    """Log records as lines of the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get()
+        if process is not None and process.is_dead:
+            return
+        words = record.getMessage()
+        self._world.note(f"{process.name if process else '-'}: {words}")
+        if record.exc_info is not None and record.levelno >= logging.ERROR:
+            error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+            self._world.loop.fail(error or Violation(words))
+        elif "internal error" in words or "is a bug" in words:
+            self._world.loop.fail(Violation(words))
