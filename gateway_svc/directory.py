@@ -1,23 +1,19 @@
-"""Which scheduler serves which model."""
+"""Which models there are. Which scheduler takes a request is the dispatcher's to choose."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from gateway_svc.models import ServedModel
 from gateway_svc.scheduler_client import RETRY_AFTER_S, SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
 
-log = logging.getLogger(__name__)
-
 
 class ModelDirectory:
-    """The models behind this gateway, by name. Of several schedulers with one model, the first that is up serves."""
+    """The models behind this gateway, by name. Schedulers with one model are replicas of each other."""
 
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
         self.clients = list(clients)
-        self._warned: set[tuple[str, str]] = set()
 
     @property
     def is_ready(self) -> bool:
@@ -25,59 +21,57 @@ class ModelDirectory:
         return any(client.is_ready for client in self.clients)
 
     def models(self) -> list[tuple[ServedModel, int]]:
-        """Every known model with its number of ready workers, in order of names."""
-        serving = self._serving()
-        return [(model, serving[name].ready_workers) for name, model in sorted(self._known(serving).items())]
+        """Every known model with the number of ready workers of all its replicas, in order of names."""
+        known = self._known()
+        return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
-    def find(self, name: str) -> tuple[SchedulerClient, ServedModel]:
-        """The scheduler to ask for a model; empty name: the only model.
+    def find(self, name: str) -> ServedModel:
+        """A model that requests can be sent to now; empty name: the only model.
 
         Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
         """
-        serving = self._serving()
-        client = serving[self._resolve(name, serving)]
-        if client.model is None or not client.is_ready:
-            raise client.unavailable()
-        return client, client.model
+        known = self._known()
+        client, model = known[self._resolve(name, known)]
+        if not client.is_ready:
+            raise UnavailableError(
+                f"scheduler {client.address} is not ready: {client.problem}; try again", retry_after_s=RETRY_AFTER_S
+            )
+        return model
 
     def find_text(self, name: str) -> ServedModel:
-        """The model, also while its scheduler is away. Raises like `find`."""
-        serving = self._serving()
-        return self._known(serving)[self._resolve(name, serving)]
+        """The model, also while its schedulers are away. Raises like `find`."""
+        known = self._known()
+        return known[self._resolve(name, known)][1]
 
-    def _resolve(self, name: str, serving: dict[str, SchedulerClient]) -> str:
-        have = ", ".join(repr(known) for known in sorted(serving))
-        if not serving:
+    def _resolve(self, name: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> str:
+        have = ", ".join(repr(model) for model in sorted(known))
+        if not known:
             problems = "; ".join(f"{client.address}: {client.problem}" for client in self.clients)
             raise UnavailableError(f"no model is ready yet ({problems}); try again", retry_after_s=RETRY_AFTER_S)
         if not name:
-            if len(serving) > 1:
+            if len(known) > 1:
                 raise InvalidRequestError(f"model is empty; this gateway serves several: {have}", field="model")
-            return next(iter(serving))
-        if name not in serving:
+            return next(iter(known))
+        if name not in known:
             raise NotFoundError(f"model {name[:200]!r} is not served here; there is {have}", field="model")
         return name
 
-    def _serving(self) -> dict[str, SchedulerClient]:
-        """The scheduler in charge of each known model."""
-        serving: dict[str, SchedulerClient] = {}
+    def _known(self) -> dict[str, tuple[SchedulerClient, ServedModel]]:
+        """Per model the replica whose facts count: one that can run requests before one that cannot, then the one
+        that takes the longest, then the first.
+        """
+        best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
         for client in self.clients:
             if client.model is None:
                 continue
-            first = serving.setdefault(client.model.name, client)
-            if first is not client:
-                self._warn_once(client.model.name, client)
-                if client.is_ready and not first.is_ready:
-                    serving[client.model.name] = client
-        return serving
+            have = best.get(client.model.name)
+            if have is None or _fitness(client, client.model) > _fitness(*have):
+                best[client.model.name] = (client, client.model)
+        return best
 
-    def _warn_once(self, name: str, client: SchedulerClient) -> None:
-        if (name, client.address) not in self._warned:
-            self._warned.add((name, client.address))
-            log.warning(
-                "scheduler %s also serves model %r; it is used while the first one is away", client.address, name
-            )
+    def _num_workers(self, name: str) -> int:
+        return sum(c.ready_workers for c in self.clients if c.model is not None and c.model.name == name)
 
-    @staticmethod
-    def _known(serving: dict[str, SchedulerClient]) -> dict[str, ServedModel]:
-        return {name: client.model for name, client in serving.items() if client.model is not None}
+
+def _fitness(client: SchedulerClient, model: ServedModel) -> tuple[bool, bool, int]:
+    return client.is_ready, client.ready_workers > 0, model.max_tokens

@@ -2,8 +2,7 @@
 
 detached --Attach, Hello--> attached --Welcome with info, GetBundle--> model known
     ^                          |
-    +----- stream broke -------+   open requests wait: each is sent again with its Continuation
-                                   as soon as the scheduler is back, for at most `patience_s`
+    +-- broken or silent ------+   its open requests are handed to the dispatcher at once
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 import grpc
 from quire.v1 import inference_pb2 as public
@@ -20,10 +20,11 @@ from quire.v1 import types_pb2 as types
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 from gateway_svc.models import BundleCache, ServedModel, describe_model
+from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
-from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, UnavailableError
+from svc_common.errors import QuireError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
 
 log = logging.getLogger(__name__)
@@ -32,73 +33,91 @@ PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 BUNDLE_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
 STABLE_AFTER_S = 5.0  # a stream that lived this long is dialled again at once
-RESUBMIT_DELAY_S = 0.2
 RETRY_AFTER_S = 1.0
+SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests go elsewhere
+NOTABLE_PART = 0.25  # of the time it may be silent: a timer that is late by less is just a late timer
 MAX_HANDLE = 2**32
 
-# A scheduler that is just back may say these for a moment: its workers, or the end of our old stream, come later.
-PASSING = (UnavailableError, OverloadedError, AlreadyExistsError)
+
+class SchedulerEvents(Protocol):
+    """Who decides what becomes of requests."""
+
+    def on_changed(self, client: SchedulerClient) -> None:
+        """It is attached or not, has a model or not, or has another number of ready workers."""
+
+    def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
+        """The stream ended with these open; the scheduler gives them up. Nothing more comes for them from here."""
+
+    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
+        """The scheduler does not take it."""
+
+    def on_accepted(self, request: SchedulerRequest) -> None:
+        """The scheduler has it."""
+
+    def on_finished(self, request: SchedulerRequest) -> None:
+        """All its samples have ended."""
 
 
 class SchedulerClient:
-    """Owns the channel to one scheduler and all requests that are open there."""
+    """Owns the channel to one scheduler and knows the requests that are open there. `events` is set before `run`."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        gateway_id: str,
-        bundles: BundleCache,
-        patience_s: float,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
+    events: SchedulerEvents
+
+    def __init__(self, address: str, *, gateway_id: str, bundles: BundleCache) -> None:
         self.address = address
         self.model: ServedModel | None = None
+        self.info: types.ModelInfo | None = None  # of the current stream's Welcome
         self.is_connected = False
+        self.scheduler_epoch = 0
         self.ready_workers = 0
         self.problem = "not connected yet"
         self._gateway_id = gateway_id
         self._bundles = bundles
-        self._patience_s = patience_s
-        self._on_change = on_change
         self._channel = open_channel(address)
         self._stub = SchedulerServiceStub(self._channel)
         self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
-        self._info: types.ModelInfo | None = None  # of the current stream's Welcome
+        self._limit: asyncio.Timeout | None = None  # of the current stream
+        self._watcher: asyncio.Task[None] | None = None
+        self._last_heard = 0.0
+        self._silence = ""
         self._loader: asyncio.Task[None] | None = None
-        self._open: set[SchedulerRequest] = set()
         self._by_handle: dict[int, SchedulerRequest] = {}
-        self._patience: dict[SchedulerRequest, asyncio.TimerHandle] = {}
         self._last_handle = 0
+        self._heartbeat: pb.SchedulerHeartbeat | None = None
+        self._sent_tokens = 0  # in Submits since the last heartbeat
 
     @property
     def is_ready(self) -> bool:
         """Requests can be sent now."""
-        return self.is_connected and self.model is not None and self._info is not None
+        return self.is_connected and self.model is not None and self.info is not None
+
+    @property
+    def load_tokens(self) -> int:
+        """Work that waits there: its own last word and what was sent since; without its word, our own requests."""
+        if self._heartbeat is None:
+            return REQUEST_TOKENS * len(self._by_handle)
+        beat = self._heartbeat
+        return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self._sent_tokens
+
+    def serves(self, name: str, revision: str) -> bool:
+        """Requests for this model can be sent now; its bundle may still be on its way."""
+        return self.info is not None and (self.info.model, self.info.revision) == (name, revision)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
+    def requests(self) -> list[SchedulerRequest]:
+        """All that are open here."""
+        return list(self._by_handle.values())
+
     def submit(self, request: SchedulerRequest) -> None:
-        """Send a request; its own waits tell what becomes of it. Raises UnavailableError when nobody is there."""
-        if self.model is None or not self.is_ready:
-            raise self.unavailable()
-        request.revision = self.model.info.revision
-        request.attach(self)
-        self._open.add(request)
-        self._send_submit(request)
-
-    def unavailable(self) -> UnavailableError:
-        """Why requests cannot be sent now, with advice."""
-        return UnavailableError(
-            f"scheduler {self.address} is not ready: {self.problem}; try again", retry_after_s=RETRY_AFTER_S
-        )
-
-    def _send_submit(self, request: SchedulerRequest) -> None:
+        """Send a request; the events tell what becomes of it."""
         handle = self._new_handle()
         self._by_handle[handle] = request
+        self._sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
         self._outbox.put_nowait(pb.AttachRequest(submit=request.next_submit(handle)))
 
     def _new_handle(self) -> int:
@@ -115,20 +134,14 @@ class SchedulerClient:
         self._outbox.put_nowait(pb.AttachRequest(cancel=cancel))
         return True
 
-    def release(self, request: SchedulerRequest) -> None:
-        """Nobody reads this request any more: cancel what runs, deliver nothing."""
+    def withdraw(self, request: SchedulerRequest) -> None:
+        """Take a request away: what still runs is cancelled, and nothing more comes for it from here."""
+        if request.handle is None:
+            return
         if not request.is_finished:
             self.cancel(request, None, types.FINISH_REASON_ABORTED)
-        self._forget(request)
-
-    def _forget(self, request: SchedulerRequest) -> None:
-        self._open.discard(request)
-        if request.handle is not None:
-            self._by_handle.pop(request.handle, None)
-            request.handle = None
-        timer = self._patience.pop(request, None)
-        if timer is not None:
-            timer.cancel()
+        self._by_handle.pop(request.handle, None)
+        request.handle = None
 
     # -- the stream ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +158,6 @@ class SchedulerClient:
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
         finally:
-            self._fail_all(UnavailableError("the gateway is shutting down; try again", retry_after_s=RETRY_AFTER_S))
             if self._loader is not None:
                 self._loader.cancel()
             await self._channel.close()
@@ -153,18 +165,15 @@ class SchedulerClient:
     async def _attach(self) -> str:
         """One stream, from its start to its end; returns why it ended."""
         self._outbox = asyncio.Queue()
+        self._silence = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         hello = pb.Hello(gateway_id=self._gateway_id, protocol_version=PROTOCOL_VERSION)
         self._outbox.put_nowait(pb.AttachRequest(hello=hello))
         call = self._stub.Attach(_messages(self._outbox))
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                response = await call.read()
-            while isinstance(response, pb.AttachResponse):
-                self._on_response(response)
-                response = await call.read()
-            return f"the scheduler ended the stream: {await call.details() or 'it stops'}"
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
+                return await self._read(call)
         except TimeoutError:
-            return f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
+            return self._silence
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         except ProtocolError as error:
@@ -174,41 +183,55 @@ class SchedulerClient:
             log.exception("scheduler %s: the stream failed", self.address)
             return f"internal error: {type(error).__name__}"
         finally:
+            self._stop_watching()
             call.cancel()
 
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]) -> str:
+        loop = asyncio.get_running_loop()
+        response = await call.read()
+        if self._limit is not None:
+            self._limit.reschedule(None)
+        while isinstance(response, pb.AttachResponse):
+            self._last_heard = loop.time()
+            self._on_response(response)
+            response = await call.read()
+        return f"the scheduler ended the stream: {await call.details() or 'it stops'}"
+
+    async def _watch(self, interval_s: float) -> None:
+        """Beat, and end the stream when the scheduler has been silent for too long: it may be stopped or cut off."""
+        loop, patience_s = asyncio.get_running_loop(), SILENT_INTERVALS * interval_s
+        while True:
+            self._outbox.put_nowait(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
+            before = loop.time()
+            pause_s = min(interval_s, max(0.0, self._last_heard + patience_s - before))
+            await asyncio.sleep(pause_s)
+            now = loop.time()
+            if now - before - pause_s > NOTABLE_PART * patience_s:
+                self._last_heard = now  # we were stopped ourselves: what came meanwhile is still unread
+            if now - self._last_heard >= patience_s and self._limit is not None:
+                self._silence = f"no heartbeat for {patience_s:g} s"
+                self._limit.reschedule(now)
+                return
+
+    def _stop_watching(self) -> None:
+        self._limit = None
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._watcher = None
+
     def _on_detached(self, problem: str) -> None:
+        requests = self.requests()
         if self.is_connected:
-            log.warning("scheduler %s is gone: %s; %d requests wait for it", self.address, problem, len(self._open))
+            log.warning("scheduler %s is gone: %s; %d requests go elsewhere", self.address, problem, len(requests))
         elif problem != self.problem:
             log.info("scheduler %s cannot be reached yet: %s", self.address, problem)
-        self.is_connected, self.ready_workers, self.problem, self._info = False, 0, problem, None
+        self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
+        self._heartbeat, self._sent_tokens = None, 0
         self._by_handle.clear()
-        for request in list(self._open):
-            request.on_detached()
-            self._wait_patiently(request)
-        self._on_change()
-
-    def _wait_patiently(self, request: SchedulerRequest) -> None:
-        if request.is_over:
-            self._forget(request)
-        elif request not in self._patience:
-            loop = asyncio.get_running_loop()
-            self._patience[request] = loop.call_later(self._patience_s, self._give_up, request)
-
-    def _give_up(self, request: SchedulerRequest) -> None:
-        self._forget(request)
-        request.fail(
-            UnavailableError(
-                f"scheduler {self.address} was lost and did not take the request again within "
-                f"{self._patience_s:g} s ({self.problem}); go on with a continuation",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        )
-
-    def _fail_all(self, error: QuireError) -> None:
-        for request in list(self._open):
-            self._forget(request)
-            request.fail(error)
+        for request in requests:
+            request.handle = None
+        self.events.on_lost(self, requests)
+        self.events.on_changed(self)
 
     # -- what the scheduler says --------------------------------------------------------------------------------------
 
@@ -220,78 +243,57 @@ class SchedulerClient:
             self._on_submit_reply(response.submit_reply)
         elif kind == "welcome":
             self._on_welcome(response.welcome)
-        elif kind != "heartbeat":  # it has done its work by having come
+        elif kind == "heartbeat":
+            self._on_heartbeat(response.heartbeat)
+        else:
             raise ProtocolError(f"a message of kind {kind} in an Attach stream")
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
         for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
             request = requests.get(handle)
-            if request is not None:  # else it was cancelled here while this was under way
+            if request is not None:  # else it was taken away here while this was under way
                 request.on_token(sample_index, offset, token_id)
         for finish in deltas.finished:
             request = requests.get(finish.handle)
-            if request is not None:
-                request.on_finished(finish)
-                if request.is_finished:
-                    self._forget(request)
+            if request is None:
+                continue
+            request.on_finished(finish)
+            if request.is_finished:
+                self.withdraw(request)
+                self.events.on_finished(request)
 
     def _on_submit_reply(self, reply: pb.SubmitReply) -> None:
         request = self._by_handle.get(reply.handle)
         if request is None:
             return
         if not reply.HasField("refusal"):
-            timer = self._patience.pop(request, None)
-            if timer is not None:
-                timer.cancel()
-            request.on_accepted()
+            self.events.on_accepted(request)
             return
         self._by_handle.pop(reply.handle)
         request.handle = None
-        self._on_refused(request, error_from_refusal(reply.refusal))
-
-    def _on_refused(self, request: SchedulerRequest, error: QuireError) -> None:
-        if request.num_submits == 1 or not isinstance(error, PASSING):
-            self._forget(request)
-            request.fail(error)
-            return
-        self._wait_patiently(request)
-        delay = max(RESUBMIT_DELAY_S, error.retry_after_s or 0.0)
-        asyncio.get_running_loop().call_later(delay, self._resubmit, request)
-
-    def _resubmit(self, request: SchedulerRequest) -> None:
-        if request not in self._open or request.handle is not None or self._info is None:
-            return  # it ended meanwhile, or the next Welcome sends it
-        if request.is_over:
-            self._forget(request)
-            return
-        if request.revision != self._info.revision:
-            self._forget(request)
-            words = f"scheduler {self.address} came back with another revision of the model; start again"
-            request.fail(UnavailableError(words, retry_after_s=RETRY_AFTER_S))
-            return
-        log.debug("request %s goes on at scheduler %s", request.request_id, self.address)
-        self._send_submit(request)
-
-    def _resubmit_all(self) -> None:
-        waiting = [request for request in self._open if request.handle is None]
-        if waiting:
-            log.info("%d requests go on at scheduler %s", len(waiting), self.address)
-        for request in waiting:
-            self._resubmit(request)
+        self.events.on_refused(self, request, error_from_refusal(reply.refusal))
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         if not self.is_connected:
             log.info("scheduler %s is attached", self.address)
         self.is_connected = True
+        self.scheduler_epoch = welcome.scheduler_epoch
         self.ready_workers = welcome.ready_workers
+        if self._watcher is None and welcome.heartbeat_interval_s > 0:
+            self._watcher = asyncio.create_task(self._watch(welcome.heartbeat_interval_s))
         if welcome.HasField("info"):
-            self._info = welcome.info
+            self.info = welcome.info
             self._update_model(welcome.info)
-            self._resubmit_all()
         elif self.model is None:
             self.problem = "no worker has registered yet"
-        self._on_change()
+        self.events.on_changed(self)
+
+    def _on_heartbeat(self, heartbeat: pb.SchedulerHeartbeat) -> None:
+        self._heartbeat, self._sent_tokens = heartbeat, 0
+        if self.ready_workers != heartbeat.ready_workers:
+            self.ready_workers = heartbeat.ready_workers
+            self.events.on_changed(self)
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -319,11 +321,13 @@ class SchedulerClient:
                 backoff = min(backoff * 2, 10 * BACKOFF_MOST_S)
         self.model = ServedModel(info, text)
         describe_model(self.model)
-        self._on_change()
+        self.events.on_changed(self)
 
     async def _fetch_bundle(self, digest: bytes) -> bytes:
         call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
         return b"".join([part.data async for part in call])
+
+    # -- other calls --------------------------------------------------------------------------------------------------
 
     async def get_status(self) -> public.SchedulerStatus:
         """What the scheduler says of itself; only address and connected=False when it does not answer in time."""
@@ -334,6 +338,18 @@ class SchedulerClient:
         response.status.address = self.address
         response.status.connected = self.is_connected
         return response.status
+
+    async def release_worker(self, worker_id: str, timeout_s: float) -> int:
+        """Let a worker go, within `timeout_s` (0: its own limit). Returns the sequences it ran. Raises QuireError."""
+        request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
+        try:
+            response = await self._stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            words = f"scheduler {self.address}: {error.details()}"
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise UnavailableError(words, retry_after_s=RETRY_AFTER_S) from None
+            raise error_from_code(error.code().value[0], words) from None
+        return response.num_moved
 
 
 async def _messages(outbox: asyncio.Queue[pb.AttachRequest]) -> AsyncIterator[pb.AttachRequest]:

@@ -1,4 +1,4 @@
-"""One request at a scheduler: the journal that survives a lost scheduler, and the inbox its handler reads.
+"""One request at some scheduler: the journal that survives a lost one, and the inbox its handler reads.
 
 The journal is the inbox: tokens are appended per sample, and the handler keeps a cursor of its own. A client that
 does not read makes nothing grow beyond its max_tokens, and what piled up leaves as one chunk.
@@ -20,11 +20,12 @@ from svc_common.errors import QuireError
 
 log = logging.getLogger(__name__)
 
+MAX_DEADLINE_MS = 2**32 - 1  # 49 days; more is no deadline
 CANCEL_PATIENCE_S = 5.0  # a scheduler that answers a cancel later than this is not waited for
 
 
 class RequestOwner(Protocol):
-    """Who has the line to the scheduler."""
+    """Who knows which scheduler has the request."""
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
         """Tell the scheduler; False when it does not have the request, so that no answer will come."""
@@ -48,17 +49,26 @@ class SchedulerRequest:
     """The handler awaits `wait_accepted` once, then `wait` for news, and calls `release` at the end.
 
     The scheduler client delivers. A failure (refusal, patience at an end, internal error) is raised by the waits.
+    `resumes`: a client goes on with a request whose stream it lost. `deadline`: the client's, in the loop's time.
     """
 
-    def __init__(self, submit: pb.Submit, outputs: Sequence[array[int]], finished: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        submit: pb.Submit,
+        outputs: Sequence[array[int]],
+        finished: Sequence[bool],
+        *,
+        resumes: bool = False,
+        deadline: float | None = None,
+    ) -> None:
         self.samples = [SampleJournal(output[:]) for output in outputs]
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
         self.handle: int | None = None  # at the scheduler, while it has the request
-        self.revision = ""  # of the model it was first submitted to
-        self.num_submits = 0
+        self.is_resumed = resumes  # a stream was lost: whoever still has the request gives it up, and it may wait
         self._submit = submit
+        self._deadline = deadline
         self._is_accepted = False
         self._error: QuireError | None = None
         self._news: set[int] = set()
@@ -69,6 +79,15 @@ class SchedulerRequest:
     @property
     def request_id(self) -> str:
         return self._submit.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._submit.prompt_token_ids) // 4
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all samples so far: they are computed again after a move."""
+        return sum(len(sample.outputs) for sample in self.samples)
 
     @property
     def is_finished(self) -> bool:
@@ -142,16 +161,27 @@ class SchedulerRequest:
     def next_submit(self, handle: int) -> pb.Submit:
         """The request as it stands: with all output so far as its Continuation."""
         self.handle = handle
-        self.num_submits += 1
         self._submit.handle = handle
+        self._submit.takes_over = self.is_resumed
+        self._set_deadline()
         self._submit.continuation.CopyFrom(
             continuation_from_outputs((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
         )
         return self._submit
 
+    def _set_deadline(self) -> None:
+        """What is left of the client's time. Not for a request that was accepted once: it is not refused any more."""
+        self._submit.ClearField("deadline_ms")
+        if self._deadline is None or self.is_resumed:
+            return
+        left_ms = round(1000 * (self._deadline - asyncio.get_running_loop().time()))
+        if left_ms <= MAX_DEADLINE_MS:
+            self._submit.deadline_ms = max(0, left_ms)
+
     def on_detached(self) -> None:
-        """The stream to the scheduler broke: ends that it owed us are decided here."""
+        """The scheduler lost the request, or it is taken away there: ends that it owed us are decided here."""
         self.handle = None
+        self.is_resumed = True
         closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
         self._finish_here(closed, types.FINISH_REASON_STOP)
 

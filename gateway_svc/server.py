@@ -9,24 +9,32 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from quire.v1.inference_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
+    add_InferenceServiceServicer_to_server,
+)
 
+from gateway_svc.admin import AdminServicer
 from gateway_svc.directory import ModelDirectory
+from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.models import BundleCache
+from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
+from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.logs import setup_logging
 from svc_common.serve import BindError, GrpcServer
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = "quire.v1.InferenceService"
+SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 
 EPILOG = """example:
   quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
 
+Schedulers with one model are replicas: each request goes to one of them, and on to another when that one is lost.
 The gateway needs no model files: it learns each model and its tokenizer from the model's scheduler.
 """
 
@@ -37,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging("gateway", args.log_format, args.log_level)
     try:
         asyncio.run(serve(args))
-    except BindError as error:
+    except (BindError, RedisUrlError) as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -55,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="a scheduler; repeat it for several models (in the environment: separated by commas)",
+        help="a scheduler; repeat it for replicas and for other models (in the environment: separated by commas)",
     )
     parser.add_argument(
         "--max-streams",
@@ -64,49 +72,85 @@ def make_parser() -> argparse.ArgumentParser:
         help="generations open at once; more are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
+        "--max-request-bytes",
+        type=config.size_bytes,
+        default="512M",
+        metavar="SIZE",
+        help="size of all open requests together; more are refused with RESOURCE_EXHAUSTED",
+    )
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="redis://[:password@]host:port/db or unix:///path, as the schedulers': choose replicas by cached prefixes",
+    )
+    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key, as the schedulers'")
+    parser.add_argument(
         "--scheduler-patience-s",
         type=config.in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="how long an open generation waits for a lost scheduler before it ends with UNAVAILABLE",
+        help="how long an open generation waits for a scheduler to go on at before it ends with UNAVAILABLE",
     )
     parser.add_argument(
         "--drain-timeout-s",
         type=config.in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="how long open generations may go on after SIGTERM",
+        help="how long open generations may go on after SIGTERM; then they end with UNAVAILABLE and clients resume "
+        "them at another gateway",
     )
     return parser
 
 
+class RedisUrlError(ValueError):
+    """--redis is no URL of a Redis server."""
+
+
+def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
+    """The index to choose replicas by, if there is one. Raises RedisUrlError."""
+    if not args.redis:
+        return None
+    try:
+        return RedisPrefixReader(args.redis, namespace=args.redis_namespace)
+    except ValueError as error:
+        raise RedisUrlError(f"--redis {args.redis!r}: {error}") from None
+
+
 async def serve(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError."""
-    server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
+    """Run until SIGTERM or SIGINT. Raises BindError or RedisUrlError."""
+    reader = make_reader(args)
+    server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES)
     changed = asyncio.Event()
     bundles = BundleCache()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     clients = [
-        SchedulerClient(
-            address,
-            gateway_id=gateway_id,
-            bundles=bundles,
-            patience_s=args.scheduler_patience_s,
-            on_change=changed.set,
-        )
-        for address in dict.fromkeys(args.scheduler)
+        SchedulerClient(address, gateway_id=gateway_id, bundles=bundles) for address in dict.fromkeys(args.scheduler)
     ]
+    dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
     directory, prompts = ModelDirectory(clients), PromptReader()
-    servicer = InferenceServicer(directory, prompts, max_streams=args.max_streams)
+    servicer = InferenceServicer(
+        directory,
+        dispatcher,
+        prompts,
+        PrefixHints(prompts, reader),
+        max_streams=args.max_streams,
+        max_request_bytes=args.max_request_bytes,
+    )
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
+    add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
     await server.start()
+    if reader is not None:
+        reader.start()
     log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))
     tasks = [asyncio.create_task(client.run()) for client in clients]
     tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
     try:
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
+        dispatcher.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if reader is not None:
+            await reader.close()
         prompts.close()
 
 

@@ -15,12 +15,22 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
 from gateway_svc.directory import ModelDirectory
+from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.models import ServedModel
+from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
+from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
-from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
+from svc_common.errors import (
+    AlreadyExistsError,
+    InvalidRequestError,
+    OverloadedError,
+    QuireError,
+    TakenOverError,
+    UnavailableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +41,35 @@ MAX_TOKENIZE_BYTES = 4 << 20
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def _deadline(context: Context) -> float | None:
+    """When the client's time is over, in the loop's time; None: it set no deadline."""
+    left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
+    return None if left_s is None else asyncio.get_running_loop().time() + left_s
+
+
 class OpenStream:
     """One Generate call in progress; `request` is None until the prompt is tokenized."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self.request: SchedulerRequest | None = None
         self.is_aborted = False
+        self._error: QuireError | None = None
 
     def set_request(self, request: SchedulerRequest) -> None:
+        """Raises what the stream was ended with meanwhile."""
+        if self._error is not None:
+            raise self._error
         self.request = request
         if self.is_aborted:
             request.abort()
+
+    def end(self, error: QuireError) -> None:
+        """End it with this error after what has already arrived; at once for its scheduler."""
+        self._error = error
+        if self.request is not None:
+            self.request.fail(error)
+            self.request.release()
 
     def abort(self) -> None:
         """End it with ABORTED."""
@@ -53,10 +81,23 @@ class OpenStream:
 class InferenceServicer(InferenceServiceServicer):
     """Owns the open streams of this gateway. Errors are raised; the server's interceptor turns them into statuses."""
 
-    def __init__(self, directory: ModelDirectory, prompts: PromptReader, *, max_streams: int) -> None:
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        dispatcher: Dispatcher,
+        prompts: PromptReader,
+        hints: PrefixHints,
+        *,
+        max_streams: int,
+        max_request_bytes: int,
+    ) -> None:
         self._directory = directory
+        self._dispatcher = dispatcher
         self._prompts = prompts
+        self._hints = hints
         self._max_streams = max_streams
+        self._max_request_bytes = max_request_bytes
+        self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
         self._all_closed = asyncio.Event()
@@ -66,31 +107,39 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
         validation.check_generate(request)
-        client, model = self._directory.find(request.model)
-        with self._open_stream(request.request_id) as (request_id, stream):
+        model = self._directory.find(request.model)
+        deadline = _deadline(context)
+        with self._open_stream(request) as (request_id, stream):
             validation.check_prompt_size(request.prompt, model)
-            generation, scheduler_request = await self._prepare(request, model, request_id)
+            plan = await self._plan(request, model, request_id)
+            resumes = request.HasField("continuation")
+            generation, scheduler_request = await self._prepare(plan, resumes=resumes, deadline=deadline)
+            hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
             # Runs also when the client leaves while an event is being written.
             context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
             try:
                 stream.set_request(scheduler_request)
                 if not scheduler_request.is_over:
-                    client.submit(scheduler_request)
+                    self._dispatcher.submit(scheduler_request, model.info, hints)
                 async for event in generation.events(scheduler_request):
                     yield event
             finally:
                 scheduler_request.release()
 
-    async def _prepare(
-        self, request: pb.GenerateRequest, model: ServedModel, request_id: str
-    ) -> tuple[GenerationStream, SchedulerRequest]:
+    async def _plan(self, request: pb.GenerateRequest, model: ServedModel, request_id: str) -> GenerationPlan:
         prompt_ids = await self._prompts.token_ids(request.prompt, model)
-        plan = validation.plan_generation(
+        return validation.plan_generation(
             request, model, prompt_ids, request_id=request_id, drawn_seed=secrets.randbits(64)
         )
-        size = request.continuation.ByteSize()
+
+    async def _prepare(
+        self, plan: GenerationPlan, *, resumes: bool, deadline: float | None
+    ) -> tuple[GenerationStream, SchedulerRequest]:
+        size = 4 * sum(len(output) for output in plan.outputs)
         generation = await self._prompts.run(size, GenerationStream, plan)
-        scheduler_request = SchedulerRequest(submit_from_plan(plan), plan.outputs, plan.finished)
+        scheduler_request = SchedulerRequest(
+            submit_from_plan(plan), plan.outputs, plan.finished, resumes=resumes, deadline=deadline
+        )
         for finish in generation.ends:
             if finish is not None:
                 scheduler_request.on_finished(finish)
@@ -99,26 +148,49 @@ class InferenceServicer(InferenceServiceServicer):
         return generation, scheduler_request
 
     @contextmanager
-    def _open_stream(self, asked_id: str) -> Iterator[tuple[str, OpenStream]]:
+    def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OpenStream]]:
         """A place among the open streams. Raises when draining, full, or when the id is in use."""
+        num_bytes = request.ByteSize()
+        self._check_room(num_bytes)
+        request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
+        self._end_former(request)
+        stream = self._streams[request_id] = OpenStream(num_bytes)
+        self._num_request_bytes += num_bytes
+        try:
+            yield request_id, stream
+        finally:
+            self._num_request_bytes -= num_bytes
+            if self._streams.get(request_id) is stream:  # else another has taken over
+                del self._streams[request_id]
+            if not self._streams:
+                self._all_closed.set()
+
+    def _check_room(self, num_bytes: int) -> None:
         if self._is_draining:
-            raise UnavailableError("this gateway is shutting down; ask another", retry_after_s=RETRY_DRAINING_S)
+            raise UnavailableError("this gateway is leaving; ask another", retry_after_s=RETRY_DRAINING_S)
         if len(self._streams) >= self._max_streams:
             raise OverloadedError(
                 f"{self._max_streams} streams are open on this gateway, its limit (--max-streams); try again",
                 retry_after_s=RETRY_FULL_S,
             )
-        if asked_id in self._streams:
-            words = f"request_id {asked_id!r} is in flight on this gateway; choose another or wait for its end"
+        if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:
+            raise OverloadedError(
+                f"open requests on this gateway hold {self._num_request_bytes} bytes and this one has {num_bytes}; "
+                f"the limit is {self._max_request_bytes} (--max-request-bytes); try again",
+                retry_after_s=RETRY_FULL_S,
+            )
+
+    def _end_former(self, request: pb.GenerateRequest) -> None:
+        """A client that goes on with a request takes the place of its own former stream, which may look alive here."""
+        former = self._streams.get(request.request_id)
+        if former is None:
+            return
+        request_id = request.request_id
+        if not request.HasField("continuation"):
+            words = f"request_id {request_id!r} is in flight on this gateway; choose another or wait for its end"
             raise AlreadyExistsError(words, field="request_id")
-        request_id = asked_id or f"gen-{secrets.token_hex(12)}"
-        stream = self._streams[request_id] = OpenStream()
-        try:
-            yield request_id, stream
-        finally:
-            del self._streams[request_id]
-            if not self._streams:
-                self._all_closed.set()
+        log.info("request %s goes on in another stream", request_id)
+        former.end(TakenOverError(f"request_id {request_id!r} goes on in another stream of its client"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests by id."""
@@ -143,13 +215,8 @@ class InferenceServicer(InferenceServiceServicer):
                 await self._all_closed.wait()
         except TimeoutError:
             log.warning("%d streams are still open after %g s; they are ended", len(self._streams), timeout_s)
-            self._end_streams()
-
-    def _end_streams(self) -> None:
-        words = "this gateway is shutting down; go on elsewhere with a continuation"
-        for stream in self._streams.values():
-            if stream.request is not None:
-                stream.request.fail(UnavailableError(words, retry_after_s=RETRY_DRAINING_S))
+            for stream in list(self._streams.values()):
+                stream.end(UnavailableError("the gateway is leaving; resume at another one"))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_BYTES = 128
+MAX_TENANT_BYTES = 128
 MAX_PRIORITY = 1000
 MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size says less about its tokens
 MAX_ID_CHARS_SHOWN = 80
@@ -254,11 +255,16 @@ def _check_scheduling(scheduling: pb.SchedulingParams) -> None:
         raise _invalid(
             "scheduling.priority", f"is {scheduling.priority}; must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         )
-    size = len(scheduling.cache_salt.encode())
-    if size > MAX_SALT_BYTES:
-        raise _invalid("scheduling.cache_salt", f"has {size} bytes; at most {MAX_SALT_BYTES} are allowed")
+    _check_bytes("scheduling.cache_salt", scheduling.cache_salt, MAX_SALT_BYTES)
+    _check_bytes("scheduling.tenant_id", scheduling.tenant_id, MAX_TENANT_BYTES)
     if scheduling.determinism not in types.Determinism.values():
         raise _invalid("scheduling.determinism", f"is {scheduling.determinism}; this server knows 0 to 2")
+
+
+def _check_bytes(field: str, text: str, limit: int) -> None:
+    size = len(text.encode())
+    if size > limit:
+        raise _invalid(field, f"has {size} bytes; at most {limit} are allowed")
 
 
 def _check_determinism(asked: int, model: ServedModel) -> None:

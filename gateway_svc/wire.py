@@ -63,6 +63,7 @@ def submit_from_plan(plan: GenerationPlan) -> pb.Submit:
         ),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
+        tenant_id=plan.scheduling.tenant_id,
     )
 
 

@@ -177,6 +177,7 @@ class RedisPrefixIndex:
         self._owner = owner
         self._snapshot = snapshot
         self._prefix = namespace
+        self._search = PrefixSearch(self._redis, namespace)
         self._timeout_s = timeout_s
         self._lease_ttl_s = lease_ttl_s
         self._entry_ttl_s = entry_ttl_s
@@ -263,43 +264,12 @@ class RedisPrefixIndex:
             return {}
         try:
             async with asyncio.timeout(self._timeout_s):
-                lengths = await self._search(digests)
-                return await self._only_live(lengths)
+                lengths = await self._search.leading_blocks(digests)
+                live = await self._search.owners(lengths)
+                return {holder: lengths[holder] for holder in live}
         except (RedisError, OSError, TimeoutError, ValueError) as error:
             self._went_down(error)
             return {}
-
-    async def _search(self, digests: Sequence[bytes]) -> dict[Holder, int]:
-        """Leading blocks per holder. Who holds block i nearly always holds those before it, so a few probes suffice:
-        each round asks for `PROBES` places inside every holder's open range, and the ranges shrink by that factor.
-        """
-        ranges: dict[Holder, tuple[int, int]] = {}  # holds [0, low), does not hold block high
-        probes = _spread(0, len(digests))
-        is_first = True
-        while probes:
-            held = await self._members(digests, probes)
-            if is_first:
-                ranges = {holder: (0, len(digests)) for holder in held[0]}
-                is_first = False
-            ranges = {holder: _narrow(holder, span, probes, held) for holder, span in ranges.items()}
-            probes = sorted({p for low, high in ranges.values() if low < high for p in _spread(low, high)})
-        return {holder: low for holder, (low, _) in ranges.items() if low}
-
-    async def _members(self, digests: Sequence[bytes], probes: list[int]) -> dict[int, set[Holder]]:
-        pipeline = self._redis.pipeline(transaction=False)
-        for probe in probes:
-            pipeline.smembers(self._entry_key(digests[probe]))
-        answers = await pipeline.execute()
-        return {p: {_holder(m) for m in members} for p, members in zip(probes, answers, strict=True)}
-
-    async def _only_live(self, lengths: dict[Holder, int]) -> dict[Holder, int]:
-        if not lengths:
-            return {}
-        pipeline = self._redis.pipeline(transaction=False)
-        for holder in lengths:
-            pipeline.hget(self._worker_key(holder.worker_id), "epoch")
-        epochs = await pipeline.execute()
-        return {h: n for (h, n), e in zip(lengths.items(), epochs, strict=True) if e == b"%d" % h.worker_epoch}
 
     # -- the task that writes -----------------------------------------------------------------------------------------
 
@@ -372,7 +342,7 @@ class RedisPrefixIndex:
         for holder, is_here in records.items():
             self._add_record(pipeline, holder, is_here=is_here)
         for (holder, digest), is_cached in batch.items():
-            key = self._entry_key(digest)
+            key = entry_key(self._prefix, digest)
             if not is_cached:
                 pipeline.srem(key, _member(holder))
                 continue
@@ -387,7 +357,7 @@ class RedisPrefixIndex:
         return generation
 
     def _add_record(self, pipeline: Any, holder: Holder, *, is_here: bool) -> None:
-        key = self._worker_key(holder.worker_id)
+        key = worker_key(self._prefix, holder.worker_id)
         epoch = str(holder.worker_epoch)
         if not is_here:
             pipeline.eval(FORGET_WORKER, 1, key, epoch, self._owner)
@@ -431,14 +401,76 @@ class RedisPrefixIndex:
             log.info("redis answers; the prefix index is shared")
         self._is_up = True
 
-    def _entry_key(self, digest: bytes) -> bytes:
-        return b"%s:prefix:%s" % (self._prefix.encode(), digest)
-
-    def _worker_key(self, worker_id: str) -> str:
-        return f"{self._prefix}:worker:{worker_id}"
-
 
 PROBES = 32
+
+
+class PrefixSearch:
+    """Questions to the index. Raises what the Redis client raises, and ValueError for what no index wrote."""
+
+    def __init__(self, client: redis.asyncio.Redis, namespace: str) -> None:
+        self._redis = client
+        self._prefix = namespace
+
+    async def leading_blocks(self, digests: Sequence[bytes]) -> dict[Holder, int]:
+        """Leading blocks per holder. Who holds block i nearly always holds those before it, so a few probes suffice:
+        each round asks for `PROBES` places inside every holder's open range, and the ranges shrink by that factor.
+        """
+        ranges: dict[Holder, tuple[int, int]] = {}  # holds [0, low), does not hold block high
+        probes = _spread(0, len(digests))
+        is_first = True
+        while probes:
+            held = await self._members(digests, probes)
+            if is_first:
+                ranges = {holder: (0, len(digests)) for holder in held[0]}
+                is_first = False
+            ranges = {holder: _narrow(holder, span, probes, held) for holder, span in ranges.items()}
+            probes = sorted({p for low, high in ranges.values() if low < high for p in _spread(low, high)})
+        return {holder: low for holder, (low, _) in ranges.items() if low}
+
+    async def _members(self, digests: Sequence[bytes], probes: list[int]) -> dict[int, set[Holder]]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for probe in probes:
+            pipeline.smembers(entry_key(self._prefix, digests[probe]))
+        answers = await pipeline.execute()
+        return {p: {_holder(m) for m in members} for p, members in zip(probes, answers, strict=True)}
+
+    async def owners(self, holders: Iterable[Holder]) -> dict[Holder, int]:
+        """Those that are alive, with the epoch of the scheduler that leases each (0: unknown)."""
+        asked = list(holders)
+        if not asked:
+            return {}
+        pipeline = self._redis.pipeline(transaction=False)
+        for holder in asked:
+            pipeline.hmget(worker_key(self._prefix, holder.worker_id), "epoch", "owner")
+        records = await pipeline.execute()
+        return {
+            holder: _scheduler_epoch(owner)
+            for holder, (epoch, owner) in zip(asked, records, strict=True)
+            if epoch == b"%d" % holder.worker_epoch
+        }
+
+
+def make_owner(scheduler_id: str, scheduler_epoch: int) -> str:
+    """How a scheduler's process signs the records of its workers."""
+    return f"{scheduler_id}:{scheduler_epoch:016x}"
+
+
+def _scheduler_epoch(owner: bytes | None) -> int:
+    try:
+        return int((owner or b"").rpartition(b":")[2], 16)
+    except ValueError:
+        return 0
+
+
+def entry_key(namespace: str, digest: bytes) -> bytes:
+    """The set of a digest's holders."""
+    return b"%s:prefix:%s" % (namespace.encode(), digest)
+
+
+def worker_key(namespace: str, worker_id: str) -> str:
+    """The record of a worker."""
+    return f"{namespace}:worker:{worker_id}"
 
 
 def _spread(low: int, high: int) -> list[int]:

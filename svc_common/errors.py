@@ -6,6 +6,7 @@
       AlreadyExistsError        ALREADY_EXISTS       the request id is in flight
       OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; says when to try again
       UnavailableError          UNAVAILABLE          nobody there to do it now
+      TakenOverError            ABORTED              the same request goes on in another stream
       UnimplementedError        UNIMPLEMENTED        a field that is not served yet
       StaleEpochError           FAILED_PRECONDITION  a fence: somebody else owns this worker now
 
@@ -61,6 +62,10 @@ class UnavailableError(QuireError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class TakenOverError(QuireError):
+    code = grpc.StatusCode.ABORTED
+
+
 class UnimplementedError(QuireError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
@@ -78,6 +83,7 @@ BY_CODE: dict[int, type[QuireError]] = {
         AlreadyExistsError,
         OverloadedError,
         UnavailableError,
+        TakenOverError,
         UnimplementedError,
         StaleEpochError,
     )

@@ -14,11 +14,19 @@ import xxhash
 from quire.v1 import inference_pb2 as public
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+from quire.v1.inference_pb2_grpc import (
+    AdminServiceStub,
+    InferenceServiceStub,
+    add_AdminServiceServicer_to_server,
+    add_InferenceServiceServicer_to_server,
+)
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 
+from gateway_svc.admin import AdminServicer
 from gateway_svc.directory import ModelDirectory
+from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.models import BundleCache
+from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
@@ -101,6 +109,12 @@ class FakeScheduler(SchedulerServiceServicer):
         self.answers_cancels = True
         self.num_attached = 0
         self.num_bundle_calls = 0
+        self.heartbeat_interval_s = 0.0
+        self.ready_workers = 2
+        self.scheduler_epoch = 1
+        self.num_heartbeats = 0
+        self.workers: list[public.WorkerInfo] = []
+        self.released: list[pb.ReleaseWorkerRequest] = []
         self._outbox: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"
@@ -126,7 +140,14 @@ class FakeScheduler(SchedulerServiceServicer):
         self._outbox.put_nowait(None)
 
     def welcome(self) -> None:
-        self.say(welcome=pb.Welcome(scheduler_epoch=1, info=self.info, ready_workers=2))
+        self.say(
+            welcome=pb.Welcome(
+                scheduler_epoch=self.scheduler_epoch,
+                info=self.info,
+                ready_workers=self.ready_workers,
+                heartbeat_interval_s=self.heartbeat_interval_s,
+            )
+        )
 
     def send(self, handle: int, ids: Sequence[int], *, offset: int = 0, sample: int = 0) -> None:
         """Tokens of one sample in one Deltas."""
@@ -187,6 +208,8 @@ class FakeScheduler(SchedulerServiceServicer):
         async for request in requests:
             if request.HasField("submit"):
                 self._take_submit(request.submit)
+            elif request.HasField("heartbeat"):
+                self.num_heartbeats += 1
             else:
                 self._take_cancel(request.cancel)
 
@@ -213,8 +236,14 @@ class FakeScheduler(SchedulerServiceServicer):
 
     async def GetSchedulerStatus(self, request: Any, context: Any) -> pb.GetSchedulerStatusResponse:
         return pb.GetSchedulerStatusResponse(
-            status=public.SchedulerStatus(address="inside", model=self.info.model if self.info else "", num_waiting=4)
+            status=public.SchedulerStatus(
+                address="inside", model=self.info.model if self.info else "", num_waiting=4, workers=self.workers
+            )
         )
+
+    async def ReleaseWorker(self, request: pb.ReleaseWorkerRequest, context: Any) -> pb.ReleaseWorkerResponse:
+        self.released.append(request)
+        return pb.ReleaseWorkerResponse(num_moved=3)
 
 
 class TestGateway:
@@ -222,16 +251,31 @@ class TestGateway:
 
     __test__ = False
 
-    def __init__(self, addresses: Sequence[str], *, patience_s: float = PATIENCE_S, max_streams: int = 64) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        patience_s: float = PATIENCE_S,
+        max_streams: int = 64,
+        max_request_bytes: int = 1 << 20,
+        reader: Any = None,
+    ) -> None:
         bundles = BundleCache()
-        self.clients = [
-            SchedulerClient(address, gateway_id="test", bundles=bundles, patience_s=patience_s) for address in addresses
-        ]
+        self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
+        self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)
         self.prompts = PromptReader()
-        self.servicer = InferenceServicer(self.directory, self.prompts, max_streams=max_streams)
+        self.servicer = InferenceServicer(
+            self.directory,
+            self.dispatcher,
+            self.prompts,
+            PrefixHints(self.prompts, reader),
+            max_streams=max_streams,
+            max_request_bytes=max_request_bytes,
+        )
         self._server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.v1.InferenceService"])
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
+        add_AdminServiceServicer_to_server(AdminServicer(self.directory), self._server.grpc)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TestGateway:
@@ -239,6 +283,7 @@ class TestGateway:
         self._tasks = [asyncio.create_task(client.run()) for client in self.clients]
         self.channel = open_channel(self.address)
         self.stub = InferenceServiceStub(self.channel)
+        self.admin = AdminServiceStub(self.channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -157,7 +157,7 @@ async def test_a_client_that_cancels_frees_its_request(gateway: TestGateway, sch
     await until(lambda: scheduler.cancels)
     assert (scheduler.cancels[0].reason, scheduler.cancels[0].HasField("sample_index")) == (ABORTED, False)
     await until(lambda: gateway.num_open == 0)
-    assert not gateway.clients[0]._open
+    assert not gateway.dispatcher.num_open
 
 
 async def test_a_deadline_frees_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
@@ -276,4 +276,4 @@ async def test_draining_ends_what_is_still_open_at_the_timeout(gateway: TestGate
     await gateway.servicer.drain(0.01)
     error = await refused(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "continuation" in error.details()
+    assert "resume at another one" in error.details()

@@ -68,18 +68,18 @@ async def test_equal_bundles_are_fetched_once(
     assert scheduler.num_bundle_calls + second.num_bundle_calls == 1
 
 
-async def test_of_two_schedulers_with_one_model_the_first_that_is_up_serves(
+async def test_of_two_schedulers_with_one_model_the_one_that_is_up_serves(
     scheduler: FakeScheduler, second: FakeScheduler
 ) -> None:
     second.info = scheduler.info
-    scheduler.play([1])
     second.play([2])
     async with TestGateway([scheduler.address, second.address]) as gateway:
         await gateway.ready()
-        assert (await gateway.collect()).ids() == [1]
         await scheduler.stop()
         await until(lambda: not gateway.clients[0].is_ready)
         assert (await gateway.collect()).ids() == [2]
+        models = (await gateway.stub.ListModels(pb.ListModelsRequest())).models
+        assert [(m.info.model, m.ready_workers) for m in models] == [("demo", 2)]
 
 
 async def test_no_model_yet_is_unavailable_with_advice(bundle: bytes) -> None:

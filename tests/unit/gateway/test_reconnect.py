@@ -122,8 +122,7 @@ async def test_patience_ends(scheduler: FakeScheduler) -> None:
         error = await refused(call)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "within 0.3 s" in error.details()
-        assert not gateway.clients[0]._open
-        assert not gateway.clients[0]._patience
+        assert not gateway.dispatcher.num_open
 
 
 async def test_new_requests_are_refused_while_the_scheduler_is_away(
@@ -195,7 +194,7 @@ async def test_cancel_and_abort_while_the_scheduler_is_away(gateway: TestGateway
     await gateway.stub.Abort(pb.AbortRequest(request_ids=["a"]))
     assert [event.finished.reason for event in await rest(aborted)] == [ABORTED]
     await until(lambda: gateway.num_open == 0)
-    assert not gateway.clients[0]._open
+    assert not gateway.dispatcher.num_open
     await scheduler.start()
     await until(lambda: gateway.clients[0].is_ready)
     assert len(scheduler.submits) == 2
@@ -269,7 +268,7 @@ async def test_finished_samples_of_a_client_get_no_more_events(gateway: TestGate
     result = await gateway.collect(sampling=sampling, continuation=continuation([10, 1], [20], finished=(0,)))
     assert (sorted(result.finished), result.ids(0), result.ids(1)) == ([1], [], [21])
     assert scheduler.submits[0].continuation.samples[0].finished
-    await until(lambda: not gateway.clients[0]._open)
+    await until(lambda: not gateway.dispatcher.num_open)
     assert scheduler.cancels == []
 
 

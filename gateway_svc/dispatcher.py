@@ -1,0 +1,281 @@
+"""Open requests and the schedulers that have them. Schedulers with one model are replicas of each other.
+
+                 +--- refused for a moment: the next replica ---+
+                 v                                              |
+    submit --> placed at a replica --accepted--> runs there ----+--> finished, or released by its handler
+                 ^                                 |
+                 |    stream broken or silent, or no worker there while another replica has some
+                 |                                 |
+                 +-- another replica is ready <----+--> waits for one, at most `patience_s`
+
+A request that moves takes its Continuation along; its old scheduler is never listened to again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.replicas import Replica, choose_replica
+from gateway_svc.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from gateway_svc.scheduler_request import SchedulerRequest
+from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+RESUBMIT_DELAY_S = 0.2
+MOVE_AFTER_S = 0.5  # a replica may be without workers for this long before its requests go where some are
+
+ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may see it differently
+# A scheduler that is just back may say these for a moment: its workers, or the end of our old stream, come later.
+PASSING = (*ELSEWHERE, AlreadyExistsError)
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What helps to choose a replica for a prompt."""
+
+    affinity: bytes = b""  # names what it begins with
+    cached_tokens: Mapping[int, int] = field(default_factory=dict)  # by scheduler_epoch
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Where an open request is: at `client`, or nowhere."""
+
+    model: str
+    revision: str
+    hints: Hints
+    client: SchedulerClient | None = None
+    refusals: dict[SchedulerClient, QuireError] = field(default_factory=dict)
+    patience: asyncio.TimerHandle | None = None
+    retry: asyncio.TimerHandle | None = None
+
+    def stop_timers(self) -> None:
+        for timer in (self.patience, self.retry):
+            if timer is not None:
+                timer.cancel()
+        self.patience = self.retry = None
+
+
+class Dispatcher:
+    """Owns every open request of this gateway: where it is, and where it goes when it cannot stay."""
+
+    def __init__(
+        self,
+        clients: Sequence[SchedulerClient],
+        *,
+        patience_s: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clients = list(clients)
+        self._patience_s = patience_s
+        self._on_change = on_change
+        self._open: dict[SchedulerRequest, Placement] = {}
+        self._idle_since: dict[SchedulerClient, float] = {}  # attached and without workers
+        for client in self._clients:
+            client.events = self
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def has_choice(self, info: types.ModelInfo) -> bool:
+        """Several replicas could take a request for this model now."""
+        return len(self._serving(info.model, info.revision)) > 1
+
+    # -- what handlers do ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: SchedulerRequest, info: types.ModelInfo, hints: Hints) -> None:
+        """Send a request to a replica of its model; its own waits tell what becomes of it.
+
+        Raises UnavailableError when none is there.
+        """
+        placement = Placement(info.model, info.revision, hints)
+        if not self._place(request, placement):
+            raise UnavailableError(
+                f"no scheduler of model {info.model!r} is ready: {self._problems()}; try again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._open[request] = placement
+        request.attach(self)
+
+    def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
+        """Tell the scheduler that has the request; False when none has it, so that no answer will come."""
+        placement = self._open.get(request)
+        return (
+            placement is not None
+            and placement.client is not None
+            and placement.client.cancel(request, sample_index, reason)
+        )
+
+    def release(self, request: SchedulerRequest) -> None:
+        """Nobody reads this request any more: cancel what runs, deliver nothing."""
+        placement = self._open.pop(request, None)
+        if placement is None:
+            return
+        placement.stop_timers()
+        if placement.client is not None:
+            placement.client.withdraw(request)
+
+    def close(self) -> None:
+        """The gateway ends: so does every request."""
+        for request in list(self._open):
+            self.release(request)
+            request.fail(UnavailableError("the gateway is shutting down; try again", retry_after_s=RETRY_AFTER_S))
+
+    # -- what scheduler clients say -----------------------------------------------------------------------------------
+
+    def on_changed(self, client: SchedulerClient) -> None:
+        self._note_idle(client)
+        for request, placement in list(self._open.items()):
+            if placement.client is None and client.serves(placement.model, placement.revision):
+                placement.refusals.clear()
+                self._place(request, placement)
+            elif placement.client is None and _is_other_revision(client, placement):
+                self._give_up_on_revision(request, placement)
+        self._on_change()
+
+    def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
+        for request in requests:
+            self._take_back(request)
+
+    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
+        placement = self._open.get(request)
+        if placement is None:
+            return
+        placement.client = None
+        placement.refusals[client] = error
+        if isinstance(error, ELSEWHERE) and self._place(request, placement):
+            return
+        if not request.is_resumed or not isinstance(error, PASSING):
+            self._fail(request, min(placement.refusals.values(), key=_how_bad))
+            return
+        self._wait(request, placement)
+        delay = max(RESUBMIT_DELAY_S, error.retry_after_s or 0.0)
+        placement.retry = asyncio.get_running_loop().call_later(delay, self._try_again, request)
+
+    def on_accepted(self, request: SchedulerRequest) -> None:
+        placement = self._open.get(request)
+        if placement is not None:
+            placement.stop_timers()
+            placement.refusals.clear()
+        request.on_accepted()
+
+    def on_finished(self, request: SchedulerRequest) -> None:
+        self.release(request)
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    def _serving(self, model: str, revision: str) -> list[SchedulerClient]:
+        return [client for client in self._clients if client.serves(model, revision)]
+
+    def _place(self, request: SchedulerRequest, placement: Placement) -> bool:
+        """Send the request to the best replica that has not refused it; False when there is none."""
+        serving = self._serving(placement.model, placement.revision)
+        clients = [client for client in serving if client not in placement.refusals]
+        if not clients:
+            return False
+        hits = placement.hints.cached_tokens
+        replicas = [Replica(c.address, c.load_tokens, c.ready_workers, hits.get(c.scheduler_epoch, 0)) for c in clients]
+        placement.client = clients[choose_replica(replicas, request.num_prompt_tokens, placement.hints.affinity)]
+        placement.client.submit(request)
+        if request.is_resumed:
+            log.debug("request %s goes on at scheduler %s", request.request_id, placement.client.address)
+        return True
+
+    def _take_back(self, request: SchedulerRequest) -> None:
+        """Its scheduler does not have it any more: on to another, or wait for one."""
+        placement = self._open.get(request)
+        if placement is None:
+            return
+        placement.client = None
+        placement.refusals.clear()
+        request.on_detached()
+        if request.is_over:
+            self.release(request)
+        elif not self._place(request, placement):
+            self._wait(request, placement)
+
+    def _try_again(self, request: SchedulerRequest) -> None:
+        placement = self._open.get(request)
+        if placement is None or placement.client is not None:
+            return
+        placement.refusals.clear()
+        if request.is_over:
+            self.release(request)
+        else:
+            self._place(request, placement)
+
+    def _wait(self, request: SchedulerRequest, placement: Placement) -> None:
+        if placement.patience is None:
+            loop = asyncio.get_running_loop()
+            placement.patience = loop.call_later(self._patience_s, self._give_up, request)
+
+    def _give_up(self, request: SchedulerRequest) -> None:
+        placement = self._open[request]
+        words = (
+            f"no scheduler of model {placement.model!r} took the request again within {self._patience_s:g} s "
+            f"({self._problems()}); go on with a continuation"
+        )
+        self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
+
+    def _give_up_on_revision(self, request: SchedulerRequest, placement: Placement) -> None:
+        if not any(not client.is_connected or client.info is None for client in self._clients):
+            words = f"model {placement.model!r} came back as another revision; start again"
+            self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
+
+    def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
+        self.release(request)
+        request.fail(error)
+
+    def _problems(self) -> str:
+        return "; ".join(f"{client.address}: {client.problem}" for client in self._clients if not client.is_ready) or (
+            "all refused it"
+        )
+
+    # -- replicas without workers -------------------------------------------------------------------------------------
+
+    def _note_idle(self, client: SchedulerClient) -> None:
+        """Remember since when it has no workers; those of its requests that could run elsewhere are moved then."""
+        if not client.is_connected or client.ready_workers:
+            self._idle_since.pop(client, None)
+            if client.ready_workers:
+                self._move_from_idle()
+        elif client not in self._idle_since:
+            loop = asyncio.get_running_loop()
+            self._idle_since[client] = loop.time()
+            loop.call_later(MOVE_AFTER_S, self._move_from_idle)
+
+    def _move_from_idle(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for client, since in self._idle_since.items():
+            if now - since >= MOVE_AFTER_S and (movable := self._movable(client)):
+                log.info("scheduler %s has no worker; %d requests go elsewhere", client.address, len(movable))
+                for request in movable:
+                    client.withdraw(request)
+                    self._take_back(request)
+
+    def _movable(self, client: SchedulerClient) -> list[SchedulerRequest]:
+        """Its requests that another replica has workers for."""
+        movable = []
+        for request in client.requests():
+            placement = self._open.get(request)
+            if placement is not None and not request.is_over:
+                others = self._serving(placement.model, placement.revision)
+                if any(other.ready_workers for other in others):
+                    movable.append(request)
+        return movable
+
+
+def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
+    return client.info is not None and client.info.model == placement.model
+
+
+def _how_bad(error: QuireError) -> tuple[bool, float]:
+    """Of several refusals the client hears one with advice: full before away, sooner before later."""
+    return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

@@ -1,0 +1,40 @@
+"""What helps to choose a replica for a prompt: what it begins with, and who holds how much of it."""
+
+from __future__ import annotations
+
+from gateway_svc.dispatcher import Hints
+from gateway_svc.prompts import PromptReader
+from gateway_svc.validation import GenerationPlan
+from prefix_index.hashing import extend_digests, model_salt, root_digest
+from prefix_index.reader import RedisPrefixReader
+
+MIN_BLOCKS_TO_LOOK_UP = 2  # less is computed sooner than looked up
+
+
+class PrefixHints:
+    """Asks the index that schedulers publish to, if there is one. Never fails; waits no longer than the reader does."""
+
+    def __init__(self, prompts: PromptReader, reader: RedisPrefixReader | None) -> None:
+        self._prompts = prompts
+        self._reader = reader
+
+    async def look_up(self, plan: GenerationPlan) -> Hints:
+        """The hints for a request."""
+        digests = await self._prompts.run(4 * len(plan.prompt_ids), chain_of, plan)
+        affinity = digests[0] if digests else plan.prompt_ids.tobytes()
+        if self._reader is None or len(digests) < MIN_BLOCKS_TO_LOOK_UP:
+            return Hints(affinity)
+        blocks = await self._reader.lookup(digests)
+        block_size = plan.model.info.block_size
+        return Hints(affinity, {epoch: count * block_size for epoch, count in blocks.items()})
+
+
+def chain_of(plan: GenerationPlan) -> list[bytes]:
+    """Digests of the prompt's full blocks, as the model's schedulers compute them."""
+    info = plan.model.info
+    digests: list[bytes] = []
+    if info.block_size:
+        salt = model_salt(info.revision, info.dtype, info.determinism)
+        root = root_digest(salt, info.block_size, plan.scheduling.cache_salt.encode())
+        extend_digests(digests, root, plan.prompt_ids, info.block_size)
+    return digests
