@@ -36,6 +36,7 @@ SERVER_GONE = "the server ended the call without a reason; it is probably shutti
 TRANSPORT_CODES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 TRANSPORT_WORDS = (
     "rst_stream",
+    "internal error from core",
     "connection reset",
     "connection aborted",
     "connection closed",

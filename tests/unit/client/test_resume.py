@@ -147,6 +147,7 @@ BREAKS = {
     "unavailable": ending(UNAVAILABLE, "Socket closed"),
     "rst": ending(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
     "reset": ending(grpc.StatusCode.INTERNAL, "recvmsg:Connection reset by peer"),
+    "core": ending(grpc.StatusCode.INTERNAL, "Internal error from Core"),
     "unknown": ending(grpc.StatusCode.UNKNOWN, "Stream removed"),
     "no words": ending(grpc.StatusCode.UNKNOWN, ""),
     "stopped server": ending(grpc.StatusCode.CANCELLED, ""),
