@@ -38,7 +38,7 @@ NEEDED = {
     "safetensors": "worker",
     "tokenizers": "gateway",
     "jinja2": "gateway",
-    "redis": "scheduler",
+    "redis": "scheduler and gateway",
 }
 MAX_PORT = 65_535
 DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
@@ -190,6 +190,7 @@ def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], re
     flags: list[tuple[str, object]] = [
         ("listen", f"{_bracketed(host)}:{port}"),
         *(("scheduler", scheduler) for scheduler in schedulers),
+        ("redis", redis),
     ]
     return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
 

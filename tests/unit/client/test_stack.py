@@ -245,7 +245,7 @@ def test_plan_hands_the_flags_on(model, tmp_path):
         "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
         "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
     )  # fmt: skip
-    assert flags_of(made, "scheduler")["--redis"] == "redis://r"
+    assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r"
     assert flags_of(made, "scheduler")["--max-waiting"] == "5"
     assert flags_of(made, "scheduler")["--max-waiting-tokens"] == "99"
     assert flags_of(made, "worker-0")["--executor"] == "sim"
