@@ -17,6 +17,7 @@ from tests.processes.stack import Service, Stack, is_ready, wait_idle
 
 ROOMY, TIGHT = "roomy", "tight"  # one checkpoint under two names, each with its own scheduler and worker
 MAX_TOKENS = 40
+LONG_TOKENS = 220  # long enough to be met by urgent requests on any machine; fits the tight pool alone
 RNG = random.Random(5)
 PROMPT = [RNG.randrange(VOCAB_SIZE) for _ in range(150)]
 SEED = 2**63 + 12345
@@ -96,10 +97,12 @@ async def test_same_tokens_in_any_circumstances(pair: Pair) -> None:
         in_chunks = await sample(client, model=TIGHT)
         assert in_chunks.token_ids == alone.token_ids
 
+        long = await sample(client, max_tokens=LONG_TOKENS)
         preempted = await sample_preempted(client)
         assert preempted.samples[0].preemptions >= 1
         assert preempted.usage.recomputed_tokens > 0
-        assert preempted.token_ids == alone.token_ids
+        assert preempted.token_ids == long.token_ids
+        assert preempted.token_ids[:MAX_TOKENS] == alone.token_ids
 
 
 async def sample_preempted(client: AsyncClient) -> GenerateResult:
@@ -110,7 +113,7 @@ async def sample_preempted(client: AsyncClient) -> GenerateResult:
         seed=SEED,
         temperature=1.0,
         ignore_eos=True,
-        max_tokens=MAX_TOKENS,
+        max_tokens=LONG_TOKENS,
         priority=5,
         cache_salt="preempted",
     )
