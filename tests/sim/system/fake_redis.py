@@ -109,6 +109,10 @@ class RedisClient:
     async def incr(self, key: str) -> int:
         return (await self._server.ask([("incr", key)]))[0]
 
+    async def ping(self) -> bool:
+        await self._server.ask([])
+        return True
+
     async def aclose(self) -> None:
         pass
 

@@ -108,6 +108,7 @@ class Network:
         self.num_messages = 0
         self.on_write: Callable[[Call, Any], None] = lambda call, message: None
         self.on_answer: Callable[[Call, bytes], None] = lambda call, data: None
+        self.on_response: Callable[[Call, bytes], list[bytes]] = lambda call, data: [data]
         self.processes: dict[str, Process] = {}  # the newest life of each
         self._links: dict[frozenset[str], Link] = {}
 
@@ -607,7 +608,8 @@ class ServerSide:
     async def _write(self, data: bytes) -> None:
         call = self._call
         await call.to_client.room(lambda: self._is_cancelled)
-        call._post("client", data)
+        for part in call.network.on_response(call, data):
+            call._post("client", part)
 
     async def _requests(self, handler: Handler) -> AsyncIterator[Any]:
         inbox = self._call.to_server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.models import BundleCache
+from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.servicer import InferenceServicer
 from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
+from prefix_index.reader import RedisPrefixReader
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateway_links import Gateways
@@ -24,8 +28,6 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
 from tests.sim.symbolic_worker import SymbolicWorker
-from tests.sim.system.fake_redis import RedisClient
-from tests.sim.system.gateway import SimGateway
 from tests.sim.system.network import Server
 from tests.sim.system.virtual_loop import Process
 from tests.sim.system.worker import ModelThread, SymbolicRunner, engine_info
@@ -33,6 +35,7 @@ from worker_svc.bundle import Bundle
 from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.registration import Registration
+from worker_svc.server import Worker
 from worker_svc.servicer import WorkerServicer
 from worker_svc.wire import capacity_to_proto
 
@@ -102,8 +105,7 @@ class SchedulerService(Service):
                 owner=f"{self.name}:{epoch:016x}",
                 snapshot=lambda: self.step_loop.cached_prefixes(),
             )
-            index._redis = RedisClient(world.redis)
-            self.process.context.copy().run(index.start)
+            index.start()
         self.step_loop = StepLoop(sizes.scheduler_config, index)
         self.gateways = Gateways(self.step_loop, epoch, sizes.gateway_heartbeat_s)
         timeouts = LinkTimeouts(heartbeat_s=sizes.heartbeat_timeout_s, step_s=sizes.step_timeout_s)
@@ -144,6 +146,7 @@ class WorkerService(Service):
         self.executor = StepExecutor(worker_epoch=epoch, on_fatal=world.loop.fail)
         self.executor._thread = thread
         self.symbolic = SymbolicWorker(self.capacity, world.chains, setup.vocab_size)
+        self.symbolic.failed_requests = world.failed_requests
         info = engine_info(self.capacity, setup.vocab_size, setup.eos_token_ids)
         self.runner = SymbolicRunner(
             self.symbolic,
@@ -176,6 +179,7 @@ class WorkerService(Service):
             work=self.executor,
             rng=Random(world.rng.random()),
         )
+        self._shell = self._make_shell()
         self.process.start(self.registration.run())
 
     def _step_s(self, query_lens: Any) -> float:
@@ -184,15 +188,27 @@ class WorkerService(Service):
 
     async def _leave(self, timeout_s: float) -> int:
         self.drain(timeout_s)
-        return 0
+        await self._shell._drained.wait()
+        return self.executor.rows_used
 
     def drain(self, timeout_s: float) -> None:
         """SIGTERM: rows move on, then it exits."""
-        self.process.start(self._drain(timeout_s))
+        self._shell._drain_timeout_s = timeout_s
+        if not self.lifecycle.is_draining:
+            self.server.is_serving = False
+            self.process.start(self._drain())
 
-    async def _drain(self, timeout_s: float) -> None:
-        await self.world.drain_worker(self, timeout_s)
-        self.world.loop.call_soon(self.kill)
+    async def _drain(self) -> None:
+        await self._shell._drain()
+        self.world.loop.call_later(0.05, self.kill)
+
+    def _make_shell(self) -> Worker:
+        """The part of the worker's process that knows how to leave; it needs no flags and no port for that."""
+        shell = Worker.__new__(Worker)
+        shell._lifecycle, shell._executor, shell._servicer = self.lifecycle, self.executor, self.servicer
+        shell._registration = self.registration
+        shell._drained = asyncio.Event()
+        return shell
 
 
 class GatewayService(Service):
@@ -206,10 +222,25 @@ class GatewayService(Service):
             for s in world.schedulers
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=world.setup.patience_s)
-        self.servicer = SimGateway(ModelDirectory(self.clients), PromptReader(), self.dispatcher)
+        prompts = PromptReader()
+        self.servicer = InferenceServicer(
+            ModelDirectory(self.clients),
+            self.dispatcher,
+            prompts,
+            PrefixHints(prompts, self._reader()),
+            max_streams=1000,
+            max_request_bytes=1 << 30,
+        )
         add_InferenceServiceServicer_to_server(self.servicer, self.server)
         for client in self.clients:
             self.process.start(client.run())
+
+    def _reader(self) -> RedisPrefixReader | None:
+        if not self.world.setup.uses_redis:
+            return None
+        reader = RedisPrefixReader("redis://nowhere")
+        reader.start()
+        return reader
 
     def drain(self, timeout_s: float) -> None:
         """SIGTERM."""

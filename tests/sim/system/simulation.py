@@ -17,10 +17,22 @@ from random import Random
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import StopCondition
+from tests.sim.system.network import KEEPALIVE_S
 from tests.sim.system.processes import Service
 from tests.sim.system.world import Setup, World
 
 COMMAND = "python -m tests.sim.system.simulation"
+FAULTS = (
+    *("kill",) * 5,
+    *("freeze",) * 4,
+    *("drain",) * 2,
+    *("block_link",) * 3,
+    *("tear_link",) * 3,
+    "slow_step",
+    "forge_answer",
+    "fail_row",
+    "hurt_redis",
+)
 
 
 class Simulation:
@@ -94,40 +106,112 @@ class Simulation:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     async def _operate(self) -> None:
+        """A few faults while requests run; every one ends by itself: what was killed is started again, and so on."""
         rng = self.rng
-        num_faults = rng.choice((0, 1, 2, 3, 4))
-        faults = [
-            self._kill_worker,
-            self._kill_scheduler,
-            self._kill_gateway,
-        ]
-        times = sorted(rng.random() * rng.choice((1.5, 4.0)) for _ in range(num_faults))
+        faults = [rng.choice(FAULTS) for _ in range(rng.choice((0, 1, 2, 3, 4, 6)))]
+        times = sorted(rng.random() * rng.choice((1.5, 4.0)) for _ in faults)
         work = []
-        for at in times:
+        for at, fault in zip(times, faults, strict=True):
             await asyncio.sleep(max(0.0, at - self.world.now))
-            fault = rng.choice(faults)
-            self.met[fault.__name__.removeprefix("_")] += 1
-            work.append(asyncio.ensure_future(fault()))
+            self.met[fault] += 1
+            work.append(asyncio.ensure_future(getattr(self, f"_{fault}")()))
         await asyncio.gather(*work)
 
-    async def _kill_and_restart(self, service: Service) -> None:
+    def _any_service(self) -> Service:
+        return self.rng.choice(self.world.services)
+
+    async def _kill(self) -> None:
+        service = self._any_service()
         if not service.is_up:
             return
         is_silent = self.rng.random() < 0.3
         self.world.note(f"kill {service.name}{' with its host' if is_silent else ''}")
         service.kill(is_silent=is_silent)
+        await self._start_again(service)
+
+    async def _start_again(self, service: Service) -> None:
         await asyncio.sleep(self.rng.choice((0.05, 0.5, 3.0)))
-        self.world.note(f"start {service.name}")
-        service.start()
+        if not service.is_up:
+            self.world.note(f"start {service.name}")
+            service.start()
 
-    async def _kill_worker(self) -> None:
-        await self._kill_and_restart(self.rng.choice(self.world.workers))
+    async def _freeze(self) -> None:
+        service = self._any_service()
+        if not service.is_running:
+            return
+        process = service.process
+        for_s = self.rng.choice((0.3, 1.2, 2.5, 6.0))
+        self.world.note(f"freeze {service.name} for {for_s} s")
+        process.freeze()
+        await asyncio.sleep(for_s)
+        if not process.is_dead:
+            self.world.note(f"thaw {service.name}")
+            process.thaw(self.rng)
 
-    async def _kill_scheduler(self) -> None:
-        await self._kill_and_restart(self.rng.choice(self.world.schedulers))
+    async def _drain(self) -> None:
+        service = self._any_service()
+        if not service.is_running:
+            return
+        process = service.process
+        self.world.note(f"drain {service.name}")
+        process.context.copy().run(service.drain, self.rng.choice((0.5, 2.0, 5.0)))
+        while not process.is_dead:  # noqa: ASYNC110 - a process ends without a word
+            await asyncio.sleep(0.1)
+        self.world.note(f"{service.name} has left")
+        await self._start_again(service)
 
-    async def _kill_gateway(self) -> None:
-        await self._kill_and_restart(self.rng.choice(self.world.gateways))
+    def _any_link(self) -> tuple[str, str]:
+        world, kind = self.world, self.rng.random()
+        if kind < 0.3:
+            return "clients", self.rng.choice(world.gateways).name
+        scheduler = self.rng.choice(world.schedulers).name
+        return self.rng.choice(world.gateways if kind < 0.6 else world.workers).name, scheduler
+
+    async def _block_link(self) -> None:
+        one, other = self._any_link()
+        if self.world.network.link(one, other).is_blocked:
+            return
+        for_s, tears = self.rng.choice((0.2, 1.0, 3.0, 6.0)), self.rng.random() < 0.5
+        self.world.note(f"block {one} - {other} for {for_s} s")
+        self.world.network.block(one, other)
+        await asyncio.sleep(for_s)
+        self.world.note(f"heal {one} - {other}{', connections are gone' if tears else ''}")
+        self.world.network.heal(one, other, tears=tears)
+
+    async def _tear_link(self) -> None:
+        one, other = self._any_link()
+        hides_s = self.rng.choice((0.0, 0.0, 0.5, 3.0, KEEPALIVE_S))
+        self.world.note(f"tear {one} - {other}; one end learns {hides_s} s later")
+        self.world.network.tear(one, other, hides_s=hides_s)
+
+    async def _slow_step(self) -> None:
+        worker = self.rng.choice(self.world.workers)
+        worker.slow_next_s = self.rng.choice((0.5, 2.0, 4.5))
+        self.world.note(f"the next step of {worker.name} takes {worker.slow_next_s} s longer")
+
+    async def _forge_answer(self) -> None:
+        self.world.forgeries.append(self.rng.choice(("twice", "stale")))
+
+    async def _fail_row(self) -> None:
+        self.rng.choice(self.world.workers).symbolic.fail_next = self.rng.choice(("nan", "lost"))
+
+    async def _hurt_redis(self) -> None:
+        redis, kind = self.world.redis, self.rng.choice(("flush", "away", "slow", "old"))
+        self.world.note(f"redis: {kind}")
+        if kind == "flush":
+            redis.flush()
+        elif kind == "old":
+            redis.save()
+            await asyncio.sleep(self.rng.random() * 2)
+            redis.restart_with_old_data()
+        elif kind == "away":
+            redis.is_away = True
+            await asyncio.sleep(self.rng.random() * 3)
+            redis.is_away = False
+        else:
+            redis.delay_s, before = self.rng.choice((0.05, 0.4, 2.0)), redis.delay_s
+            await asyncio.sleep(self.rng.random() * 3)
+            redis.delay_s = min(before, redis.delay_s)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps: when nothing is ready, the next timer is due at once. No threads, no sockets.
+"""An asyncio event loop whose clock jumps: when nothing is ready, the next timer is due. No threads, no sockets.
 
 Several simulated processes share it. Every callback carries the process it belongs to in its context, which makes
 SIGSTOP and SIGKILL exact: a frozen process's callbacks and timers wait until it is thawed, a killed one's are dropped.
@@ -16,6 +16,7 @@ from typing import Any
 PROCESS: ContextVar[Process | None] = ContextVar("PROCESS", default=None)
 
 RESOLUTION_S = 1e-6
+TURN_S = 1e-7  # a turn of a loop takes time, or code that waits for it by `sleep(0)` would wait for ever
 
 
 class Stalled(AssertionError):
@@ -136,6 +137,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not scheduled:
                 raise Stalled(f"at {self._now:.3f} s nothing is left to happen")
             self._now = max(self._now, scheduled[0]._when)
+        self._now += TURN_S
         while scheduled and scheduled[0]._when <= self._now:
             handle = heapq.heappop(scheduled)
             handle._scheduled = False

@@ -20,6 +20,7 @@ import numpy as np
 import quire_client.aio
 import quire_client.retry
 import quire_client.watch
+import redis.asyncio
 from quire.v1 import types_pb2, worker_pb2
 from quire_client import AsyncClient
 from quire_client import errors as client_errors
@@ -35,7 +36,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from tests.sim.oracle import Expected, expected_output
 from tests.sim.symbolic_worker import Chains, Violation
-from tests.sim.system.fake_redis import RedisServer
+from tests.sim.system.fake_redis import RedisClient, RedisServer
 from tests.sim.system.network import Call, Network
 from tests.sim.system.processes import GatewayService, SchedulerService, Service, WorkerService
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
@@ -108,6 +109,9 @@ class World:
         self.network = Network(self.loop, Random(rng.random()))
         self.network.on_write = self._note_sent
         self.network.on_answer = self._note_answer
+        self.network.on_response = self._forge
+        self.forgeries: list[str] = []  # 'twice' or 'stale': what becomes of the next answer to a step
+        self._old_answer: bytes | None = None
         self.redis = RedisServer(Random(rng.random()))
         capacity = setup.capacities[0]
         salt = model_salt("1", "float32", types_pb2.DETERMINISM_EXACT)
@@ -119,6 +123,7 @@ class World:
         self.workers = [WorkerService(self, c.worker_id, c) for c in setup.capacities]
         self.clients = Process("clients", self.loop)
         self.network.processes["clients"] = self.clients
+        self.failed_requests: set[str] = set()  # a row of theirs has failed
         self._acked: dict[tuple[int, int, int], int] = {}
         self._failed: asyncio.Future[None] = self.loop.create_future()
         self.loop.on_failure = self._note_failure
@@ -154,6 +159,18 @@ class World:
     def _note_answer(self, call: Call, data: bytes) -> None:
         if call.path == STEP_STREAM:
             call.answered = worker_pb2.StepStreamResponse.FromString(data).output.step_id
+
+    def _forge(self, call: Call, data: bytes) -> list[bytes]:
+        """What a worker that breaks the protocol sends instead of this answer."""
+        if call.path != STEP_STREAM:
+            return [data]
+        forgery = self.forgeries.pop() if self.forgeries else ""
+        old, self._old_answer = self._old_answer, data
+        if forgery:
+            self.note(f"an answer of {call.target} comes {forgery}")
+        if forgery == "twice":
+            return [data, data]
+        return [old] if forgery == "stale" and old is not None else [data]
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +243,10 @@ class World:
             if request.timeout_s is None:
                 raise
             request.outcome = "late"
+        except client_errors.GenerationFailed:
+            if request.name not in self.failed_requests:
+                raise
+            request.outcome = "failed"
         except NOT_YET as error:
             if was_accepted and not self._may_fail(request, error):
                 raise
@@ -343,7 +364,7 @@ class World:
         try:
             assert scheduler.core is not None
             scheduler.core.check_invariants()
-            live = [group for group in scheduler.step_loop._requests.values()]
+            live = list(scheduler.step_loop._requests.values())
             ids = [group.request_id for group in live]
             if len(set(ids)) != len(ids):
                 raise Violation(f"{scheduler.name} has a request twice: {sorted(ids)}")
@@ -358,7 +379,7 @@ class World:
 
     async def _settle(self) -> None:
         """Until nobody has anything left to do."""
-        while any(self._is_busy(service) for service in self.services):
+        while any(self._is_busy(service) for service in self.services):  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)
 
@@ -426,6 +447,8 @@ class World:
         with ExitStack() as stack:
             for module in (gateway_svc.scheduler_client, scheduler_svc.worker_link, worker_svc.registration):
                 stack.enter_context(patch.object(module, "open_channel", self.network.channel))
+            redis_client = RedisClient(self.redis)
+            stack.enter_context(patch.object(redis.asyncio.Redis, "from_url", lambda *_, **__: redis_client))
             for module in (worker_svc.executor, quire_client.aio, quire_client.retry, quire_client.watch):
                 stack.enter_context(patch.object(module, "time", clock))
             yield
