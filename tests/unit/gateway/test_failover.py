@@ -1,0 +1,331 @@
+"""Two schedulers with one model: who gets a request, and what becomes of it when its scheduler is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import scheduler_pb2
+from quire.v1 import types_pb2 as types
+
+from tests.unit.gateway.fakes import (
+    ABORTED,
+    LENGTH,
+    FakeScheduler,
+    TestGateway,
+    digest_of,
+    make_info,
+    refused,
+    rest,
+    until,
+)
+from tests.unit.gateway.test_reconnect import continuation, ids_of, read_tokens
+
+UNAVAILABLE, RESOURCE_EXHAUSTED, INVALID_ARGUMENT = 14, 8, 3
+INTERVAL_S = 0.1
+
+
+@pytest.fixture
+async def pair(bundle: bytes) -> AsyncIterator[list[FakeScheduler]]:
+    fakes = [FakeScheduler(make_info(bundle), bundle) for _ in range(2)]
+    for epoch, fake in enumerate(fakes):
+        fake.scheduler_epoch = 100 + epoch
+        await fake.start()
+    yield fakes
+    for fake in fakes:
+        await fake.stop()
+
+
+@pytest.fixture
+async def both(pair: list[FakeScheduler]) -> AsyncIterator[TestGateway]:
+    async with TestGateway([fake.address for fake in pair]) as running:
+        await running.ready()
+        yield running
+
+
+def who_has(pair: list[FakeScheduler]) -> tuple[FakeScheduler, FakeScheduler]:
+    """The scheduler that got the one request, and the other."""
+    first, second = pair
+    return (first, second) if first.submits else (second, first)
+
+
+async def start_one(gateway: TestGateway, pair: list[FakeScheduler], ids: list[int], **options: Any) -> Any:
+    """A call whose first tokens have been read, its events, who has it and who has not."""
+    call = gateway.generate(**options)
+    await call.read()
+    owner, other = who_has(pair)
+    owner.send(owner.submits[0].handle, ids)
+    events = await read_tokens(call, len(ids))
+    return call, events, owner, other
+
+
+async def test_a_broken_stream_moves_its_requests_at_once(both: TestGateway, pair: list[FakeScheduler]) -> None:
+    call, events, owner, other = await start_one(both, pair, [10, 11])
+    other.play([10, 11, 12, 13])
+    await owner.stop()
+    events += await rest(call)
+    assert ids_of(events) == [10, 11, 12, 13]
+    assert events[-1].finished.output_digest == digest_of([10, 11, 12, 13])
+    assert [event.event_seq for event in events] == list(range(1, len(events) + 1))
+    again = other.submits[0]
+    assert (again.takes_over, owner.submits[0].takes_over) == (True, False)
+    assert list(again.continuation.samples[0].output_token_ids) == [10, 11]
+
+
+async def test_a_silent_scheduler_loses_its_requests_and_is_not_heard_again(pair: list[FakeScheduler]) -> None:
+    for fake in pair:
+        fake.heartbeat_interval_s = INTERVAL_S
+    async with TestGateway([fake.address for fake in pair]) as gateway:
+        await gateway.ready()
+        beats = asyncio.create_task(beat(pair[1]))
+        pair[0].heartbeat_interval_s = INTERVAL_S
+        pair[1].ready_workers = 0
+        pair[1].welcome()
+        await until(lambda: gateway.clients[1].ready_workers == 0)
+        call, events, owner, other = await start_one(gateway, pair, [10, 11])
+        assert owner is pair[0]
+        handle, old_outbox = owner.submits[0].handle, owner._outbox
+        await until(lambda: other.submits)
+        old_outbox.put_nowait(scheduler_pb2.AttachResponse(deltas=owner._columns(handle, [99, 98], 2, 0)))
+        other.finish(other.submits[0].handle, ids=[12, 13], offset=2)
+        events += await rest(call)
+        assert ids_of(events) == [10, 11, 12, 13]
+        assert other.submits[0].takes_over
+        assert min(owner.num_heartbeats, other.num_heartbeats) > 0
+        beats.cancel()
+
+
+async def beat(fake: FakeScheduler) -> None:
+    while True:
+        fake.say(heartbeat=scheduler_pb2.SchedulerHeartbeat(ready_workers=fake.ready_workers))
+        await asyncio.sleep(INTERVAL_S / 2)
+
+
+async def test_a_gateway_that_was_stopped_itself_accuses_nobody(pair: list[FakeScheduler]) -> None:
+    pair[0].heartbeat_interval_s = INTERVAL_S
+    async with TestGateway([pair[0].address]) as gateway:
+        await gateway.ready()
+        beats = asyncio.create_task(beat(pair[0]))
+        for _ in range(3):
+            heard = pair[0].num_heartbeats
+            await until(lambda heard=heard: pair[0].num_heartbeats > heard)
+            time.sleep(4 * INTERVAL_S)  # noqa: ASYNC251  (nothing of this process runs meanwhile)
+        heard = pair[0].num_heartbeats
+        await until(lambda: pair[0].num_heartbeats > heard + 1)
+        assert gateway.clients[0].is_connected
+        assert pair[0].num_attached == 1
+        beats.cancel()
+
+
+async def test_requests_wait_for_any_replica(pair: list[FakeScheduler]) -> None:
+    async with TestGateway([fake.address for fake in pair]) as gateway:
+        await gateway.ready()
+        call, events, owner, other = await start_one(gateway, pair, [10])
+        await other.stop()
+        await owner.stop()
+        await until(lambda: not any(client.is_connected for client in gateway.clients))
+        other.play([10, 11])
+        await other.start()
+        assert ids_of(events + await rest(call)) == [10, 11]
+
+
+@pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED])
+async def test_a_refused_request_is_tried_at_the_other(both: TestGateway, pair: list[FakeScheduler], code: int) -> None:
+    for fake in pair:
+        fake.play([10])
+    refusal = scheduler_pb2.Refusal(code=code, message="no")
+    for fake in pair:
+        fake.refusals.append(refusal)
+    error = await refused(both.generate())
+    assert error.code().value[0] == code
+    assert [len(fake.submits) for fake in pair] == [1, 1]
+
+    pair[0].refusals.extend([refusal] * 20)
+    results = await asyncio.gather(*(both.collect() for _ in range(20)))
+    assert all(result.ids() == [10] for result in results)
+    assert not any(submit.takes_over for fake in pair for submit in fake.submits)
+
+
+async def test_the_client_hears_of_the_full_queue_first(both: TestGateway, pair: list[FakeScheduler]) -> None:
+    pair[0].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="away", retry_after_ms=10))
+    pair[1].refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full", retry_after_ms=700))
+    error = await refused(both.generate())
+    assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "700"
+
+
+async def test_a_bad_request_is_not_tried_elsewhere(both: TestGateway, pair: list[FakeScheduler]) -> None:
+    for fake in pair:
+        fake.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="bad"))
+    assert (await refused(both.generate())).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sum(len(fake.submits) for fake in pair) == 1
+
+
+async def test_a_replica_without_workers_gets_nothing_and_gives_up_what_it_has(
+    both: TestGateway, pair: list[FakeScheduler]
+) -> None:
+    call, events, owner, other = await start_one(both, pair, [10, 11])
+    other.play([10, 11, 12])
+    owner.ready_workers = 0
+    owner.welcome()
+    events += await rest(call)
+    assert ids_of(events) == [10, 11, 12]
+    assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
+    assert other.submits[0].takes_over
+    await asyncio.gather(*(both.collect() for _ in range(10)))
+    assert len(owner.submits) == 1
+
+
+async def test_a_heartbeat_tells_of_load(both: TestGateway, pair: list[FakeScheduler]) -> None:
+    for fake in pair:
+        fake.play([10])
+    pair[0].say(heartbeat=scheduler_pb2.SchedulerHeartbeat(pending_tokens=10**6, ready_workers=2))
+    pair[1].say(heartbeat=scheduler_pb2.SchedulerHeartbeat(pending_tokens=10, ready_workers=2))
+    await until(lambda: both.clients[0].load_tokens >= 10**6 and both.clients[1].load_tokens >= 10)
+    await asyncio.gather(*(both.collect() for _ in range(10)))
+    assert (len(pair[0].submits), len(pair[1].submits)) == (0, 10)
+
+
+class FakeReader:
+    """An index that has an answer for every prompt."""
+
+    def __init__(self, blocks: dict[int, int]) -> None:
+        self.blocks = blocks
+        self.asked: list[int] = []
+
+    async def lookup(self, digests: list[bytes]) -> dict[int, int]:
+        self.asked.append(len(digests))
+        return self.blocks
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+async def test_the_replica_that_holds_the_prefix_gets_the_request(pair: list[FakeScheduler], holder: int) -> None:
+    reader = FakeReader({100 + holder: 12, 7: 12})
+    for fake in pair:
+        fake.play([10])
+    async with TestGateway([fake.address for fake in pair], reader=reader) as gateway:
+        await gateway.ready()
+        prompt = pb.Prompt(tokens=types.TokenIds(ids=range(2, 202)))
+        await gateway.collect(prompt=prompt)
+        assert (len(pair[holder].submits), len(pair[1 - holder].submits)) == (1, 0)
+        assert reader.asked == [200 // 16]
+        await gateway.collect()
+        assert len(reader.asked) == 1
+
+
+# -- clients that go on with a request ---------------------------------------------------------------------------------
+
+
+async def test_a_resumed_request_takes_the_place_of_its_former_stream(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    seeded = types.SamplingParams(seed=3)
+    former = gateway.generate(request_id="a", sampling=seeded)
+    await former.read()
+    scheduler.send(scheduler.submits[0].handle, [10, 11, 12])
+    await read_tokens(former, 3)
+    latter = gateway.generate(request_id="a", sampling=seeded, continuation=continuation([10]))
+    await latter.read()
+    error = await refused(former)
+    assert error.code() is grpc.StatusCode.ABORTED
+    await until(lambda: len(scheduler.submits) == 2)
+    assert scheduler.submits[1].takes_over
+    assert [cancel.handle for cancel in scheduler.cancels] == [scheduler.submits[0].handle]
+    scheduler.finish(scheduler.submits[1].handle, ids=[11, 12, 13], offset=1)
+    assert ids_of(await rest(latter)) == [11, 12, 13]
+    await until(lambda: gateway.num_open == 0)
+
+
+async def test_an_empty_continuation_resumes_too(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    former = gateway.generate(request_id="a")
+    await former.read()
+    latter = gateway.generate(request_id="a", continuation=types.Continuation())
+    await latter.read()
+    assert (await refused(former)).code() is grpc.StatusCode.ABORTED
+    scheduler.play([10])
+    scheduler.finish(scheduler.submits[1].handle, ids=[10])
+    assert ids_of(await rest(latter)) == [10]
+
+
+async def test_a_resumed_request_waits_for_room(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full"))
+    scheduler.play([10, 11])
+    result = await gateway.collect(sampling=types.SamplingParams(seed=3), continuation=continuation([10]))
+    assert result.ids() == [11]
+    assert [submit.takes_over for submit in scheduler.submits] == [True, True]
+
+
+# -- what goes along ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_deadline_and_the_tenant_reach_the_scheduler(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play([10])
+    await gateway.collect(scheduling=pb.SchedulingParams(tenant_id="acme"))
+    submit = scheduler.submits[0]
+    assert submit.tenant_id == "acme"
+    assert 5000 < submit.deadline_ms <= 11_000  # gRPC rounds timeouts up
+    request = pb.GenerateRequest(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5])))
+    async for _ in gateway.stub.Generate(request):
+        pass
+    assert not scheduler.submits[1].HasField("deadline_ms")
+
+
+async def test_a_tenant_has_a_longest_name(gateway: TestGateway) -> None:
+    error = await refused(gateway.generate(scheduling=pb.SchedulingParams(tenant_id="é" * 65)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "tenant_id has 130 bytes; at most 128" in error.details()
+
+
+async def test_open_requests_have_a_size_together(scheduler: FakeScheduler) -> None:
+    async with TestGateway([scheduler.address], max_request_bytes=100) as gateway:
+        await gateway.ready()
+        prompt = pb.Prompt(tokens=types.TokenIds(ids=[5] * 60))
+        call = gateway.generate(prompt=prompt)
+        await call.read()
+        error = await refused(gateway.generate(prompt=prompt))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "--max-request-bytes" in error.details()
+        scheduler.finish(scheduler.submits[0].handle, LENGTH)
+        await rest(call)
+        scheduler.play([10])
+        await until(lambda: gateway.num_open == 0)
+        assert (await gateway.collect(prompt=prompt)).ids() == [10]
+
+
+# -- draining a worker -------------------------------------------------------------------------------------------------
+
+
+async def test_draining_a_worker_finds_its_scheduler(both: TestGateway, pair: list[FakeScheduler]) -> None:
+    pair[0].workers = [pb.WorkerInfo(worker_id="w0", state="ready"), pb.WorkerInfo(worker_id="w1", state="lost")]
+    pair[1].workers = [pb.WorkerInfo(worker_id="w1", state="ready")]
+    response = await both.admin.DrainWorker(pb.DrainWorkerRequest(worker_id="w1", timeout_s=7.5))
+    assert response.num_moved == 3
+    assert (pair[0].released, [(r.worker_id, r.timeout_s) for r in pair[1].released]) == ([], [("w1", 7.5)])
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (pb.DrainWorkerRequest(worker_id="w7"), grpc.StatusCode.NOT_FOUND, "'w7'; there is w0, w1"),
+        (pb.DrainWorkerRequest(worker_id="w0", model="x"), grpc.StatusCode.NOT_FOUND, "there is none"),
+        (pb.DrainWorkerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "worker_id is empty"),
+        (pb.DrainWorkerRequest(worker_id="w0", timeout_s=-1), grpc.StatusCode.INVALID_ARGUMENT, "timeout_s is -1"),
+    ],
+)
+async def test_a_worker_that_cannot_be_drained(
+    both: TestGateway,
+    pair: list[FakeScheduler],
+    request_: pb.DrainWorkerRequest,
+    code: grpc.StatusCode,
+    words: str,
+) -> None:
+    pair[0].workers = [pb.WorkerInfo(worker_id="w1"), pb.WorkerInfo(worker_id="w0")]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await both.admin.DrainWorker(request_)
+    assert caught.value.code() is code
+    assert words in caught.value.details()
