@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
+from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex, make_owner
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.step_loop import StepLoop
@@ -197,7 +197,7 @@ def build(args: argparse.Namespace) -> Parts:
     if args.redis:
         index = RedisPrefixIndex(
             args.redis,
-            owner=f"{args.scheduler_id}:{epoch:016x}",
+            owner=make_owner(args.scheduler_id, epoch),
             snapshot=lambda: step_loop.cached_prefixes(),
             namespace=args.redis_namespace,
         )

@@ -1,0 +1,114 @@
+"""The reader of the prefix index against a real Redis: finds what schedulers publish, and never holds anybody up."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from prefix_index.index import RedisPrefixIndex, make_owner
+from prefix_index.reader import RedisPrefixReader
+from tests.contract.test_prefix_index import W0, W1, cached, chain
+from tests.processes.redis_server import RedisServer
+
+DEADLINE_S = 15.0
+SCHEDULER_A, SCHEDULER_B = 2**64 - 1, 9
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def cleanup() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def reader(redis_server: RedisServer, cleanup: AsyncExitStack) -> RedisPrefixReader:
+    redis_server.stop()
+    redis_server.start()
+    reader = RedisPrefixReader(redis_server.url, timeout_s=0.2, pause_s=0.05)
+    reader.start()
+    cleanup.push_async_callback(reader.close)
+    await until(lambda: reader.is_up)
+    return reader
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for is in another process
+            await asyncio.sleep(0.005)
+
+
+async def finds(reader: RedisPrefixReader, digests: list[bytes], expected: dict[int, int]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await reader.lookup(digests) != expected:
+            await asyncio.sleep(0.005)
+
+
+def publisher(server: RedisServer, cleanup: AsyncExitStack, scheduler_epoch: int) -> RedisPrefixIndex:
+    owner = make_owner(f"host:{scheduler_epoch}", scheduler_epoch)
+    index = RedisPrefixIndex(server.url, owner=owner, snapshot=list, lease_ttl_s=0.6)
+    index.start()
+    cleanup.push_async_callback(index.close)
+    return index
+
+
+async def test_tells_the_best_worker_of_each_scheduler(
+    reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
+) -> None:
+    digests = chain(100)
+    first, second = (publisher(redis_server, cleanup, epoch) for epoch in (SCHEDULER_A, SCHEDULER_B))
+    first.register_worker(*W0, "127.0.0.1:1")
+    second.register_worker(*W1, "127.0.0.1:2")
+    await first.publish(cached(W0, digests[:70]))
+    await second.publish(cached(W1, digests[:2]))
+    await finds(reader, digests, {SCHEDULER_A: 70, SCHEDULER_B: 2})
+    first.forget(*W0)
+    await finds(reader, digests, {SCHEDULER_B: 2})
+    assert await reader.lookup([]) == {}
+
+
+async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
+    reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
+) -> None:
+    loop, digests = asyncio.get_running_loop(), chain(3)
+    redis_server.stop()
+    await reader.lookup(digests)
+    await until(lambda: not reader.is_up)
+    before = loop.time()
+    for _ in range(1000):
+        assert await reader.lookup(digests) == {}
+    assert loop.time() - before < 1.0
+    redis_server.start()
+    await until(lambda: reader.is_up)
+    index = publisher(redis_server, cleanup, SCHEDULER_A)
+    index.register_worker(*W0, "127.0.0.1:1")
+    await index.publish(cached(W0, digests))
+    await finds(reader, digests, {SCHEDULER_A: 3})
+
+
+async def test_a_frozen_server_is_asked_once(reader: RedisPrefixReader, redis_server: RedisServer) -> None:
+    loop, digests = asyncio.get_running_loop(), chain(3)
+    redis_server.signal(signal.SIGSTOP)
+    try:
+        before = loop.time()
+        for _ in range(100):
+            assert await reader.lookup(digests) == {}
+        assert loop.time() - before < 5 * 0.2
+        assert not reader.is_up
+    finally:
+        redis_server.signal(signal.SIGCONT)
+    await until(lambda: reader.is_up)
+
+
+async def test_an_url_that_is_none() -> None:
+    with pytest.raises(ValueError):
+        RedisPrefixReader("http://x")
