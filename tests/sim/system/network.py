@@ -220,6 +220,9 @@ class Channel:
     def _open(self, path: str, encode: Any, decode: Any, timeout: float | None, kind: str) -> Call:
         self._calls = [c for c in self._calls if not c.done()]
         others = [c.server for c in self._calls if c.server is not None]
+        for other in self._calls:
+            if other._is_torn:
+                other._meet_strangers("server")
         call = Call(self._network, self._process, self._target, path, encode, decode, timeout, kind)
         call.connection = others[-1] if others else None
         self._calls.append(call)
@@ -279,6 +282,7 @@ class Call:
         self.to_server, self.to_client = Inbox(), Inbox()
         self._status: Status | None = None
         self._is_torn = False
+        self._unaware = ""  # the end that has not been told that the connection is gone
         self._last = {"client": 0.0, "server": 0.0}
         self._callbacks: list[Callable[[Any], object]] = []
         self._feeder: asyncio.Task[None] | None = None
@@ -313,7 +317,7 @@ class Call:
             return self._forget()
         server = self.connection or self.network.servers.get(self.target)
         if server is not None and server.process.is_dead:
-            self.server, self._is_torn = server, True  # the channel does not know yet
+            self.server, self._is_torn, self._unaware = server, True, "client"  # the channel does not know yet
             self._meet_strangers("server")
             self.network.loop.call_later(KEEPALIVE_S, self.deliver, "client", LOST, context=self.client.context)
             return None
@@ -385,6 +389,7 @@ class Call:
         if self._is_torn:
             return
         self._is_torn = True
+        self._unaware = "client" if (client_s or 0.0) > (server_s or 0.0) else "server"
         loop = self.network.loop
         if client_s is not None and not self.done():
             status = Status(grpc.StatusCode.UNAVAILABLE, "connection reset", is_torn=True)
@@ -398,20 +403,27 @@ class Call:
             self.network.calls.pop(self, None)
 
     def _meet_strangers(self, end: str) -> None:
-        """A packet of a connection that only one end remembers, because the other's host went away: a host that is
-        back answers it with a reset."""
+        """A packet of a connection that its receiver does not know any more: its host answers it with a reset, unless
+        the host is away.
+        """
         if self.server is None:
             return
-        gone = self.server.process if end == "server" else self.client
-        if not gone.is_dead or self.network.processes[gone.name] is gone:
-            return
-        delay_s = 2 * self.network.delay()
-        if end == "client":
-            self.network.loop.call_later(delay_s, self._cancel_side, context=self.server.process.context)
+        sender, receiver = ("client", self.server.process) if end == "server" else ("server", self.client)
+        if self._unaware not in (sender, "") or self.network.processes[receiver.name].is_dead:
             return
         for call in [c for c in self.network.calls if c.server is self.server and c.client is self.client]:
+            if call._is_torn and call._unaware in (sender, ""):
+                call._learn(sender)
+
+    def _learn(self, end: str) -> None:
+        if self.server is None:
+            return
+        loop, delay_s = self.network.loop, 2 * self.network.delay()
+        if end == "server":
+            loop.call_later(delay_s, self._cancel_side, context=self.server.process.context)
+        elif not self.done():
             status = Status(grpc.StatusCode.UNAVAILABLE, "connection reset", is_torn=True)
-            self.network.loop.call_later(delay_s, call.deliver, "client", status, context=self.client.context)
+            loop.call_later(delay_s, self.deliver, "client", status, context=self.client.context)
 
     def _cancel_side(self) -> None:
         if self._side is not None:
