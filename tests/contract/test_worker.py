@@ -162,7 +162,7 @@ async def test_a_new_lease_fences_steps_that_wait(worker: WorkerUnderTest) -> No
     worker.runner.gate.clear()
     await stream.send(worker.batch([row], opens=[row]))
     await stream.send(worker.batch([row]))
-    await until(lambda: worker.executor.num_in_flight == 2)
+    await until(lambda: worker.executor.num_in_flight == 2 and worker.runner.is_held)
     await worker.lease()  # answered while the step still runs
     assert worker.executor.num_in_flight == 2
     listing = asyncio.ensure_future(

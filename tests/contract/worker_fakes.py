@@ -127,6 +127,7 @@ class GatedRunner:
         self.info = runner.info
         self.gate = threading.Event()
         self.gate.set()
+        self.is_held = False  # a step has reached the closed gate
         self.num_steps = 0
         self.failure: Exception | None = None
         self.committed_blocks = runner.committed_blocks
@@ -134,8 +135,10 @@ class GatedRunner:
         self.rows_used = runner.rows_used
 
     def execute(self, batch: StepBatch) -> StepOutput:
+        self.is_held = not self.gate.is_set()
         if not self.gate.wait(timeout=60):
             raise RuntimeError("the test never opened the gate")
+        self.is_held = False
         self.num_steps += 1
         if self.failure is not None:
             raise self.failure
