@@ -55,7 +55,7 @@ class Report:
         }
 
     def text(self) -> str:
-        parts = [self._fault_table(), self._exits(), self._memory(), *self._bad_streams()]
+        parts = [self._fault_table(), self._longest_pause(), self._exits(), self._memory(), *self._bad_streams()]
         parts += [f"PROBLEM: {problem}" for problem in self.problems]
         return "\n\n".join(filter(None, parts))
 
@@ -84,6 +84,17 @@ class Report:
             figures = "".join(f"{quantile(values, part):>8.2f}" for part in (0.5, 0.99, 1.0))
             lines.append(f"{label:<20}{counts[label] or '':>6}{len(values):>9}{figures if values else ''}")
         return "\n".join(lines)
+
+    def _longest_pause(self) -> str:
+        """Which stream waited longest, and what was going on."""
+        pauses = [(b - a, a, b, r) for r in self.records for a, b in pairwise(r.delta_times)]
+        if not pauses:
+            return ""
+        length, begin, end, record = max(pauses, key=lambda pause: pause[0])
+        lines = [f"longest pause: {length:.2f} s of stream {record.number} (id {record.request_id}) "]
+        lines[0] += f"from {self._at(begin)} to {self._at(end)}, {record.resumes} resumes"
+        near = [s for s in self.strikes if s.began < end and (s.recovered or end) > begin - 1.0]
+        return "\n".join([*lines, *(f"  {self._at(s.began)} {s}" for s in near)])
 
     def _exits(self) -> str:
         asked = [strike for strike in self.strikes if strike.exit_s is not None and strike.fault.action != "kill"]

@@ -1,6 +1,6 @@
 """Five times more than the system can do, and clients that do not read: who is accepted is served, the rest is told.
 
-OVERLOAD_SECONDS sets how long (default 10).
+OVERLOAD_SECONDS sets how long (default 8).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.chaos.report import quantile
 from tests.processes.stack import Stack, wait_idle
 from worker_svc.sim_tokens import read_vocabulary, sim_output
 
-SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "10"))
+SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "8"))
 STEP_S = 0.004
 MAX_TOKENS = 160
 ROWS = 4
@@ -32,7 +32,7 @@ CAPACITY_PER_S = ROWS / (STEP_S * MAX_TOKENS)
 OFFERED = 5
 NUM_STALLED = 2
 STALLED_TOKENS = min(3900, int(SECONDS / STEP_S))  # far more than the buffers of a connection hold
-WARM_UP_S = 3.0
+WARM_UP_S = 2.0
 GROWTH_MIB = 24.0  # caches and buffers that fill once
 
 WORKER_FLAGS = (

@@ -1,0 +1,60 @@
+"""The chaos runner in short. `make chaos` is the long form."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.cluster import KINDS
+from tests.chaos.report import Report
+from tests.chaos.run import Settings, run
+
+
+def check(report: Report) -> None:
+    print(f"\n{report.text()}\n\n{report.json_line()}")
+    assert report.is_good, report.text()
+    summary = report.summary()
+    assert [summary[name] for name in ("lost", "repeated", "changed", "errors")] == [0] * 4
+
+
+@pytest.mark.slow
+async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
+    report = await run(Settings(seconds=60, seed=1, gap_s=2.5, requests=24), tmp_path)
+    check(report)
+    kills = report.summary()["kills"]
+    assert isinstance(kills, dict)
+    assert all(kills[kind] > 0 for kind in KINDS), kills
+
+
+@pytest.mark.slow
+async def test_many_simulated_streams(tmp_path: Path) -> None:
+    settings = Settings(seconds=15, seed=2, executor="sim", lanes=64, gap_s=1.5)
+    report = await run(settings, tmp_path)
+    check(report)
+    assert len(report.records) > settings.lanes
+
+
+def test_a_killed_runner_leaves_no_process(tmp_path: Path) -> None:
+    with (tmp_path / "output.txt").open("w") as output:
+        command = [sys.executable, "-m", "tests.chaos.run", "--executor", "sim", "--seconds", "30"]
+        runner = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        deadline = time.monotonic() + 30.0
+        while len(children := psutil.Process(runner.pid).children()) < 8:
+            assert runner.poll() is None, (tmp_path / "output.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        children[0].send_signal(signal.SIGSTOP)
+    finally:
+        runner.kill()
+        runner.wait()
+    gone, alive = psutil.wait_procs(children, timeout=10.0)
+    assert not alive
+    assert len(gone) == 8
