@@ -2,7 +2,8 @@
 
     SampleJournal.outputs --cursor--> SampleText --> Chunk (ids, text, offsets) ... Finished (usage, digest)
 
-Events are numbered without gaps. What has piled up since the last event leaves as one Chunk.
+Events are numbered without gaps. What has piled up since the last event leaves as one Chunk, or as several when it is
+much: a reader that comes back after a long pause delays nobody.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from gateway_svc.text.stop_strings import StopStrings
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import u32_to_bytes
 from svc_common.errors import InvalidRequestError
+
+MAX_CHUNK_TOKENS = 1024  # a few milliseconds to turn into text, and far below the 4 MiB that clients accept
 
 
 class SampleStream:
@@ -59,22 +62,27 @@ class SampleStream:
 
     def advance(self, journal: SampleJournal) -> Iterator[pb.GenerateResponse]:
         """Events for what is new in the journal."""
+        while not self.is_stopped and len(journal.outputs) - self._cursor > MAX_CHUNK_TOKENS:
+            yield from self._take(journal.outputs[self._cursor : self._cursor + MAX_CHUNK_TOKENS], None)
         finish = journal.finish
         if not self.is_stopped:
-            ids = journal.outputs[self._cursor :] if self._cursor else journal.outputs[:]
-            self._cursor += len(ids)
-            text, count = self._read(ids, finish)
-            ids = ids[:count]
-            if finish is not None and self._text is not None and self._stop is None:
-                text += self._text.flush()
-            self.is_stopped = self._stop is not None
-            chunk = self._chunk(ids, text)
-            self._note(ids, text)
-            if chunk is not None:
-                yield chunk
+            yield from self._take(journal.outputs[self._cursor :], finish)
         if finish is not None:
             self.is_done = True
             yield pb.GenerateResponse(finished=self._finished(finish))
+
+    def _take(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> Iterator[pb.GenerateResponse]:
+        """The next ids of the journal, up to its end when there is a `finish`."""
+        self._cursor += len(ids)
+        text, count = self._read(ids, finish)
+        ids = ids[:count]
+        if finish is not None and self._text is not None and self._stop is None:
+            text += self._text.flush()
+        self.is_stopped = self._stop is not None
+        chunk = self._chunk(ids, text)
+        self._note(ids, text)
+        if chunk is not None:
+            yield chunk
 
     @property
     def _stop(self) -> str | None:

@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.stream import MAX_CHUNK_TOKENS
 from tests.unit.gateway.fakes import (
     ABORTED,
     LENGTH,
@@ -329,3 +330,19 @@ async def test_a_worker_that_cannot_be_drained(
         await both.admin.DrainWorker(request_)
     assert caught.value.code() is code
     assert words in caught.value.details()
+
+
+# -- slow readers ------------------------------------------------------------------------------------------------------
+
+
+async def test_what_has_piled_up_leaves_in_pieces(scheduler: FakeScheduler, bundle: bytes) -> None:
+    scheduler.info = make_info(bundle, max_model_len=8192, max_num_blocks=1024)
+    async with TestGateway([scheduler.address]) as gateway:
+        await gateway.ready()
+        ids = [100 + i % 300 for i in range(5000)]
+        scheduler.play(ids)
+        result = await gateway.collect(stop=types.StopParams(max_tokens=5000, stop=["never"]))
+        assert result.ids() == ids
+        assert max(len(chunk.token_ids) for chunk in result.chunks) == MAX_CHUNK_TOKENS
+        result.check_offsets()
+        assert result.finished[0].output_digest == digest_of(ids)
