@@ -178,6 +178,7 @@ class Dispatcher:
         """Send the request to the best replica that has not refused it; False when there is none."""
         serving = self._serving(placement.model, placement.revision)
         clients = [client for client in serving if client not in placement.refusals]
+        clients = [client for client in clients if client.can_hold(request)] or clients
         if not clients:
             return False
         hits = placement.hints.cached_tokens

@@ -20,6 +20,16 @@ MAX_CACHED_BUNDLES = 16
 SMALL_PROMPT_BYTES = 4096  # no model is so short that a prompt this small need be refused unread
 
 
+def pool_tokens_of(info: types.ModelInfo) -> int:
+    """Tokens that the largest KV pool of a scheduler holds."""
+    return info.max_num_blocks * info.block_size or info.max_model_len
+
+
+def max_tokens_of(info: types.ModelInfo) -> int:
+    """Prompt and output together: the model's length or the pool, whichever is less."""
+    return min(info.max_model_len, pool_tokens_of(info))
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model as its scheduler announced it, with the tokenizer from its bundle."""
@@ -34,12 +44,12 @@ class ServedModel:
     @property
     def max_tokens(self) -> int:
         """Prompt and output together: the model's length or the pool, whichever is less."""
-        return min(self.info.max_model_len, self.pool_tokens)
+        return max_tokens_of(self.info)
 
     @property
     def pool_tokens(self) -> int:
         """Tokens that the largest KV pool holds."""
-        return self.info.max_num_blocks * self.info.block_size or self.info.max_model_len
+        return pool_tokens_of(self.info)
 
     @property
     def max_prompt_bytes(self) -> int:

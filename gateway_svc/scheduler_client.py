@@ -19,7 +19,7 @@ from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
-from gateway_svc.models import BundleCache, ServedModel, describe_model
+from gateway_svc.models import BundleCache, ServedModel, describe_model, max_tokens_of
 from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
@@ -106,6 +106,10 @@ class SchedulerClient:
     def serves(self, name: str, revision: str) -> bool:
         """Requests for this model can be sent now; its bundle may still be on its way."""
         return self.info is not None and (self.info.model, self.info.revision) == (name, revision)
+
+    def can_hold(self, request: SchedulerRequest) -> bool:
+        """Its workers' pools are large enough for the request."""
+        return self.info is not None and request.max_tokens <= max_tokens_of(self.info)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

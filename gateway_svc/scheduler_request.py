@@ -85,6 +85,11 @@ class SchedulerRequest:
         return len(self._submit.prompt_token_ids) // 4
 
     @property
+    def max_tokens(self) -> int:
+        """Prompt and output of one sample together, at most."""
+        return self.num_prompt_tokens + self._submit.stop.max_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """Of all samples so far: they are computed again after a move."""
         return sum(len(sample.outputs) for sample in self.samples)

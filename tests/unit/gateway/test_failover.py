@@ -160,6 +160,16 @@ async def test_the_client_hears_of_the_full_queue_first(both: TestGateway, pair:
     assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "700"
 
 
+async def test_a_request_goes_where_it_fits(both: TestGateway, pair: list[FakeScheduler], bundle: bytes) -> None:
+    pair[0].info = make_info(bundle, max_num_blocks=4)
+    pair[0].welcome()
+    await until(lambda: both.clients[0].info.max_num_blocks == 4)
+    pair[1].play([10])
+    for _ in range(5):
+        await both.collect(stop=types.StopParams(max_tokens=100))
+    assert (len(pair[0].submits), len(pair[1].submits)) == (0, 5)
+
+
 async def test_a_bad_request_is_not_tried_elsewhere(both: TestGateway, pair: list[FakeScheduler]) -> None:
     for fake in pair:
         fake.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="bad"))
