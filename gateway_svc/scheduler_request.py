@@ -70,6 +70,7 @@ class SchedulerRequest:
         self._submit = submit
         self._deadline = deadline
         self._is_accepted = False
+        self._is_aborted = False
         self._error: QuireError | None = None
         self._news: set[int] = set()
         self._waiter: asyncio.Future[None] | None = None
@@ -132,7 +133,7 @@ class SchedulerRequest:
 
     def abort(self) -> None:
         """End all samples with ABORTED, as the Abort call asks."""
-        self._is_accepted = True
+        self._is_accepted = self._is_aborted = True
         self._wake()
         self._cancel_at_scheduler(None, types.FINISH_REASON_ABORTED)
 
@@ -187,6 +188,8 @@ class SchedulerRequest:
         """The scheduler lost the request, or it is taken away there: ends that it owed us are decided here."""
         self.handle = None
         self.is_resumed = True
+        if self._is_aborted:  # the cancel is lost with the stream: nobody else may begin to run it
+            self._finish_here(range(len(self.samples)), types.FINISH_REASON_ABORTED)
         closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
         self._finish_here(closed, types.FINISH_REASON_STOP)
 
