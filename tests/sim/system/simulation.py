@@ -12,6 +12,7 @@ import gc
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from scheduler_svc.core.config import SchedulerConfig
@@ -38,8 +39,9 @@ FAULTS = (
 class Simulation:
     """The random driver of a World."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, faults: Sequence[str] = FAULTS) -> None:
         self.seed = seed
+        self._kinds = faults
         self.rng = rng = Random(seed)
         self.met: Counter[str] = Counter()
         self.setup = self._choose_setup()
@@ -108,14 +110,18 @@ class Simulation:
     async def _operate(self) -> None:
         """A few faults while requests run; every one ends by itself: what was killed is started again, and so on."""
         rng = self.rng
-        faults = [rng.choice(FAULTS) for _ in range(rng.choice((0, 1, 2, 3, 4, 6)))]
+        faults = [rng.choice(self._kinds) for _ in range(rng.choice((0, 1, 2, 3, 4, 6)))]
         times = sorted(rng.random() * rng.choice((1.5, 4.0)) for _ in faults)
         work = []
         for at, fault in zip(times, faults, strict=True):
             await asyncio.sleep(max(0.0, at - self.world.now))
             self.met[fault] += 1
-            work.append(asyncio.ensure_future(getattr(self, f"_{fault}")()))
+            work.append(asyncio.ensure_future(self._cause(fault)))
         await asyncio.gather(*work)
+
+    async def _cause(self, fault: str) -> None:
+        with self.world.disturbed():
+            await getattr(self, f"_{fault}")()
 
     def _any_service(self) -> Service:
         return self.rng.choice(self.world.services)
@@ -127,6 +133,8 @@ class Simulation:
         is_silent = self.rng.random() < 0.3
         self.world.note(f"kill {service.name}{' with its host' if is_silent else ''}")
         service.kill(is_silent=is_silent)
+        if is_silent:
+            self.world.disturb_until(self.world.now + self.setup.heartbeat_timeout_s)
         await self._start_again(service)
 
     async def _start_again(self, service: Service) -> None:
@@ -183,6 +191,7 @@ class Simulation:
         hides_s = self.rng.choice((0.0, 0.0, 0.5, 3.0, KEEPALIVE_S))
         self.world.note(f"tear {one} - {other}; one end learns {hides_s} s later")
         self.world.network.tear(one, other, hides_s=hides_s)
+        self.world.disturb_until(self.world.now + hides_s)
 
     async def _slow_step(self) -> None:
         worker = self.rng.choice(self.world.workers)
@@ -224,9 +233,9 @@ class Simulation:
         return "\n".join(lines)
 
 
-def run_seed(seed: int) -> Simulation:
+def run_seed(seed: int, faults: Sequence[str] = FAULTS) -> Simulation:
     """Run one seed. A failure carries the seed, how to run it again, and the last events."""
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, faults)
     try:
         simulation.run()
     except BaseException as error:

@@ -42,7 +42,10 @@ from tests.sim.system.processes import GatewayService, SchedulerService, Service
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
 
 MONITOR_S = 0.25
-FORGOTTEN_S = 12.0  # a request whose client has left must be gone from every scheduler that runs
+FORGOTTEN_S = 4.0  # in calm: a request whose client has left must be gone from every scheduler
+# In calm: a stream goes on after a fault. Heartbeats and steps of a lost worker or scheduler (3 s), the client's look
+# at a silent gateway (5 + 2 s), back-offs.
+RECOVERY_S = 15.0
 SETTLE_S = 30.0
 RUN_LIMIT_S = 240.0
 STEP_STREAM = "/quire.v1.WorkerService/StepStream"
@@ -96,6 +99,7 @@ class Request:
     last_progress: float = 0.0
     longest_stall_s: float = 0.0
     num_resumes: int = 0
+    num_recomputed: int = 0
     was_abort_sent: bool = False
 
 
@@ -123,6 +127,8 @@ class World:
         self.workers = [WorkerService(self, c.worker_id, c) for c in setup.capacities]
         self.clients = Process("clients", self.loop)
         self.network.processes["clients"] = self.clients
+        self._num_disturbances = 0
+        self._calm_since = 0.0
         self.failed_requests: set[str] = set()  # a row of theirs has failed
         self._acked: dict[tuple[int, int, int], int] = {}
         self._failed: asyncio.Future[None] = self.loop.create_future()
@@ -140,6 +146,19 @@ class World:
         """One line of the trace."""
         self.trace.append((self.now, words))
 
+    @contextmanager
+    def disturbed(self) -> Iterator[None]:
+        """While a fault lasts, nobody can be blamed for being late."""
+        self._num_disturbances += 1
+        try:
+            yield
+        finally:
+            self._num_disturbances -= 1
+            self.disturb_until(self.now)
+
+    def disturb_until(self, end: float) -> None:
+        self._calm_since = max(self._calm_since, end)
+
     # -- what symbolic workers ask ------------------------------------------------------------------------------------
 
     def group_of(self, seed: int) -> SequenceGroup:
@@ -149,7 +168,10 @@ class World:
         return request.group
 
     def acked_when_sent(self, worker_epoch: int, scheduler_epoch: int, step_id: int) -> int:
-        return self._acked[worker_epoch, scheduler_epoch, step_id]
+        acked = self._acked.get((worker_epoch, scheduler_epoch, step_id))
+        if acked is None:
+            raise Violation(f"step {step_id} was never sent under lease {scheduler_epoch}: a stale scheduler steps")
+        return acked
 
     def _note_sent(self, call: Call, message: Any) -> None:
         if isinstance(message, worker_pb2.StepStreamRequest):
@@ -164,13 +186,13 @@ class World:
         """What a worker that breaks the protocol sends instead of this answer."""
         if call.path != STEP_STREAM:
             return [data]
-        forgery = self.forgeries.pop() if self.forgeries else ""
         old, self._old_answer = self._old_answer, data
-        if forgery:
-            self.note(f"an answer of {call.target} comes {forgery}")
-        if forgery == "twice":
-            return [data, data]
-        return [old] if forgery == "stale" and old is not None else [data]
+        # One step id of one start of a worker has one answer on one stream: that one cannot be stale.
+        if not self.forgeries or old is None or _name_of(old) == _name_of(data):
+            return [data]
+        forgery = self.forgeries.pop()
+        self.note(f"an answer of {call.target} comes {forgery}")
+        return [data, data] if forgery == "twice" else [old]
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -283,15 +305,24 @@ class World:
         self._note_progress(request)
 
     def _note_progress(self, request: Request) -> None:
-        stall_s = self.now - request.last_progress
-        request.longest_stall_s = max(request.longest_stall_s, stall_s)
+        self._check_stall(request)
+        request.longest_stall_s = max(request.longest_stall_s, self.now - request.last_progress)
         request.last_progress = self.now
-        if stall_s > self.setup.patience_s:
+
+    def _check_stall(self, request: Request) -> None:
+        stall_s = self.now - max(request.last_progress, self._calm_since)
+        if stall_s > RECOVERY_S + self._queue_s():
             raise Violation(f"{request.name}: nothing came for {stall_s:.1f} s")
+
+    def _queue_s(self) -> float:
+        """Longest that a request can wait for a place: all others run before it, one after the other."""
+        num_steps = sum(request.stop.max_tokens + len(request.prompt) // 4 + 4 for request in self.requests.values())
+        return 1.5 * self.setup.step_s * num_steps
 
     def _complete(self, request: Request, result: Any) -> None:
         self._note_progress(request)
         for sample in result.samples:
+            request.num_recomputed += sample.usage.recomputed_tokens
             expected, got = request.expected[sample.index], request.got[sample.index]
             name = f"{request.name} sample {sample.index}"
             if list(sample.token_ids) != got:
@@ -325,6 +356,7 @@ class World:
         work = [self.clients.start(self._serve_client(client, request)) for request in self.requests.values()]
         operator = self.loop.create_task(faults())
         monitor = self.loop.create_task(self._monitor())
+        monitor.add_done_callback(self._note_monitor_end)
         await self._or_failure(asyncio.gather(*work, return_exceptions=True), RUN_LIMIT_S)
         await self._or_failure(operator, RUN_LIMIT_S)
         await self._or_failure(self.loop.create_task(self._settle()), SETTLE_S)
@@ -339,6 +371,10 @@ class World:
         if not work.done():
             raise Violation(f"nothing moves: {self._what_is_open()}")
         work.result()
+
+    def _note_monitor_end(self, monitor: asyncio.Task[None]) -> None:
+        if not monitor.cancelled() and (error := monitor.exception()) is not None:
+            self.loop.fail(error)
 
     def _note_failure(self, error: BaseException) -> None:
         if not self._failed.done():
@@ -355,24 +391,27 @@ class World:
     async def _monitor(self) -> None:
         while True:
             await asyncio.sleep(MONITOR_S)
+            if self._num_disturbances:
+                self.disturb_until(self.now)
+            for request in self.requests.values():
+                if request.last_progress and not request.outcome:
+                    self._check_stall(request)
             for scheduler in self.schedulers:
                 if scheduler.is_running and scheduler.core is not None:
                     self._check_scheduler(scheduler)
 
     def _check_scheduler(self, scheduler: SchedulerService) -> None:
-        try:
-            assert scheduler.core is not None
-            scheduler.core.check_invariants()
-            live = list(scheduler.step_loop._requests.values())
-            ids = [group.request_id for group in live]
-            if len(set(ids)) != len(ids):
-                raise Violation(f"{scheduler.name} has a request twice: {sorted(ids)}")
-            for group in live:
-                request = self.requests[group.sampling.seed]
-                if request.ended_at is not None and self.now - request.ended_at > FORGOTTEN_S:
-                    raise Violation(f"{group.request_id} lives on at {scheduler.name}: its client has left long ago")
-        except AssertionError as error:
-            self.loop.fail(error)
+        assert scheduler.core is not None
+        scheduler.core.check_invariants()
+        live = list(scheduler.step_loop._requests.values())
+        ids = [group.request_id for group in live]
+        if len(set(ids)) != len(ids):
+            raise Violation(f"{scheduler.name} has a request twice: {sorted(ids)}")
+        for group in live:
+            request = self.requests[group.sampling.seed]
+            since = request.ended_at
+            if since is not None and self.now - max(since, self._calm_since) > FORGOTTEN_S:
+                raise Violation(f"{group.request_id} lives on at {scheduler.name}: its client has left long ago")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -466,6 +505,11 @@ class World:
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
+
+
+def _name_of(answer: bytes) -> tuple[int, int]:
+    output = worker_pb2.StepStreamResponse.FromString(answer).output
+    return output.worker_epoch, output.step_id
 
 
 class _TraceHandler(logging.Handler):

@@ -1,0 +1,236 @@
+"""Would the simulation notice? Each bug is planted into a service and must be caught, by the named complaint.
+
+The seed that caught a bug is then run once more on the services as they are, and passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+import gateway_svc.scheduler_request
+import gateway_svc.validation
+from gateway_svc.scheduler_client import SchedulerClient
+from scheduler_svc import wire
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.worker_state import Flight, StepPlan, WorkerState
+from scheduler_svc.worker_link import LeasedWorker
+from tests.sim.system.simulation import FAULTS, run_seed
+from worker_svc.executor import Lease, StepExecutor
+
+MAX_SEEDS = 400
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`plant` breaks a service; `complaint` is what the failure must say (a regular expression)."""
+
+    plant: Callable[[Patch], None]
+    complaint: str
+    faults: tuple[str, ...]  # that bring it out
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(complaint: str, *faults: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Add a planted bug to the list under its function's name."""
+
+    def add(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BUGS[plant.__name__] = Bug(plant, complaint, faults or FAULTS)
+        return plant
+
+    return add
+
+
+def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace owner.name by a function that gets the original as its first argument."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def _collect_between_runs() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# -- fences ------------------------------------------------------------------------------------------------------------
+
+
+@bug("never sent under lease|step .*, expected|not open|which is open|context_lens|another open row", "freeze")
+def worker_accepts_a_stale_scheduler_epoch(patch: Patch) -> None:
+    """A scheduler that was frozen goes on stepping a worker that another one has leased meanwhile."""
+    patch.setattr(Lease, "end", lambda self, error: None)
+    patch.setattr(StepExecutor, "check_fence", lambda self, fence: self.current_lease())
+    patch.setattr(StepExecutor, "_check_in_force", lambda self, lease: None)
+
+
+@bug("open rows|step 1 .*, expected|which is open|not open", "freeze", "kill")
+def worker_keeps_the_rows_of_a_former_lease(patch: Patch) -> None:
+    """A worker that was frozen and lost comes back, is leased anew, and is not fenced off what it ran."""
+    patch.setattr(StepExecutor, "_reset_rows", lambda self, runner: None)
+
+
+@bug("the oracle has|UnexpectedStepError|Error", "forge_answer", "kill")
+def scheduler_applies_any_answer_to_its_oldest_step(patch: Patch) -> None:
+    """Neither the step's number nor the worker's epoch is looked at: a repeated answer counts twice."""
+
+    def trusting(original: Any, message: Any, **expected: Any) -> Any:
+        message.step_id, message.worker_epoch = expected["step_id"], expected["worker_epoch"]
+        return original(message, **expected)
+
+    wrap(patch, wire, "step_output_from_proto", trusting)
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@bug("acknowledged|commits block|for cached, which it is not")
+def prefixes_published_before_the_answer(patch: Patch) -> None:
+    def finish(original: Any, worker: WorkerState, plan: StepPlan) -> Any:
+        batch = original(worker, plan)
+        if batch is not None:
+            worker.commit_fills(_without_decodes(worker.flights[-1]))
+        return batch
+
+    def _without_decodes(flight: Flight) -> Flight:
+        return replace(flight, query_lens=flight.query_lens * 0)
+
+    wrap(patch, WorkerState, "finish_plan", finish)
+
+
+@bug("another open row names|which is open|open rows|other rows share|not open")
+def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> None:
+    """Blocks are free at once, and the worker hears of the end of their row with the step after next."""
+    told_late: WeakKeyDictionary[WorkerState, Any] = WeakKeyDictionary()
+
+    def make(original: Any, worker: WorkerState, *args: Any) -> Any:
+        batch = original(worker, *args)
+        late = told_late.get(worker, batch.close_rows[:0])
+        told_late[worker] = batch.close_rows
+        return replace(batch, close_rows=late)
+
+    wrap(patch, WorkerState, "_make_batch", make)
+    patch.setattr(WorkerState, "_release", lambda self, blocks: self.pool.free(blocks))
+
+
+@bug("reads something else|for cached, which it is not", "kill", "freeze", "tear_link")
+def adopted_blocks_mixed_up(patch: Patch) -> None:
+    def rotate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = original(*args, **kwargs)
+        ids = [block.block_id for block in blocks]
+        return [replace(block, block_id=i) for block, i in zip(blocks, ids[1:] + ids[:1], strict=True)]
+
+    wrap(patch, wire, "cached_blocks_from_proto", rotate)
+
+
+# -- continuations -----------------------------------------------------------------------------------------------------
+
+
+@bug("StreamCorrupted|offset|starts at", "kill", "tear_link")
+def gateway_loses_a_token_of_the_clients_continuation(patch: Patch) -> None:
+    def read(original: Any, *args: Any) -> Any:
+        outputs, finished = original(*args)
+        return tuple(output[:-1] for output in outputs), finished
+
+    wrap(patch, gateway_svc.validation, "_read_continuation", read)
+
+
+@bug("the oracle has|opens with", "kill", "tear_link")
+def gateway_loses_a_token_when_a_request_moves(patch: Patch) -> None:
+    def forget(original: Any, samples: Any) -> Any:
+        return original((outputs[1:], is_finished) for outputs, is_finished in samples)
+
+    wrap(patch, gateway_svc.scheduler_request, "continuation_from_outputs", forget)
+
+
+@bug("the oracle has|opens with|prompt", "kill", "tear_link")
+def resumed_one_position_off(patch: Patch) -> None:
+    """The last prompt token counts as output: noise and offsets of what follows are those of the next position."""
+
+    def open_row(original: Any, row_open: Any) -> Any:
+        message = original(row_open)
+        if len(row_open.token_ids) > row_open.prompt_len:
+            message.prompt_len -= 1
+        return message
+
+    wrap(patch, wire, "_row_open_to_proto", open_row)
+
+
+@bug("twice|lives on|leaks|still has|disagree|in 0 places|in two places|KeyError|is in", "kill", "tear_link")
+def request_taken_over_without_ending_the_former(patch: Patch) -> None:
+    def add(original: Any, core: Scheduler, group: Any, now: float) -> Any:
+        if group.takes_over:
+            core._groups.pop(group.request_id, None)
+        return original(core, group, now)
+
+    wrap(patch, Scheduler, "add_group", add)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@bug("lives on|leaks|still has|nothing moves")
+def abort_dropped_when_a_request_is_withdrawn(patch: Patch) -> None:
+    def withdraw(self: SchedulerClient, request: Any) -> None:
+        if request.handle is not None:
+            self._by_handle.pop(request.handle, None)
+            request.handle = None
+
+    patch.setattr(SchedulerClient, "withdraw", withdraw)
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+async def _look_away(self: Any, *args: Any) -> str:
+    await asyncio.get_running_loop().create_future()
+    return ""
+
+
+@bug("nothing came for|nothing moves", "kill")
+def gateway_waits_for_a_silent_scheduler(patch: Patch) -> None:
+    patch.setattr(SchedulerClient, "_watch", _look_away)
+
+
+@bug("nothing came for|nothing moves", "kill")
+def scheduler_waits_for_a_silent_worker(patch: Patch) -> None:
+    patch.setattr(LeasedWorker, "_watch", _look_away)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
+    planted = BUGS[name]
+    with monkeypatch.context() as patch:
+        planted.plant(patch)
+        seed, complaint = first_failure(planted)
+    assert seed is not None, f"{MAX_SEEDS} seeds ran with the bug and none failed"
+    assert re.search(planted.complaint, complaint), f"seed {seed} says: {complaint}"
+    run_seed(seed, planted.faults)
+
+
+def first_failure(planted: Bug) -> tuple[int | None, str]:
+    """The first seed that fails, and what was said."""
+    for seed in range(MAX_SEEDS):
+        try:
+            run_seed(seed, planted.faults)
+        except Exception as error:
+            return seed, f"{type(error).__name__}: {error}"
+        if seed % 20 == 19:
+            gc.collect()
+    return None, ""
