@@ -112,11 +112,12 @@ class Saboteur:
 
         Raises TimeoutError when something does not come back, and the error of a drain that nobody would do.
         """
+        loop = asyncio.get_running_loop()
         try:
             while self._plan:
-                await asyncio.sleep(self._plan[0].gap_s)
+                await asyncio.sleep(min(self._plan[0].gap_s, max(0.0, until - loop.time())))
                 fault = await self._next()
-                if asyncio.get_running_loop().time() > until:
+                if loop.time() >= until:
                     break
                 self._busy[fault.kind] = asyncio.create_task(self._strike(fault))
             await asyncio.gather(*self._busy.values())

@@ -156,14 +156,14 @@ async def _progress(load: StreamLoad, saboteur: Saboteur, began: float) -> Async
         last_tokens = 0
         while True:
             await asyncio.sleep(PROGRESS_S)
-            counts = load.counts()
+            counts = load.counts
             bad = " ".join(f"{name} {counts[name]}" for name in ("lost", "repeated", "changed", "errors"))
             rate = (counts["tokens"] - last_tokens) / PROGRESS_S
             last_tokens = counts["tokens"]
             last = f"; last: {saboteur.strikes[-1].fault.label}" if saboteur.strikes else ""
             say(
                 f"t={asyncio.get_running_loop().time() - began:.0f} s: {counts['streams']} streams done, "
-                f"{counts['running']} running, {rate:.0f} tokens/s, {bad}, resumes {counts['resumes']}, "
+                f"{load.num_running} running, {rate:.0f} tokens/s, {bad}, resumes {counts['resumes']}, "
                 f"{len(saboteur.strikes)} faults{last}"
             )
 

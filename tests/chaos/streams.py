@@ -102,6 +102,7 @@ class StreamLoad:
         self._lanes = lanes
         self._at_least = at_least
         self.records: list[StreamRecord] = []
+        self.counts: Counter[str] = Counter()  # of the streams that have ended, as far as they are known
 
     async def run(self, until: float) -> None:
         async with asyncio.TaskGroup() as group:
@@ -115,19 +116,9 @@ class StreamLoad:
         for record, answers in zip(unknown, await asyncio.gather(*map(source.answers, seeded)), strict=True):
             record.expected = answers
 
-    def counts(self) -> Counter[str]:
-        finished = [record for record in self.records if record.ended]
-        counts = Counter(streams=len(finished), running=len(self.records) - len(finished))
-        for record in finished:
-            counts.update(
-                tokens=record.num_tokens,
-                lost=record.lost,
-                repeated=record.repeated,
-                changed=record.changed,
-                errors=int(bool(record.error)),
-                resumes=record.resumes,
-            )
-        return counts
+    @property
+    def num_running(self) -> int:
+        return len(self.records) - self.counts["streams"]
 
     async def _lane(self, until: float) -> None:
         loop = asyncio.get_running_loop()
@@ -157,3 +148,15 @@ class StreamLoad:
         except QuireError as error:
             record.error = f"{type(error).__name__} ({error.code.name}): {error}"
         record.ended = loop.time()
+        self._count(record)
+
+    def _count(self, record: StreamRecord) -> None:
+        self.counts.update(
+            streams=1,
+            tokens=record.num_tokens,
+            lost=record.lost,
+            repeated=record.repeated,
+            changed=record.changed,
+            errors=int(bool(record.error)),
+            resumes=record.resumes,
+        )
