@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,13 @@ from tests.sim.system.simulation import FAULTS, Simulation, run_seed
 
 NUM_SEEDS = int(os.environ.get("QUIRE_SYSTEM_SEEDS", "1000"))
 NUM_CHUNKS = 20
+REGRESSIONS = Path(__file__).with_name("regressions.txt")
+
+
+def regressions() -> list[int]:
+    """Seeds that failed once; whatever follows the number says why."""
+    lines = [line.split("#")[0].split() for line in REGRESSIONS.read_text().splitlines()]
+    return [int(words[0]) for words in lines if words]
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +44,11 @@ def test_seeds(seeds: Iterable[int]) -> None:
         run_seed(seed)
         if number % 20 == 19:
             gc.collect()
+
+
+@pytest.mark.parametrize("seed", regressions())
+def test_regression(seed: int) -> None:
+    run_seed(seed)
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:

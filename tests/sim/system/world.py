@@ -127,6 +127,7 @@ class World:
         self.workers = [WorkerService(self, c.worker_id, c) for c in setup.capacities]
         self.clients = Process("clients", self.loop)
         self.network.processes["clients"] = self.clients
+        self._is_over = False
         self._num_disturbances = 0
         self._calm_since = 0.0
         self.failed_requests: set[str] = set()  # a row of theirs has failed
@@ -144,7 +145,8 @@ class World:
 
     def note(self, words: str) -> None:
         """One line of the trace."""
-        self.trace.append((self.now, words))
+        if not self._is_over:
+            self.trace.append((self.now, words))
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
@@ -345,6 +347,7 @@ class World:
             try:
                 self.loop.run_until_complete(self._scenario(faults))
             finally:
+                self._is_over = True
                 self.loop.finish()
 
     async def _scenario(self, faults: Any) -> None:
@@ -445,8 +448,8 @@ class World:
             self._check_scheduler_end(scheduler)
         for gateway in self.gateways:
             for client in gateway.clients:
-                if client.requests():
-                    raise Violation(f"{gateway.name} still knows requests at {client.address}")
+                if client.requests() or not client._outbox.empty():
+                    raise Violation(f"{gateway.name} still has something for {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
         if scheduler.core is None:
