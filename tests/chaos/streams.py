@@ -25,7 +25,7 @@ class StreamRecord:
     request: Request
     expected: Answers | None  # None: the server draws the seed, the answers are checked afterwards
     delta_times: list[float] = field(default_factory=list)
-    token_ids: list[list[int]] = field(default_factory=list)
+    token_ids: list[list[int | None]] = field(default_factory=list)  # of each sample, by position; None never came
     answers: Answers = ()
     request_id: str = ""
     seed: int | None = None
@@ -34,16 +34,16 @@ class StreamRecord:
     began: float = 0.0
     ended: float = 0.0
     repeated: int = 0
-    skipped: int = 0
 
     def take(self, delta: Delta, now: float) -> None:
         """Count what the offset tells, before anybody else's bookkeeping."""
         self.delta_times.append(now)
+        if not delta.token_ids:
+            return
         token_ids = self.token_ids[delta.index]
-        if delta.token_ids:
-            self.repeated += max(0, len(token_ids) - delta.offset)
-            self.skipped += max(0, delta.offset - len(token_ids))
-        token_ids.extend(delta.token_ids)
+        self.repeated += max(0, len(token_ids) - delta.offset)
+        token_ids.extend([None] * (delta.offset - len(token_ids)))
+        token_ids[delta.offset : delta.offset + len(delta.token_ids)] = delta.token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -52,10 +52,9 @@ class StreamRecord:
     @property
     def lost(self) -> int:
         """Tokens that never came."""
-        if self.expected is None:
-            return self.skipped
-        pairs = zip(self.expected, self.token_ids, strict=True)
-        return self.skipped + sum(max(0, len(answer.token_ids) - len(got)) for answer, got in pairs)
+        pairs = zip(self.expected or (), self.token_ids, strict=False)
+        missing_ends = sum(max(0, len(answer.token_ids) - len(got)) for answer, got in pairs)
+        return missing_ends + sum(got.count(None) for got in self.token_ids)
 
     @property
     def changed(self) -> int:
@@ -64,7 +63,7 @@ class StreamRecord:
             return 0
         changed = 0
         for index, (answer, got) in enumerate(zip(self.expected, self.token_ids, strict=True)):
-            wrong = sum(a != b for a, b in zip(answer.token_ids, got, strict=False))
+            wrong = sum(b is not None and a != b for a, b in zip(answer.token_ids, got, strict=False))
             wrong += max(0, len(got) - len(answer.token_ids))
             is_other = bool(self.answers) and self.answers[index] != answer
             changed += wrong or int(is_other)
@@ -89,7 +88,7 @@ class StreamRecord:
                 )
             if self.answers and self.answers[index] != answer:
                 return f"sample {index} has the right tokens, but {self.answers[index]} instead of {answer}"
-        return f"{self.repeated} tokens came twice, {self.skipped} were skipped"
+        return f"{self.repeated} tokens came twice, {self.lost} never"
 
 
 class StreamLoad:
