@@ -110,7 +110,8 @@ class LeasedWorker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._call.cancel()
-        return _reason(self._closed if self._closed in done else done.pop())
+        # Of several ends at once the reader's says more than the writer's.
+        return _reason(next(end for end in (self._closed, *reversed(tasks)) if end in done))
 
     async def _write(self) -> str:
         while True:
