@@ -79,7 +79,7 @@ class SchedulerClient:
         self._bundles = bundles
         self._channel = open_channel(address)
         self._stub = SchedulerServiceStub(self._channel)
-        self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
         self._limit: asyncio.Timeout | None = None  # of the current stream
         self._watcher: asyncio.Task[None] | None = None
         self._last_heard = 0.0
@@ -188,6 +188,9 @@ class SchedulerClient:
             return f"internal error: {type(error).__name__}"
         finally:
             self._stop_watching()
+            # cancel() alone leaves the writer of a call that has ended waiting for ever.
+            self._outbox.put_nowait(None)
+            self._outbox = asyncio.Queue()
             call.cancel()
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]) -> str:
@@ -356,6 +359,6 @@ class SchedulerClient:
         return response.num_moved
 
 
-async def _messages(outbox: asyncio.Queue[pb.AttachRequest]) -> AsyncIterator[pb.AttachRequest]:
-    while True:
-        yield await outbox.get()
+async def _messages(outbox: asyncio.Queue[pb.AttachRequest | None]) -> AsyncIterator[pb.AttachRequest]:
+    while (message := await outbox.get()) is not None:
+        yield message
