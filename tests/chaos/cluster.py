@@ -23,6 +23,12 @@ KINDS = ("gateway", "scheduler", "worker", "redis")
 POLL_S = 0.1
 CALL_TIMEOUT_S = 2.0
 READY_DEADLINE_S = 90.0
+BUG_WORDS = (
+    "Traceback (most recent call last)",
+    " CRITICAL ",
+    "was never retrieved",
+    "was destroyed but it is pending",
+)
 # Whoever is down is dialled again soon: how long it stayed away is measured here.
 CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -137,6 +143,11 @@ class Cluster:
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def complaints(self) -> list[tuple[str, str]]:
+        """Services whose log tells of a bug of theirs, with the words."""
+        logs = [(service.name, service.log()) for service in self.services]
+        return [(name, words) for name, log in logs for words in BUG_WORDS if words in log]
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of every running process."""

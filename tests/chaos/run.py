@@ -140,6 +140,7 @@ async def disturb(
         await asyncio.wait_for(load.verify_unseeded(source), LAST_WORD_S)
     problems += [f"not verified: {r.request}" for r in load.records if r.expected is None and not r.error]
     problems += [f"left badly: {strike}" for strike in saboteur.strikes if not strike.is_clean]
+    problems += [f"{name}.log holds {words!r}" for name, words in cluster.complaints()]
     facts: dict[str, object] = {
         "seed": settings.seed,
         "executor": settings.executor,

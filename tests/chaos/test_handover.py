@@ -22,8 +22,8 @@ FLAGS = (
 )
 NUM_STREAMS = 20
 NUM_PROMPTS = 3  # each is asked by several streams that share no blocks
-TO_GO = 2000
-MAX_TOKENS = 3000  # some pass before the second worker is ready
+MAX_TOKENS = 3000  # about 2,000 are left when the second worker is ready
+MIN_LEFT = 500  # a drain that waited for so many would take longer than it may
 DRAIN_DEADLINE_S = 20.0  # it takes far less; a busy machine is given time
 
 
@@ -58,16 +58,15 @@ async def test_a_drained_worker_hands_its_streams_over_and_leaves(
             staying = stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
             await stack.until(client, lambda schedulers: is_ready(schedulers, staying))
             assert min(progress) > 0
-            assert max(progress) <= MAX_TOKENS - TO_GO, "the streams were too fast for this test"
             began = time.monotonic()
             await client.drain_worker(leaving.name)
             assert await asyncio.to_thread(leaving.wait, DRAIN_DEADLINE_S) == 0
             seconds = time.monotonic() - began
             left = [MAX_TOKENS - tokens for tokens in progress]
+            assert min(left) >= MIN_LEFT
             outputs = await streams
             record_property("drain_s", round(seconds, 2))
             print(f"drained in {seconds:.2f} s; the streams had {min(left)} to {max(left)} tokens left then")
-            assert min(left) > 0, "the worker waited for the streams to end"
             assert [output == undisturbed[n % NUM_PROMPTS] for n, output in enumerate(outputs)] == [True] * NUM_STREAMS
             await wait_idle(stack, client)
 
