@@ -20,7 +20,7 @@ from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
 from scheduler_svc import wire
 from scheduler_svc.core.messages import SchedulerStats, WorkerCapacity, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
-from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
+from scheduler_svc.worker_link import NOTABLE_PART, WORKER_STATE_TEXT, Dialer, LeasedWorker
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -150,13 +150,34 @@ class WorkerPool:
                 )
             )
             self._hear(worker, first)
-            while (request := await _next_or_end(stream, registration)) is not None:
+            while (request := await self._next_heartbeat(stream, worker, registration)) is not None:
                 self._hear(worker, request)
                 yield scheduler_pb2.RegisterResponse(heartbeat_ack=scheduler_pb2.HeartbeatAck())
             if registration.ended.done() and (error := registration.ended.result()) is not None:
                 raise error
         finally:
             self._leave(worker, registration)
+
+    async def _next_heartbeat(
+        self, stream: AsyncIterator[scheduler_pb2.RegisterRequest], worker: Worker, registration: Registration
+    ) -> scheduler_pb2.RegisterRequest | None:
+        """None when either side has ended the stream, or the worker is silent for too long."""
+        following = asyncio.ensure_future(_next(stream))
+        try:
+            if not await _first_of(following, registration.ended, timeout_s=self._heartbeat_timeout_s):
+                self._give_up(worker, registration)
+            return None if registration.ended.done() else following.result()
+        finally:
+            following.cancel()
+
+    def _give_up(self, worker: Worker, registration: Registration) -> None:
+        """Its host may be gone without a word. A lease has its own watch; a handshake would wait for minutes, and keep
+        out whoever comes back under this id.
+        """
+        registration.end(UnavailableError(f"no heartbeat for {self._heartbeat_timeout_s:g} s; register again"))
+        if worker.link is None and worker.lease_task is not None and worker.registration is registration:
+            log.warning("worker %s is lost before it was ready: no heartbeat", worker.worker_id)
+            worker.lease_task.cancel()
 
     def _admit(self, request: scheduler_pb2.RegisterRequest) -> Worker:
         """The record of this life of the worker. A worker id that another live process uses is refused."""
@@ -350,17 +371,15 @@ class WorkerPool:
         return [_describe(worker, books.get(worker.worker_id)) for worker in self._workers.values()]
 
 
-async def _next_or_end(
-    stream: AsyncIterator[scheduler_pb2.RegisterRequest], registration: Registration
-) -> scheduler_pb2.RegisterRequest | None:
-    """The next heartbeat; None when either side has ended the stream."""
-    following = asyncio.ensure_future(_next(stream))
-    either: list[asyncio.Future[Any]] = [following, registration.ended]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return None if registration.ended.done() else following.result()
-    finally:
-        following.cancel()
+async def _first_of(*either: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Whether one of them is done in time. Time in which this very process was stopped does not count."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + timeout_s
+        if (await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            return True
+        if loop.time() - due < NOTABLE_PART * timeout_s:
+            return False
 
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:
