@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from random import Random
 
 from quire.v1 import scheduler_pb2, types_pb2
 
 from gateway_svc.scheduler_request import SchedulerRequest
+from scheduler_svc.core.sequence import StopCondition
+from tests.builders import make_capacity
+from tests.sim.system.world import Setup, World
 
 
 class Deaf:
@@ -32,3 +37,21 @@ async def test_an_aborted_request_is_not_begun_again_elsewhere() -> None:
         types_pb2.FINISH_REASON_ABORTED
     ]
     request.release()
+
+
+def test_a_worker_whose_host_dies_during_the_handshake_may_come_back() -> None:
+    """The handshake waited for a host that was gone, and its worker id stayed taken meanwhile."""
+    world = World(Setup(capacities=(make_capacity("w0"),), num_gateways=1, num_schedulers=1), Random(1))
+    request = world.add_request([1, 2, 3], StopCondition(5), n=1, arrives_at=0.0)
+
+    async def die_and_return() -> None:
+        worker = world.workers[0]
+        while worker.executor._lease is None:  # noqa: ASYNC110 - the moment is the story
+            await asyncio.sleep(1e-4)
+        worker.kill(is_silent=True)
+        await asyncio.sleep(0.5)
+        worker.start()
+
+    world.run(die_and_return)
+    assert request.ended_at is not None
+    assert request.ended_at < 10

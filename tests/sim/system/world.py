@@ -448,7 +448,10 @@ class World:
             self._check_scheduler_end(scheduler)
         for gateway in self.gateways:
             for client in gateway.clients:
-                if client.requests() or not client._outbox.empty():
+                waiting = (
+                    [m for m in client._outbox._queue if not m.HasField("heartbeat")] if client.is_connected else []
+                )
+                if client.requests() or waiting:
                     raise Violation(f"{gateway.name} still has something for {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
