@@ -22,6 +22,7 @@ from svc_common.errors import ErrorInterceptor
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
 
 KEEPALIVE_S = 40.0  # CHANNEL_OPTIONS: a ping every 30 s, an answer within 10 s
+CONNECT_TIMEOUT_S = 20.0
 WINDOW = 64  # messages of one stream that may be unread before a write waits
 
 Handler = grpc.RpcMethodHandler
@@ -104,6 +105,8 @@ class Network:
         self.rng = rng
         self.delay_s = delay_s
         self.servers: dict[str, Server] = {}
+        self.away: set[str] = set()  # addresses of hosts that are gone: nobody refuses a connection
+        self.silent: set[Process] = set()  # processes that went with their hosts
         self.calls: dict[Call, None] = {}
         self.num_messages = 0
         self.on_write: Callable[[Call, Any], None] = lambda call, message: None
@@ -152,6 +155,10 @@ class Network:
         """A process was killed: its kernel resets what it had open, unless the host went with it."""
         for address in [a for a, server in self.servers.items() if server.process is process]:
             del self.servers[address]
+            if is_silent:
+                self.away.add(address)
+        if is_silent:
+            self.silent.add(process)
         for call in list(self.calls):
             learns_s = KEEPALIVE_S if is_silent else self.delay()
             if call.client is process:
@@ -169,6 +176,7 @@ class Server:
         self.is_serving = True
         self.address = address
         network.servers[address] = self
+        network.away.discard(address)
 
     # what `add_..._to_server` calls
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
@@ -205,6 +213,17 @@ class Channel:
     def __init__(self, network: Network, process: Process, target: str) -> None:
         self._network, self._process, self._target = network, process, target
         self._calls: list[Call] = []
+        self._connection: Server | None = None
+
+    def connection(self) -> Server | None:
+        """Whom the channel takes itself to be connected with: a reset would have told it otherwise."""
+        server = self._connection
+        if server is not None and server.process.is_dead and server.process not in self._network.silent:
+            self._connection = None
+        return self._connection
+
+    def connected(self, server: Server | None) -> None:
+        self._connection = server
 
     async def __aenter__(self) -> Channel:
         return self
@@ -219,12 +238,11 @@ class Channel:
 
     def _open(self, path: str, encode: Any, decode: Any, timeout: float | None, kind: str) -> Call:
         self._calls = [c for c in self._calls if not c.done()]
-        others = [c.server for c in self._calls if c.server is not None]
         for other in self._calls:
             if other._is_torn:
                 other._meet_strangers("server")
         call = Call(self._network, self._process, self._target, path, encode, decode, timeout, kind)
-        call.connection = others[-1] if others else None
+        call.channel = self
         self._calls.append(call)
         return call
 
@@ -276,7 +294,7 @@ class Call:
     ) -> None:
         self.network, self.client, self.target, self.path, self.kind = network, client, target, path, kind
         self.server: Server | None = None
-        self.connection: Server | None = None  # whom the channel's connection leads to
+        self.channel: Channel
         self.answered: int = 0  # for whoever observes
         self._encode, self._decode = encode, decode
         self.to_server, self.to_client = Inbox(), Inbox()
@@ -291,6 +309,7 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
         loop = network.loop
         self.deadline = None if timeout is None else loop.time() + timeout
+        self._gives_up_at = loop.time() + CONNECT_TIMEOUT_S
         if client.is_dead:
             self._status = Status(grpc.StatusCode.UNAVAILABLE, "dead")
             return
@@ -315,7 +334,10 @@ class Call:
         """The kernels' part: no process has to run for it."""
         if self.client.is_dead or self.done():
             return self._forget()
-        server = self.connection or self.network.servers.get(self.target)
+        server = self.channel.connection() or self.network.servers.get(self.target)
+        if server is None and self.target in self.network.away and self.network.loop.time() < self._gives_up_at:
+            self.network.loop.call_later(0.2, self._dial)  # nobody answers, not even with a refusal
+            return None
         if server is not None and server.process.is_dead:
             self.server, self._is_torn, self._unaware = server, True, "client"  # the channel does not know yet
             self._meet_strangers("server")
@@ -329,6 +351,7 @@ class Call:
             self.network.loop.call_later(0.2, self._dial)
             return None
         self.server = server
+        self.channel.connected(server)
         self._last["server"] = self.network.loop.time() + self.network.delay()
         self.network.loop.call_at(self._last["server"], self._accept, context=server.process.context)
         for item in list(self.to_server.items):
@@ -446,6 +469,8 @@ class Call:
         if self._status is not None:
             return
         self._status = status
+        if status.is_torn:
+            self.channel.connected(None)
         if self._timer is not None:
             self._timer.cancel()
         if self._feeder is not None:
