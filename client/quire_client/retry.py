@@ -44,7 +44,7 @@ class RetryPolicy:
     gateway that has not just failed. (What happens to a stream that breaks later is not decided here.)
     """
 
-    max_attempts: int = 6
+    max_attempts: int = 10  # five or six seconds: long enough for schedulers and workers to change hands
     initial_s: float = 0.1
     max_s: float = 2.0
     multiplier: float = 2.0
