@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire_client import AsyncClient
+from quire_client import AsyncClient, ModelNotFound
 
 from tests.chaos.cluster import Cluster
 from tests.processes.stack import Service
@@ -23,6 +23,7 @@ ACTIONS = {
 DOWN_S = (0.3, 3.0)  # how long a killed process stays away
 FROZEN_S = (0.5, 4.0)
 EXIT_DEADLINE_S = 30.0
+DRAIN_PATIENCE_S = 10.0
 # Part of the faults that strike at once after another one, so that two kinds are down together.
 CLOSE_PART = 0.2
 CLOSE_S = 0.3
@@ -160,7 +161,7 @@ class Saboteur:
         elif fault.action == "restart":
             service.signal(signal.SIGTERM)
         else:
-            await self._client.drain_worker(service.name)
+            await self._drain(service.name)
         strike.exit_code = await self._exit_code(service)
         strike.exit_s = asyncio.get_running_loop().time() - strike.began
         await asyncio.sleep(fault.length_s)
@@ -172,6 +173,18 @@ class Saboteur:
         except TimeoutError:
             await asyncio.to_thread(service.kill)
             return -signal.SIGKILL
+
+    async def _drain(self, worker_id: str) -> None:
+        """Ask until somebody knows the worker: it may be on its way from one scheduler to another."""
+        until = asyncio.get_running_loop().time() + DRAIN_PATIENCE_S
+        while True:
+            try:
+                await self._client.drain_worker(worker_id)
+                return
+            except ModelNotFound:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+            await asyncio.sleep(0.2)
 
     async def _on_redis(self, fault: Fault) -> None:
         redis = self._cluster.redis

@@ -135,10 +135,13 @@ async def disturb(
     for task in pending:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    problems = [f"{type(end).__name__}: {end}" for end in ends if isinstance(end, BaseException)]
+    problems = [f"{type(end).__name__}: {end}" for end in ends if isinstance(end, Exception)]
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(load.verify_unseeded(source), LAST_WORD_S)
-    problems += [f"not verified: {r.request}" for r in load.records if r.expected is None and not r.error]
+    finished = [record for record in load.records if record.ended]
+    if len(finished) < len(load.records):
+        problems.append(f"{len(load.records) - len(finished)} streams were still running at the end")
+    problems += [f"not verified: {r.request}" for r in finished if r.expected is None and not r.error]
     problems += [f"left badly: {strike}" for strike in saboteur.strikes if not strike.is_clean]
     problems += [f"{name}.log holds {words!r}" for name, words in cluster.complaints()]
     facts: dict[str, object] = {
@@ -146,7 +149,7 @@ async def disturb(
         "executor": settings.executor,
         "seconds": round(asyncio.get_running_loop().time() - began, 1),
     }
-    return Report(load.records, saboteur.strikes, memory_before, cluster.memory_mib(), problems, began, facts)
+    return Report(finished, saboteur.strikes, memory_before, cluster.memory_mib(), problems, began, facts)
 
 
 @contextlib.asynccontextmanager

@@ -110,7 +110,7 @@ class StreamLoad:
 
     async def verify_unseeded(self, source: Source) -> None:
         """Learn, with the seeds that the server drew, what could not be known before."""
-        unknown = [record for record in self.records if record.expected is None and not record.error]
+        unknown = [record for record in self.records if record.ended and record.expected is None and not record.error]
         seeded = [replace(r.request, options=r.request.options | {"seed": r.seed}) for r in unknown]
         for record, answers in zip(unknown, await asyncio.gather(*map(source.answers, seeded)), strict=True):
             record.expected = answers
