@@ -161,7 +161,7 @@ class Saboteur:
         elif fault.action == "restart":
             service.signal(signal.SIGTERM)
         else:
-            await self._drain(service.name)
+            await self._drain(service)
         strike.exit_code = await self._exit_code(service)
         strike.exit_s = asyncio.get_running_loop().time() - strike.began
         await asyncio.sleep(fault.length_s)
@@ -174,12 +174,12 @@ class Saboteur:
             await asyncio.to_thread(service.kill)
             return -signal.SIGKILL
 
-    async def _drain(self, worker_id: str) -> None:
-        """Ask until somebody knows the worker: it may be on its way from one scheduler to another."""
+    async def _drain(self, worker: Service) -> None:
+        """Ask until somebody knows the worker (it may be on its way from one scheduler to another) or it has left."""
         until = asyncio.get_running_loop().time() + DRAIN_PATIENCE_S
-        while True:
+        while worker.is_running:
             try:
-                await self._client.drain_worker(worker_id)
+                await self._client.drain_worker(worker.name)
                 return
             except ModelNotFound:
                 if asyncio.get_running_loop().time() > until:
