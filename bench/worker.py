@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import statistics
 import tempfile
 import time
@@ -26,86 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; Ope
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
+from bench.workloads import WORKLOADS, Request, make_model
 from worker_svc.engine import linear
 from worker_svc.engine.batch import EMPTY, RowOpen, SamplingParams, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
-
-Request = tuple[list[int], int]  # prompt, number of output tokens
-
-SMALL = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
-QWEN3_06B = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
-COMMON = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-
-
-def workload(name: str) -> tuple[list[Request], dict[str, int], int]:
-    """Requests, the model they run on, and how many tokens all prompts share."""
-    if name == "w1":
-        rng = random.Random(0)
-        sizes = lambda: [rng.randrange(3, 4096) for _ in range(rng.randint(25, 256))]  # noqa: E731
-        return [(sizes(), rng.randint(25, 256)) for _ in range(64)], SMALL, 0
-    if name == "w2":
-        rng = random.Random(1)
-        sizes = lambda: [rng.randrange(3, 8192) for _ in range(rng.randint(32, 128))]  # noqa: E731
-        return [(sizes(), rng.randint(16, 64)) for _ in range(16)], QWEN3_06B, 0
-    rng = random.Random(2)
-    prefix = [rng.randrange(3, 4096) for _ in range(1024)]
-    return [(prefix + [rng.randrange(3, 4096) for _ in range(32)], 32) for _ in range(64)], SMALL, 1024
-
-
-def make_checkpoint(folder: Path, model: dict[str, int], dtype: torch.dtype) -> Path:
-    """A random checkpoint of the Qwen3 architecture."""
-    generator = torch.Generator().manual_seed(0)
-    q_size = model["num_attention_heads"] * model["head_dim"]
-    kv_size = model["num_key_value_heads"] * model["head_dim"]
-    hidden, inner = model["hidden_size"], model["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (model["vocab_size"], hidden),
-        "norm": (hidden,),
-    }
-    for index in range(model["num_hidden_layers"]):
-        shapes |= {
-            f"layers.{index}.input_layernorm": (hidden,),
-            f"layers.{index}.post_attention_layernorm": (hidden,),
-            f"layers.{index}.self_attn.q_norm": (model["head_dim"],),
-            f"layers.{index}.self_attn.k_norm": (model["head_dim"],),
-            f"layers.{index}.self_attn.q_proj": (q_size, hidden),
-            f"layers.{index}.self_attn.k_proj": (kv_size, hidden),
-            f"layers.{index}.self_attn.v_proj": (kv_size, hidden),
-            f"layers.{index}.self_attn.o_proj": (hidden, q_size),
-            f"layers.{index}.mlp.gate_proj": (inner, hidden),
-            f"layers.{index}.mlp.up_proj": (inner, hidden),
-            f"layers.{index}.mlp.down_proj": (hidden, inner),
-        }
-    tensors = {
-        f"model.{name}.weight": torch.ones(shape, dtype=dtype)
-        if len(shape) == 1
-        else torch.empty(shape).normal_(0, 0.02, generator=generator).to(dtype)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(COMMON | model))
-    return folder
 
 
 @dataclass
@@ -244,10 +169,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    requests, model, shared_len = workload(args.workload)
+    requests, model, shared_len = WORKLOADS[args.workload]()
     sampling = SamplingParams(args.temperature, 0, args.top_p, 0.0, 0)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = make_checkpoint(Path(scratch), model, getattr(torch, args.dtype))
+        folder = make_model(Path(scratch), model, args.dtype)
         runner = ModelRunner(
             EngineConfig(
                 folder,

@@ -1,0 +1,142 @@
+"""The serving workloads that every benchmark shares: token ids and output lengths from fixed seeds, and the models.
+
+w1: 64 requests of 25-256 tokens in and 25-256 out, small model.
+w2: 16 requests of 32-128 in and 16-64 out, shape of Qwen3-0.6B.
+w3: 64 requests that share 1,024 tokens and add 32 of their own, 32 out, small model.
+All requests are there at the start, are greedy unless said otherwise and ignore the end-of-sequence token. Weights are
+random, so what is computed means nothing; how long it takes is what a real model of the shape takes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Model = dict[str, Any]
+
+SMALL: Model = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+}
+QWEN3_06B: Model = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+COMMON: Model = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "eos_token_id": 2,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+class Request(NamedTuple):
+    """One prompt, and how many tokens it gets."""
+
+    prompt: list[int]
+    num_output: int
+
+
+class Workload(NamedTuple):
+    """Requests, the model they run on, and how many tokens all prompts share."""
+
+    requests: list[Request]
+    model: Model
+    shared_len: int
+
+    @property
+    def num_output(self) -> int:
+        return sum(request.num_output for request in self.requests)
+
+
+def _random_requests(rng: random.Random, count: int, vocab: int, prompt: tuple[int, int], output: tuple[int, int]):
+    requests = []
+    for _ in range(count):
+        ids = [rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))]
+        requests.append(Request(ids, rng.randint(*output)))
+    return requests
+
+
+def w1() -> Workload:
+    return Workload(_random_requests(random.Random(0), 64, 4096, (25, 256), (25, 256)), SMALL, 0)
+
+
+def w2() -> Workload:
+    return Workload(_random_requests(random.Random(1), 16, 8192, (32, 128), (16, 64)), QWEN3_06B, 0)
+
+
+def w3() -> Workload:
+    rng = random.Random(2)
+    prefix = [rng.randrange(3, 4096) for _ in range(1024)]
+    requests = [Request(prefix + [rng.randrange(3, 4096) for _ in range(32)], 32) for _ in range(64)]
+    return Workload(requests, SMALL, 1024)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"w1": w1, "w2": w2, "w3": w3}
+
+
+def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
+    """Writes a random Hugging Face checkpoint of that shape in `dtype`, and returns its folder.
+
+    It has no tokenizer: requests carry token ids. torch is needed, transformers is not.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    torch_dtype = getattr(torch, dtype)
+    tensors = {}
+    for name, shape in _shapes(model).items():
+        is_norm = len(shape) == 1
+        weight = torch.ones(shape) if is_norm else torch.empty(shape).normal_(0, 0.02, generator=generator)
+        tensors[f"model.{name}.weight"] = weight.to(torch_dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(COMMON | model | {"dtype": dtype, "torch_dtype": dtype}))
+    return folder
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Qwen3 architecture with tied embeddings."""
+    hidden, inner, head_dim = model["hidden_size"], model["intermediate_size"], model["head_dim"]
+    q_size = model["num_attention_heads"] * head_dim
+    kv_size = model["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (model["vocab_size"], hidden), "norm": (hidden,)}
+    for index in range(model["num_hidden_layers"]):
+        layer = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_norm": (head_dim,),
+            "self_attn.k_norm": (head_dim,),
+            "self_attn.q_proj": (q_size, hidden),
+            "self_attn.k_proj": (kv_size, hidden),
+            "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (hidden, q_size),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
