@@ -13,14 +13,15 @@ import torch
 
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch, make_backend
-from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, SamplingParams, StepBatch, StepOutput
-from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
+from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class ModelRunner:
         self._backend = make_backend(config.backend, self._threads, config.determinism)
         dtype = _choose_dtype(config, checkpoint)
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
-        max_model_len = _choose_max_model_len(config, model, num_blocks)
+        max_model_len = choose_max_model_len(config, model, num_blocks)
         loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
         loader.check()
         self._model = DecoderModel(loader, model, self._backend, max_model_len, progress)
@@ -69,8 +70,8 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            eos_token_ids=_eos_token_ids(checkpoint),
-            default_sampling=_default_sampling(checkpoint),
+            eos_token_ids=eos_token_ids(checkpoint),
+            default_sampling=default_sampling(checkpoint),
             dtype=dtype,
             determinism=config.determinism,
             backend=self._backend.name,
@@ -200,44 +201,3 @@ def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     if memory < per_block:
         raise ValueError(f"kv_cache_memory of {memory} bytes holds no block; one takes {per_block} bytes")
     return memory // per_block
-
-
-def _choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(f"max_model_len {config.max_model_len} is above the model's {limit}")
-    chosen = config.max_model_len or limit
-    if model.sliding_window is not None and model.sliding_window < chosen:
-        logger.warning("max_model_len is capped to the model's sliding window of %d tokens", model.sliding_window)
-        chosen = model.sliding_window
-    capacity = num_blocks * config.block_size
-    if capacity >= chosen or config.max_model_len is not None:
-        return chosen  # a length that was asked for stays: workers of one model agree in it, not in their pools
-    logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
-    return capacity
-
-
-def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    ids = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    if ids is None:
-        return ()
-    found = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
-        raise CheckpointError(f"eos_token_id must be a token id or a list of them, found {ids!r}")
-    return tuple(found)
-
-
-def _default_sampling(checkpoint: Checkpoint) -> SamplingParams:
-    given = checkpoint.generation_config
-    temperature = 0.0 if given.get("do_sample") is False else given.get("temperature", 1.0)
-    return SamplingParams(
-        temperature=_or(temperature, 1.0),
-        top_k=int(_or(given.get("top_k"), 0)),
-        top_p=_or(given.get("top_p"), 1.0),
-        min_p=_or(given.get("min_p"), 0.0),
-        seed=0,
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
