@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 from quire_client.channel import DEFAULT_TARGET
 
@@ -46,6 +48,19 @@ examples:
   quire chat --system "Answer in one word." "Which language is this?"
 """
 
+BENCH_EXAMPLES = """\
+examples:
+  quire bench --num-prompts 200 --request-rate 10
+  quire bench --dataset shared-prefix --groups 4 --prefix-len 512 --concurrency 16
+  quire bench --dataset multi-turn --turns 4 --think-time-s 1 --num-prompts 100 --request-rate 2
+  quire bench --dataset trace --path trace.jsonl --speed 2 --slo ttft:500,tpot:50 --output result.json
+  quire bench --dataset demo --num-prompts 50 --concurrency 8 --plot result.html
+  quire bench --backend openai --base-url http://localhost:8000 --concurrency 16   any OpenAI-compatible server
+
+Without --request-rate and --concurrency all requests are sent at once. docs/benchmarking.md says how latencies count.
+Exit code: 0, 1 when a request failed, 2 for wrong flags, 130 after Ctrl-C (with the figures so far).
+"""
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
@@ -68,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspection(commands)
     _add_drain(commands)
     _add_doctor(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -104,7 +120,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")
     add("--ready-file", metavar="FILE", help="write addresses and process ids here as JSON once everything is ready")
     add("--json", action="store_true", help="one JSON line per event instead of text")
-    add("--drain-timeout-s", type=_seconds, default=30.0, metavar="S", help="time for running answers at the end (30)")
+    add("--drain-timeout-s", type=_positive, default=30.0, metavar="S", help="time for running answers at the end (30)")
     workers = parser.add_argument_group("handed to every worker (default: the worker's own)")
     add = workers.add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="numeric type of weights and KV cache")
@@ -168,7 +184,7 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drain.add_argument("worker", metavar="WORKER", help="its id, as `quire status` shows it")
     drain.add_argument("--model", default="", metavar="NAME", help="model it serves (default: any)")
     drain.add_argument(
-        "--drain-timeout-s", type=_seconds, metavar="S", help="time it may take (default: the worker's own)"
+        "--drain-timeout-s", type=_positive, metavar="S", help="time it may take (default: the worker's own)"
     )
     drain.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(drain)
@@ -181,6 +197,99 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--redis", metavar="URL", help="Redis to look for (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(doctor)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "bench", "bench", "run", "measure a server under load", BENCH_EXAMPLES)
+    _add_bench_server(parser.add_argument_group("server"))
+    _add_bench_load(parser.add_argument_group("load"))
+    _add_bench_dataset(parser.add_argument_group("dataset"))
+    add = parser.add_argument_group("result").add_argument
+    add("--slo", metavar="ttft:MS,...", help="count requests within these limits (ttft, tpot, e2e) as goodput")
+    add("--output", metavar="FILE", help="write settings, figures and every request here as JSON")
+    add("--plot", metavar="FILE", help="write pictures here: NAME.html, or NAME.png with matplotlib")
+    add("--json", action="store_true", help="print one JSON line instead of tables")
+    add("--no-progress", action="store_true", help="no progress bar (there is none anyway when stderr is no terminal)")
+
+
+def _add_bench_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP")
+    add("--target", metavar="HOST:PORT,...", help=f"gateways of Quire (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
+    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; its key is in $OPENAI_API_KEY")
+    add("--model", default="", metavar="NAME", help="model (default: the server's only or first one)")
+    add("--temperature", type=_number, default=0.0, metavar="T", help="0 is greedy (default)")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="full length of every answer (default: yes but for texts)",
+    )
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="texts are messages of a chat (default: for demo, sharegpt)",
+    )
+    add("--text", action=argparse.BooleanOptionalAction, help="ask Quire for text too (default: for demo, sharegpt)")
+    add("--cache-salt", default="", metavar="SALT", help="share no cached prefix with requests of another salt")
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields for every HTTP request")
+    add("--timeout-s", type=_positive, metavar="S", help="longest time of a request (default 600)")
+
+
+def _add_bench_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-prompts", type=_at_least(1), metavar="N", help="requests (default 100; of a file or trace: all)")
+    add("--request-rate", type=_positive, metavar="R", help="conversations that begin per second, on average")
+    add(
+        "--burstiness",
+        type=_positive,
+        default=1.0,
+        metavar="B",
+        help="1: Poisson (default); less: in bursts; more: even",
+    )
+    add("--concurrency", type=_at_least(1), metavar="N", help="conversations at a time, at most")
+    add("--warmup", type=_at_least(0), default=1, metavar="N", help="requests before, not counted (default 1)")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="the same seed makes the same requests (default 0)")
+
+
+def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--dataset",
+        choices=("random", "shared-prefix", "multi-turn", "trace", "demo", "sharegpt", "file"),
+        default="random",
+        help="random (default), shared-prefix, multi-turn: token ids from the seed; trace: JSON lines with timestamp, "
+        "input_length, output_length, hash_ids; demo: questions of the bundled model; sharegpt: texts of a JSON file, "
+        "drawn; file: its requests in order",
+    )
+    add("--path", metavar="FILE", help="file of trace, sharegpt or file")
+    add(
+        "--input-len",
+        type=_at_least(1),
+        default=256,
+        metavar="N",
+        help="tokens of a prompt, or of a turn (default 256)",
+    )
+    add("--output-len", type=_at_least(1), metavar="N", help="tokens of an answer (default 128, or the file's)")
+    add("--range-ratio", type=_part, default=0.0, metavar="F", help="lengths vary by this part, 0 (default) to 1")
+    add("--groups", type=_at_least(1), default=4, metavar="N", help="different prefixes (default 4)")
+    add("--prefix-len", type=_at_least(0), default=256, metavar="N", help="tokens of a shared prefix (default 256)")
+    add("--turns", type=_at_least(1), default=4, metavar="N", help="turns of a conversation (default 4)")
+    add(
+        "--think-time-s",
+        type=_not_negative,
+        default=0.0,
+        metavar="S",
+        help="mean pause before a further turn (default 0)",
+    )
+    add("--speed", type=_positive, default=1.0, metavar="F", help="play a trace this much faster (default 1)")
+    add("--length-scale", type=_positive, default=1.0, metavar="F", help="multiply the lengths of a trace (default 1)")
+    add(
+        "--vocab-size",
+        type=_at_least(16),
+        metavar="N",
+        help="draw token ids below this (default: the model's, or 2048)",
+    )
+    add("--skip-too-long", action="store_true", help="leave out what is longer than the model takes")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +310,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="HOST:PORT,...", help=f"gateway, or several (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
     )
-    parser.add_argument("--timeout-s", type=_seconds, metavar="S", help="give up after this many seconds")
+    parser.add_argument("--timeout-s", type=_positive, metavar="S", help="give up after this many seconds")
 
 
 def _at_least(low: int) -> Callable[[str], int]:
@@ -234,10 +343,34 @@ def _number(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
+def _positive(text: str) -> float:
     value = _number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def _part(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
 
 

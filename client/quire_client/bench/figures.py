@@ -1,0 +1,220 @@
+"""From measured requests to figures. No clock, no I/O.
+
+How latencies count, per request, all seen from the client:
+
+- TTFT: from sending the request to the first chunk with a token.
+- A chunk may carry several tokens. A chunk of k tokens that comes g after the one before counts as k gaps of g / k in
+  ITL, so that its mean is a true time per token; what a reader waits in one piece is g itself, reported as `pause`.
+  Tokens in the first chunk have no gap.
+- TPOT: the mean of the request's ITL, so (last chunk - first chunk) / (tokens after the first chunk).
+- E2E: from sending to the end of the stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+LATENCIES = ("ttft", "tpot", "itl", "pause", "e2e")
+SLO_NAMES = ("ttft", "tpot", "e2e")
+PERCENTILES = (50, 90, 99)
+MAX_ERRORS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was seen of one request. Times are seconds since the start of the run."""
+
+    sent_s: float
+    end_s: float
+    num_input: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+    chunk_times: Sequence[float] = ()
+    chunk_tokens: Sequence[int] = ()  # tokens in each of these chunks
+    late_s: float = 0.0  # how much later than planned it was sent
+    resumes: int = 0
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.chunk_times[0] - self.sent_s if self.chunk_times else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        num_later = sum(self.chunk_tokens[1:])
+        return (self.chunk_times[-1] - self.chunk_times[0]) / num_later if num_later else None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.sent_s
+
+    def pauses(self) -> list[tuple[float, int]]:
+        """(time since the chunk before, tokens) of every chunk but the first."""
+        gaps = (after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False))
+        return list(zip(gaps, self.chunk_tokens[1:], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and percentiles, in the unit of the values."""
+
+    mean: float
+    percentiles: Mapping[int, float]
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one run. Latencies in milliseconds, None where nothing was measured."""
+
+    duration_s: float
+    num_ok: int
+    num_failed: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    num_chunks: int
+    resumes: int
+    latencies: Mapping[str, Distribution | None]
+    send_delay_p99_ms: float
+    errors: Mapping[str, int] = field(default_factory=dict)  # message -> how often
+    slo_ms: Mapping[str, float] = field(default_factory=dict)
+    num_good: int | None = None  # requests within every limit of the SLO
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the input tokens that came from the prefix cache."""
+        return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests per second within the SLO."""
+        if self.num_good is None:
+            return None
+        return self.num_good / self.duration_s if self.duration_s else 0.0
+
+
+def summarize(records: Iterable[Record], slo_ms: Mapping[str, float] | None = None) -> Summary:
+    """Figures over all records; latencies and tokens of those that succeeded."""
+    records = list(records)
+    good = [record for record in records if not record.error]
+    duration_s = max((r.end_s for r in records), default=0.0) - min((r.sent_s for r in records), default=0.0)
+    input_tokens = sum(record.num_input for record in good)
+    output_tokens = sum(record.num_output for record in good)
+    slo_ms = slo_ms or {}
+    return Summary(
+        duration_s=duration_s,
+        num_ok=len(good),
+        num_failed=len(records) - len(good),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(record.num_cached for record in good),
+        requests_per_s=_rate(len(good), duration_s),
+        output_tokens_per_s=_rate(output_tokens, duration_s),
+        total_tokens_per_s=_rate(input_tokens + output_tokens, duration_s),
+        num_chunks=sum(len(record.chunk_times) for record in good),
+        resumes=sum(record.resumes for record in good),
+        latencies=_latencies(good),
+        send_delay_p99_ms=1000 * percentile(sorted(r.late_s for r in records), 99) if records else 0.0,
+        errors=dict(Counter(record.error for record in records if record.error).most_common(MAX_ERRORS_SHOWN)),
+        slo_ms=slo_ms,
+        num_good=sum(_meets(record, slo_ms) for record in good) if slo_ms else None,
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Percentile of sorted values, linear between neighbours."""
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """None without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    found = {percent: percentile(ordered, percent) for percent in PERCENTILES}
+    return Distribution(math.fsum(ordered) / len(ordered), found, ordered[-1])
+
+
+def spread(num_chunks: int, num_tokens: int) -> list[int]:
+    """Tokens per chunk, as even as possible, where a server tells only their sum."""
+    return [num_tokens * (i + 1) // num_chunks - num_tokens * i // num_chunks for i in range(num_chunks)]
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """`ttft:500,tpot:50` in milliseconds. Raises ValueError with what is wrong."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition(":")
+        if name not in SLO_NAMES:
+            raise ValueError(f"{name!r} is no latency; known are {', '.join(SLO_NAMES)}, e.g. ttft:500,tpot:50")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            raise ValueError(f"{part!r}: {value!r} is not a number of milliseconds") from None
+        if not limits[name] > 0:
+            raise ValueError(f"{part!r}: a limit is above 0 ms")
+    return limits
+
+
+def summary_fields(summary: Summary) -> dict[str, Any]:
+    """The summary as JSON fields."""
+    fields: dict[str, Any] = {
+        "duration_s": round(summary.duration_s, 4),
+        "requests_ok": summary.num_ok,
+        "requests_failed": summary.num_failed,
+        "input_tokens": summary.input_tokens,
+        "output_tokens": summary.output_tokens,
+        "cached_tokens": summary.cached_tokens,
+        "hit_rate": round(summary.hit_rate, 4),
+        "requests_per_s": round(summary.requests_per_s, 3),
+        "output_tokens_per_s": round(summary.output_tokens_per_s, 2),
+        "total_tokens_per_s": round(summary.total_tokens_per_s, 2),
+        "chunks": summary.num_chunks,
+        "resumes": summary.resumes,
+        "send_delay_p99_ms": round(summary.send_delay_p99_ms, 3),
+    }
+    for name, found in summary.latencies.items():
+        fields[f"{name}_ms"] = None if found is None else _distribution_fields(found)
+    if summary.num_good is not None:
+        fields |= {"slo_ms": dict(summary.slo_ms), "requests_good": summary.num_good, "goodput": summary.goodput}
+    if summary.errors:
+        fields["errors"] = dict(summary.errors)
+    return fields
+
+
+def _distribution_fields(found: Distribution) -> dict[str, float]:
+    named = {f"p{percent}": value for percent, value in found.percentiles.items()}
+    return {name: round(value, 4) for name, value in {"mean": found.mean, **named, "max": found.highest}.items()}
+
+
+def _latencies(records: Sequence[Record]) -> dict[str, Distribution | None]:
+    pauses = [pause for record in records for pause in record.pauses()]
+    values_s: dict[str, Iterable[float]] = {
+        "ttft": (r.ttft_s for r in records if r.ttft_s is not None),
+        "tpot": (r.tpot_s for r in records if r.tpot_s is not None),
+        "itl": (gap_s / tokens for gap_s, tokens in pauses for _ in range(tokens)),
+        "pause": (gap_s for gap_s, _ in pauses),
+        "e2e": (record.e2e_s for record in records),
+    }
+    return {name: distribution(1000 * value for value in values_s[name]) for name in LATENCIES}
+
+
+def _meets(record: Record, slo_ms: Mapping[str, float]) -> bool:
+    """A request without a latency (one token has no TPOT) is not measured by its limit."""
+    measured = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
+    return all((value := measured[name]) is None or 1000 * value <= limit for name, limit in slo_ms.items())
+
+
+def _rate(amount: float, duration_s: float) -> float:
+    return amount / duration_s if duration_s > 0 else 0.0
