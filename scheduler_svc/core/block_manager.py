@@ -89,30 +89,39 @@ class BlockManager:
                 return i
         return min(len(digests), max_blocks)
 
-    def register(self, block: int, digest: bytes, block_tokens: U32) -> bool:
-        """A planned step fills this block: it may be shared from now on. False if another block holds the prefix."""
-        if digest in self._block_of:
-            return False
-        self._digest_of[block] = digest
-        self._block_of[digest] = block
-        self._tokens[block] = block_tokens
-        return True
+    def register(self, blocks: Sequence[int], digests: Sequence[bytes], block_tokens: U32) -> list[int]:
+        """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
+        on. Returns the positions of those that were taken; the prefix of the others is held by another block.
+        """
+        held, digest_of, taken = self._block_of, self._digest_of, []
+        for i, digest in enumerate(digests):
+            if digest not in held:
+                held[digest] = blocks[i]
+                digest_of[blocks[i]] = digest
+                taken.append(i)
+        if len(taken) == len(blocks):
+            self._tokens[blocks] = block_tokens
+        elif taken:
+            self._tokens[[blocks[i] for i in taken]] = block_tokens[taken]
+        return taken
 
-    def commit(self, block: int, digest: bytes) -> bool:
-        """The step that fills it is acknowledged: announce it. False if it lost its digest meanwhile."""
-        if self._digest_of.get(block) != digest or block in self._committed:
-            return False
-        self._committed.add(block)
-        self._events.append((digest, True))
-        return True
+    def commit(self, fills: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        """The step that fills these blocks is acknowledged: announce them. Returns those that were news; a block may
+        have lost its digest meanwhile.
+        """
+        digest_of, committed = self._digest_of, self._committed
+        news = []
+        for fill in fills:
+            block, digest = fill
+            if digest_of.get(block) == digest and block not in committed:
+                committed.add(block)
+                news.append(fill)
+        self._events += [(digest, True) for _, digest in news]
+        return news
 
     def is_committed_as(self, block: int, digest: bytes) -> bool:
         """The block's content is acknowledged, and it is this prefix."""
         return block in self._committed and self._digest_of[block] == digest
-
-    def is_pending(self, block: int) -> bool:
-        """Registered, but its step is not acknowledged."""
-        return block in self._digest_of and block not in self._committed
 
     def forget(self, block: int) -> None:
         """The block does not hold what its digest says (its step failed, or it gets new content)."""
@@ -126,9 +135,9 @@ class BlockManager:
 
     def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
         """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
-        if block in self._digest_of or self.refs[block] or not self.register(block, digest, block_tokens):
+        if block in self._digest_of or self.refs[block] or not self.register([block], [digest], block_tokens[None]):
             return False
-        self.commit(block, digest)
+        self.commit([(block, digest)])
         self._empty.remove(block)
         self._cached[block] = None
         return True
@@ -154,7 +163,8 @@ class BlockManager:
         """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
         if count > self.num_free:
             raise RuntimeError(f"asked for {count} blocks with {self.num_free} free: a bug in the caller's check")
-        blocks = [self._take_one() for _ in range(count)]
+        take = self._empty.popleft if count <= len(self._empty) else self._take_one
+        blocks = [take() for _ in range(count)]
         self.refs[blocks] = 1
         return blocks
 
@@ -165,11 +175,14 @@ class BlockManager:
         self.forget(block)
         return block
 
-    def free(self, blocks: Iterable[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """One sequence less uses these blocks; pass a table tail first."""
-        for block in blocks:
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
+        if not blocks:
+            return
+        np.subtract.at(self.refs, blocks, 1)
+        once = list(dict.fromkeys(blocks[::-1]))[::-1]  # each at its last place: behind all that continues it
+        for block, refs in zip(once, self.refs[once].tolist(), strict=True):
+            if refs == 0:
                 self._put_back(block)
 
     def _put_back(self, block: int) -> None:

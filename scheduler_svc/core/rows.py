@@ -48,6 +48,9 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
+        self.version = 0  # +1 whenever a row is opened or closed
+        self.num_closed = 0  # ever
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
         self._active: I64 | None = None
@@ -83,6 +86,7 @@ class RowTable:
     def open(self, seq: Sequence, token_ids: U32, blocks: list[int], num_computed: int, limit: int) -> int:
         """Give `seq` a row; the caller has checked `num_free`."""
         row = self._free.pop()
+        self.version += 1
         self._order[row] = None
         self._active = None
         group = seq.group
@@ -109,6 +113,8 @@ class RowTable:
 
     def close(self, row: int) -> None:
         self.generation[row] += 1
+        self.version += 1
+        self.num_closed += 1
         self.sequences[row] = None
         del self._order[row]
         self._active = None
@@ -124,6 +130,11 @@ class RowTable:
         """The row's block table."""
         table: list[int] = self.table[row, : self.num_blocks[row]].tolist()
         return table
+
+    def fills_block(self, context_lens: I64) -> I64:
+        """Which of these, with one token more, end with a full block."""
+        full: I64 = ((context_lens + 1) % self.block_size == 0).nonzero()[0]
+        return full
 
     def known_tokens(self, row: int) -> U32:
         """Prompt and output so far (a view)."""

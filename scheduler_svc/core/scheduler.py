@@ -22,6 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
@@ -61,7 +62,7 @@ from scheduler_svc.core.sequence import (
     SequenceGroup,
     SequenceStatus,
 )
-from scheduler_svc.core.worker_state import I64, Flight, StepPlan, WorkerState
+from scheduler_svc.core.worker_state import I64, U32, Flight, StepPlan, WorkerState
 
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest answer in the running mean of answer lengths
 RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before
@@ -357,8 +358,7 @@ class Scheduler:
     def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
         self._displace(worker, candidates)
         plan = worker.begin_step()
-        decode, prefill, has_preempted = self._secure_blocks(worker, plan)
-        worker.plan_running(plan, decode, prefill)
+        has_preempted = not worker.continue_run(plan) and self._plan_running(worker, plan)
         if not has_preempted:
             self._admit(worker, plan, candidates, now)
         batch = worker.finish_plan(plan)
@@ -367,10 +367,11 @@ class Scheduler:
             self._steps += 1
         return batch
 
-    def _secure_blocks(self, worker: WorkerState, plan: StepPlan) -> tuple[I64, I64, bool]:
-        """Give every decoding row the block it writes next; preempt the least urgent until that works.
+    def _plan_running(self, worker: WorkerState, plan: StepPlan) -> bool:
+        """Every row goes on; True if some had to leave for that.
 
-        Blocks of a victim may still be named by steps in flight: then rows that got none sit this step out.
+        Each decoding row gets the block it writes next; the least urgent are preempted until that works. Blocks of a
+        victim may still be named by steps in flight: then rows that got none sit this step out.
         """
         has_preempted = False
         while True:
@@ -380,14 +381,15 @@ class Scheduler:
                 break
             has_preempted = True
             self._preempt_one(worker)
-        if not len(needy):
-            return decode, prefill, has_preempted
-        by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)
-        served = by_urgency[: worker.pool.num_free]
-        for row in served:
-            worker.give_block(row, plan)
-        starved = by_urgency[len(served) :]
-        return decode[~np.isin(decode, starved)], prefill, has_preempted
+        num_free = worker.pool.num_free
+        if len(needy) > num_free:
+            by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)
+            needy = np.array(by_urgency[:num_free], dtype=np.int64)
+            decode = decode[~np.isin(decode, by_urgency[num_free:])]
+        if len(needy):
+            worker.give_blocks(needy, plan)
+        worker.plan_running(plan, decode, prefill)
+        return has_preempted
 
     def _preempt_one(self, worker: WorkerState) -> None:
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
@@ -521,7 +523,7 @@ class Scheduler:
         rows, deltas = self._append_tokens(worker, flight, output)
         worker.commit_fills(flight)
         deltas.finished.extend(failed)
-        self._finish_rows(worker, rows, deltas)
+        self._finish_rows(worker, flight, rows, deltas)
         self._finish_prompt_only(worker, flight, deltas)
         worker.free_released(flight)
         return deltas
@@ -536,7 +538,7 @@ class Scheduler:
     def _check_answer(self, flight: Flight, output: StepOutput) -> list[RowFailure]:
         """Every row that was to sample must have a token or a failure; one that has neither failed too."""
         expected = flight.sampled
-        if not output.failures and len(output.rows) == len(expected) and (output.rows == expected).all():
+        if not output.failures and output.rows.tobytes() == expected.tobytes():
             return []
         told = {failure.row: failure for failure in output.failures}
         if not np.isin(output.rows, expected).all() or any(row >= len(flight.generation) for row in told):
@@ -546,7 +548,9 @@ class Scheduler:
 
     def _append_tokens(self, worker: WorkerState, flight: Flight, output: StepOutput) -> tuple[I64, Deltas]:
         """Store the samples of rows that are still what they were when the step was sent."""
-        r = worker.rows
+        r, run = worker.rows, flight.run
+        if run is not None and flight.num_closed == r.num_closed:
+            return run.rows, self._append_run(worker, run, flight.context_lens, output.token_ids)
         rows, token_ids = output.rows.astype(np.int64), output.token_ids
         is_live = flight.generation[rows] == r.generation[rows]
         if not is_live.all():
@@ -564,9 +568,21 @@ class Scheduler:
             token_ids=token_ids,
         )
 
-    def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas) -> None:
+    def _append_run(self, worker: WorkerState, run: DecodeRun, context_lens: I64, token_ids: U32) -> Deltas:
+        """The same for a step of which every row is still there."""
+        r = worker.rows
+        r.flat_tokens[run.token_starts + context_lens] = token_ids
+        r.num_tokens += run.is_member
+        r.pending -= run.is_member
+        self._share.charge_outputs(r.tenant, run.rows)
+        offsets = (context_lens + run.first_offsets).astype(np.uint32)
+        return Deltas(run.owners, run.handles, run.sample_indices, offsets, token_ids)
+
+    def _finish_rows(self, worker: WorkerState, flight: Flight, rows: I64, deltas: Deltas) -> None:
         """End the rows whose newest token ends them."""
         r, token_ids = worker.rows, deltas.token_ids
+        if not flight.may_reach_limit and not self._may_stop(flight.run, token_ids):
+            return
         ends = r.num_tokens[rows] >= r.limit[rows]
         for eos in self._eos:
             ends |= (token_ids == eos) & ~r.ignore_eos[rows]
@@ -579,6 +595,12 @@ class Scheduler:
             deltas.finished.append(self._end(seq, reason, stop_token_id=stop_id))
             if reason is not FinishReason.LENGTH:
                 self._mean_output += MEAN_OUTPUT_WEIGHT * (len(seq.data.output) - self._mean_output)
+
+    def _may_stop(self, run: DecodeRun | None, token_ids: U32) -> bool:
+        """A token may be one that ends its sequence."""
+        if run is None or run.has_stop_ids:
+            return True
+        return any(len((token_ids == eos).nonzero()[0]) for eos in self._eos)
 
     def _why(self, group: SequenceGroup, last_token: int) -> tuple[FinishReason, int | None]:
         if last_token in self.config.eos_token_ids and not group.stop.ignore_eos:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from prefix_index.hashing import block_digest, extend_digests, root_digest
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
 from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
 from scheduler_svc.core.rows import RowTable
@@ -30,14 +31,15 @@ class StepPlan:
     query_lens: list[I64] = field(default_factory=list)
     opens: list[RowOpen] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
-    tables: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index, block)
+    tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, int, bytes]] = field(default_factory=list)  # (row, block, digest) completed by this step
+    run: DecodeRun | None = None  # whose rows came first
 
-    def add(self, rows: I64, query_lens: I64) -> None:
+    def add(self, rows: I64, query_lens: I64, num_tokens: int) -> None:
         self.rows.append(rows)
         self.query_lens.append(query_lens)
-        self.budget -= int(query_lens.sum())
+        self.budget -= num_tokens
 
 
 @dataclass(slots=True)
@@ -50,6 +52,10 @@ class Flight:
     query_lens: I64
     sampled: U32  # rows whose tokens the answer must hold, in its order
     generation: I64  # of all rows of the worker when it was sent
+    num_closed: int  # rows that had been closed by then
+    full: I64  # positions of those that decode and fill a block
+    run: DecodeRun | None  # of which this is a step
+    may_reach_limit: bool
     fills: list[tuple[int, int, bytes]]
     forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
@@ -73,6 +79,8 @@ class WorkerState:
         self.steps = 0
         self._root_salt = root_salt
         self._next_step_id = next_step_id
+        self._run: DecodeRun | None = None
+        self._decoded: tuple[int, I64, I64, U32] | None = None  # what a run could go on from
         self._closed: list[int] = []
         self._commits: list[tuple[int, bytes]] = []
 
@@ -211,10 +219,30 @@ class WorkerState:
     def begin_step(self) -> StepPlan:
         return StepPlan(budget=self.capacity.max_num_batched_tokens)
 
+    def continue_run(self, plan: StepPlan) -> bool:
+        """Plan one token more for everybody, if the step before did the same and nothing has changed; False if not."""
+        run = self._run = self._run or self._new_run()
+        if run is None:
+            return False
+        if run.version != self.rows.version or not run.steps_left or len(run.full) > self.pool.num_free:
+            self._run = None
+            return False
+        if len(run.full):
+            self._append_blocks(run.rows[run.full], plan)
+        plan.add(run.rows, run.query_lens, len(run.rows))
+        plan.run = run
+        return True
+
+    def _new_run(self) -> DecodeRun | None:
+        if self._decoded is None or self._decoded[0] != self.rows.version:
+            return None
+        _, rows, context_lens, slots = self._decoded
+        return DecodeRun.after(self.rows, rows, context_lens, slots)
+
     def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
         """Decodes first, then chunks of prefills, in the same step."""
         if len(decode):
-            plan.add(decode, np.ones(len(decode), dtype=np.int64))
+            plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
             if self.num_reserved_rows:  # a prompt whose last token alone was uncached completes here
                 for row in decode.tolist():
                     self._fork_if_complete(row, 1, plan)
@@ -237,29 +265,43 @@ class WorkerState:
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self.pool.refs[tail] > 1)]
 
-    def give_block(self, row: int, plan: StepPlan) -> None:
-        """Append a block to the row's table, or replace a shared one by a copy."""
+    def give_blocks(self, rows: I64, plan: StepPlan) -> None:
+        """Append a block to each row's table, or replace a shared one by a copy. The pool has as many."""
+        r = self.rows
+        opens = r.computed[rows] // self.capacity.block_size >= r.num_blocks[rows]
+        if opens.all():
+            self._append_blocks(rows, plan)
+            return
+        self._append_blocks(rows[opens], plan)
+        for row in rows[~opens].tolist():
+            self._copy_block(row, plan)
+
+    def _append_blocks(self, rows: I64, plan: StepPlan) -> None:
+        r = self.rows
+        indices = r.num_blocks[rows]
+        blocks = np.array(self.pool.allocate(len(rows)), dtype=np.int64)
+        r.table[rows, indices] = blocks
+        r.num_blocks[rows] = indices + 1
+        plan.tables.append((rows, indices, blocks))
+
+    def _copy_block(self, row: int, plan: StepPlan) -> None:
         r = self.rows
         index = int(r.computed[row]) // self.capacity.block_size
-        if index >= r.num_blocks[row]:
-            block = self.pool.allocate(1)[0]
-            r.num_blocks[row] = index + 1
-        else:
-            shared = int(r.table[row, index])
-            if self.pool.refs[shared] == 1:
-                return  # the others took copies: it is ours
-            block = self.pool.allocate(1)[0]
-            plan.copies.append((shared, block))
-            self.pool.free([shared])  # others hold it: it cannot become free here
+        shared = int(r.table[row, index])
+        if self.pool.refs[shared] == 1:
+            return  # the others took copies: it is ours
+        block = self.pool.allocate(1)[0]
+        plan.copies.append((shared, block))
+        self.pool.free([shared])  # others hold it: it cannot become free here
         r.table[row, index] = block
-        plan.tables.append((row, index, block))
+        plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
     def _plan_chunk(self, row: int, plan: StepPlan) -> None:
         todo = int(self.rows.todo(np.array([row]))[0])
         count = min(todo, plan.budget)
         if count < 1:
             return
-        plan.add(np.array([row]), np.array([count]))
+        plan.add(np.array([row]), np.array([count]), count)
         self._register_fills(row, count, plan)
         if self.num_reserved_rows:
             self._fork_if_complete(row, count, plan)
@@ -267,12 +309,13 @@ class WorkerState:
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Blocks of known tokens that this chunk completes may be shared from now on."""
         r, bs = self.rows, self.capacity.block_size
-        start = int(r.computed[row])
-        digests = r.sequence(row).digests
-        for index in range(start // bs, min((start + count) // bs, len(digests))):
-            block = int(r.table[row, index])
-            if self.pool.register(block, digests[index], r.tokens[row, index * bs : (index + 1) * bs]):
-                plan.fills.append((row, block, digests[index]))
+        first, digests = int(r.computed[row]) // bs, r.sequence(row).digests
+        end = min((int(r.computed[row]) + count) // bs, len(digests))
+        if first >= end:
+            return
+        blocks, filled = r.table[row, first:end].tolist(), digests[first:end]
+        taken = self.pool.register(blocks, filled, r.tokens[row, first * bs : end * bs].reshape(-1, bs))
+        plan.fills += [(row, blocks[i], filled[i]) for i in taken]
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
         """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
@@ -303,6 +346,8 @@ class WorkerState:
         has_news = bool(self._closed or self._commits)
         if not plan.rows and (self.flights or not has_news):
             return None
+        if plan.run is not None and len(plan.rows) == 1:
+            return self._finish_run(plan, plan.run)
         r = self.rows
         rows = np.concatenate(plan.rows) if plan.rows else NO_ROWS
         query_lens = np.concatenate(plan.query_lens) if plan.rows else NO_ROWS
@@ -315,6 +360,7 @@ class WorkerState:
         r.pending[rows[sample_mask]] += 1
         prompt_only = rows[reaches_end & (r.compute_limit[rows] == r.limit[rows])].tolist()
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
+        full = r.fills_block(context_lens)
         flight = Flight(
             step_id=self._next_step_id,
             rows=rows,
@@ -322,12 +368,50 @@ class WorkerState:
             query_lens=query_lens,
             sampled=np.concatenate((rows[sample_mask], [row for row, _ in sampling_forks])).astype(np.uint32),
             generation=r.generation.copy(),
+            num_closed=r.num_closed,
+            full=full[query_lens[full] == 1],
+            run=None,
+            may_reach_limit=True,
             fills=plan.fills,
             forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
             is_full=plan.budget < 1,
         )
         plan.forks = sampling_forks
+        is_decode = 0 < len(rows) == len(slots) == r.num_used and sample_mask.all()
+        self._decoded = (r.version, rows, context_lens, slots) if is_decode else None
+        return self._send(plan, flight, sample_mask, slots)
+
+    def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
+        """The step that consists of the run and nothing else: everything is one further than it was."""
+        r = self.rows
+        context_lens, slots = run.context_lens + 1, run.slots + 1
+        if len(run.full):
+            _, _, blocks = plan.tables[0]
+            slots[run.full] = blocks * r.block_size
+        r.computed += run.is_member
+        r.pending += run.is_member
+        run.context_lens, run.slots, run.full = context_lens, slots, r.fills_block(context_lens)
+        run.steps_left -= 1
+        flight = Flight(
+            step_id=self._next_step_id,
+            rows=run.rows,
+            context_lens=context_lens,
+            query_lens=run.query_lens,
+            sampled=run.sampled,
+            generation=r.generation.copy(),
+            num_closed=r.num_closed,
+            full=run.full,
+            run=run,
+            may_reach_limit=not run.steps_left,
+            fills=[],
+            forks=[],
+            prompt_only=[],
+            is_full=False,
+        )
+        return self._send(plan, flight, run.sample_mask, slots)
+
+    def _send(self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slots: U32) -> StepBatch:
         batch = self._make_batch(plan, flight, sample_mask, slots)
         self.flights.append(flight)
         self._next_step_id += 1
@@ -355,16 +439,16 @@ class WorkerState:
             context_lens=flight.context_lens.astype(np.uint32),
             sample_mask=sample_mask,
             slot_mapping=slot_mapping,
-            fork_rows=_column(row for row, _ in plan.forks),
-            fork_parents=_column(parent for _, parent in plan.forks),
+            fork_rows=_column([row for row, _ in plan.forks]),
+            fork_parents=_column([parent for _, parent in plan.forks]),
             close_rows=_column(closed),
             opens=plan.opens,
-            table_rows=_column(t[0] for t in plan.tables),
-            table_indices=_column(t[1] for t in plan.tables),
-            table_blocks=_column(t[2] for t in plan.tables),
-            copy_src=_column(c[0] for c in plan.copies),
-            copy_dst=_column(c[1] for c in plan.copies),
-            commit_blocks=_column(block for block, _ in commits),
+            table_rows=_joined([rows for rows, _, _ in plan.tables]),
+            table_indices=_joined([indices for _, indices, _ in plan.tables]),
+            table_blocks=_joined([blocks for _, _, blocks in plan.tables]),
+            copy_src=_column([src for src, _ in plan.copies]),
+            copy_dst=_column([dst for _, dst in plan.copies]),
+            commit_blocks=_column([block for block, _ in commits]),
             commit_digests=[digest for _, digest in commits],
         )
 
@@ -372,34 +456,35 @@ class WorkerState:
 
     def commit_fills(self, flight: Flight) -> None:
         """The step is acknowledged: what it completed is a cached prefix from now on."""
-        for _, block, digest in flight.fills:
-            self._commit(block, digest)
-        for row, end in self._decoded_block_ends(flight):
-            self._commit_decoded_block(row, end)
+        self._commits += self.pool.commit([(block, digest) for _, block, digest in flight.fills])
+        if not len(flight.full):
+            return
+        rows, ends = flight.rows[flight.full], flight.context_lens[flight.full] + 1
+        if flight.num_closed != self.rows.num_closed:
+            is_open = flight.generation[rows] == self.rows.generation[rows]
+            rows, ends = rows[is_open], ends[is_open]
+        if len(rows):
+            self._commit_decoded(rows, ends)
 
-    def _decoded_block_ends(self, flight: Flight) -> list[tuple[int, int]]:
-        """(row, tokens computed) of open rows that completed a block with a single token."""
-        ends = flight.context_lens + 1
-        done = (flight.query_lens == 1) & (ends % self.capacity.block_size == 0)
-        if not done.any():
-            return []
-        done &= flight.generation[flight.rows] == self.rows.generation[flight.rows]
-        return list(zip(flight.rows[done].tolist(), ends[done].tolist(), strict=True))
+    def _commit_decoded(self, rows: I64, ends: I64) -> None:
+        """Each of these rows has filled the block before `ends`, mostly with tokens that were unknown until now."""
+        r, bs = self.rows, self.capacity.block_size
+        tokens = r.tokens[rows[:, None], ends[:, None] + np.arange(-bs, 0)]  # [len(rows), block_size]
+        indices = ends // bs - 1
+        blocks = r.table[rows, indices].tolist()
+        digests = [
+            self._digest_at(r.sequence(row), index, tokens[i])
+            for i, (row, index) in enumerate(zip(rows.tolist(), indices.tolist(), strict=True))
+        ]
+        taken = self.pool.register(blocks, digests, tokens)
+        self._commits += self.pool.commit([(blocks[i], digests[i]) for i in taken])
 
-    def _commit_decoded_block(self, row: int, end: int) -> None:
-        bs, seq = self.capacity.block_size, self.rows.sequence(row)
-        index = end // bs - 1
-        tokens = self.rows.tokens[row, end - bs : end]
-        if index == len(seq.digests):  # its last token was sampled: unknown until now
-            parent = seq.digests[-1] if seq.digests else self._root(seq)
-            seq.digests.append(block_digest(parent, tokens))
-        block, digest = int(self.rows.table[row, index]), seq.digests[index]
-        if self.pool.register(block, digest, tokens):
-            self._commit(block, digest)
-
-    def _commit(self, block: int, digest: bytes) -> None:
-        if self.pool.commit(block, digest):
-            self._commits.append((block, digest))
+    def _digest_at(self, seq: Sequence, index: int, block_tokens: U32) -> bytes:
+        """Digest of a full block, which may be the first that the sequence's chain does not have yet."""
+        digests = seq.digests
+        if index == len(digests):
+            digests.append(block_digest(digests[-1] if digests else self._root(seq), block_tokens))
+        return digests[index]
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""
@@ -518,6 +603,12 @@ class WorkerState:
         assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 
 
-def _column(values: Iterable[int]) -> U32:
-    column = np.array(list(values), dtype=np.uint32)
-    return column if len(column) else EMPTY
+def _column(values: list[int]) -> U32:
+    return np.array(values, dtype=np.uint32) if values else EMPTY
+
+
+def _joined(columns: list[I64]) -> U32:
+    if not columns:
+        return EMPTY
+    column = columns[0] if len(columns) == 1 else np.concatenate(columns)
+    return column.astype(np.uint32)

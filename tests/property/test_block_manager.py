@@ -78,7 +78,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def _register(self, table: Table) -> None:
         for block, digest, part in table.full_blocks()[table.num_hits :]:
             is_new = digest not in self.holds.values()
-            assert self.pool.register(block, digest, part) == is_new
+            assert self.pool.register([block], [digest], part[None]) == ([0] if is_new else [])
             if is_new:
                 self.holds[block] = digest
 
@@ -88,7 +88,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         for block, digest, _ in table.full_blocks():
             is_new = self.holds.get(block) == digest and block not in self.committed
-            assert self.pool.commit(block, digest) == is_new
+            assert self.pool.commit([(block, digest)]) == ([(block, digest)] if is_new else [])
             if is_new:
                 self.committed.add(block)
 

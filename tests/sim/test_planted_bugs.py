@@ -220,7 +220,7 @@ def committed_before_the_answer(patch: Patch) -> None:
         return batch
 
     def replace_rows(flight: Flight) -> Flight:
-        return replace(flight, query_lens=flight.query_lens * 0)
+        return replace(flight, full=flight.full[:0])
 
     wrap(patch, WorkerState, "finish_plan", finish)
 

@@ -106,7 +106,7 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
         return batch
 
     def _without_decodes(flight: Flight) -> Flight:
-        return replace(flight, query_lens=flight.query_lens * 0)
+        return replace(flight, full=flight.full[:0])
 
     wrap(patch, WorkerState, "finish_plan", finish)
 

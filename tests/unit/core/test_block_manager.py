@@ -12,10 +12,18 @@ def u32(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.uint32)
 
 
+def register(pool: BlockManager, block: int, digest: bytes, tokens: np.ndarray) -> bool:
+    return pool.register([block], [digest], tokens[None]) == [0]
+
+
+def commit(pool: BlockManager, block: int, digest: bytes) -> bool:
+    return pool.commit([(block, digest)]) == [(block, digest)]
+
+
 def test_equal_digest_with_other_tokens_is_no_hit() -> None:
     pool = BlockManager(4, 2)
     (block,) = pool.allocate(1)
-    pool.register(block, A, u32(1, 2))
+    register(pool, block, A, u32(1, 2))
     assert pool.match([A], u32(1, 2, 9), 1) == [block]
     assert pool.match([A], u32(1, 3, 9), 1) == []
 
@@ -23,21 +31,20 @@ def test_equal_digest_with_other_tokens_is_no_hit() -> None:
 def test_pending_blocks_are_shared_but_not_announced() -> None:
     pool = BlockManager(4, 2)
     (block,) = pool.allocate(1)
-    pool.register(block, A, u32(1, 2))
-    assert pool.is_pending(block)
+    register(pool, block, A, u32(1, 2))
     assert pool.take_events() == []
-    assert pool.commit(block, A)
+    assert commit(pool, block, A)
     assert pool.take_events() == [(A, True)]
-    assert not pool.commit(block, A)
+    assert not commit(pool, block, A)
 
 
 def test_a_block_freed_before_its_step_is_acknowledged_keeps_nothing() -> None:
     pool = BlockManager(2, 2)
     (block,) = pool.allocate(1)
-    pool.register(block, A, u32(1, 2))
+    register(pool, block, A, u32(1, 2))
     pool.free([block])
     assert pool.match([A], u32(1, 2), 1) == []
-    assert not pool.commit(block, A)
+    assert not commit(pool, block, A)
     pool.check_invariants()
 
 
@@ -45,8 +52,8 @@ def test_empty_blocks_go_first_then_the_least_recently_used() -> None:
     pool = BlockManager(3, 1)
     one, two = pool.allocate(2)
     for block, digest in ((one, A), (two, B)):
-        pool.register(block, digest, u32(block))
-        pool.commit(block, digest)
+        register(pool, block, digest, u32(block))
+        commit(pool, block, digest)
     pool.free([two, one])
     pool.take_events()
     assert pool.allocate(1) == [2]
@@ -58,8 +65,8 @@ def test_empty_blocks_go_first_then_the_least_recently_used() -> None:
 def test_a_hit_on_a_free_block_costs_capacity_and_on_a_used_one_does_not() -> None:
     pool = BlockManager(3, 1)
     (block,) = pool.allocate(1)
-    pool.register(block, A, u32(7))
-    pool.commit(block, A)
+    register(pool, block, A, u32(7))
+    commit(pool, block, A)
     assert pool.num_unused([block]) == 0
     pool.free([block])
     assert pool.num_unused([block]) == 1
@@ -70,11 +77,30 @@ def test_a_hit_on_a_free_block_costs_capacity_and_on_a_used_one_does_not() -> No
 def test_one_prefix_is_held_once() -> None:
     pool = BlockManager(3, 1)
     one, two = pool.allocate(2)
-    assert pool.register(one, A, u32(7))
-    assert not pool.register(two, A, u32(7))
-    pool.commit(one, A)
+    assert register(pool, one, A, u32(7))
+    assert not register(pool, two, A, u32(7))
+    commit(pool, one, A)
     pool.free([one, two])
     assert (pool.num_cached, pool.num_empty) == (1, 2)
+
+
+def test_of_equal_blocks_in_one_step_the_first_holds_the_prefix() -> None:
+    pool = BlockManager(4, 2)
+    blocks = pool.allocate(3)
+    tokens = np.array([[1, 2], [1, 2], [3, 4]], dtype=np.uint32)
+    assert pool.register(blocks, [A, A, B], tokens) == [0, 2]
+    assert pool.match([A], u32(1, 2), 1) == [blocks[0]]
+    assert pool.match([B], u32(3, 4), 1) == [blocks[2]]
+    pool.check_invariants()
+
+
+def test_a_table_that_names_a_block_twice_gives_it_back_once() -> None:
+    pool = BlockManager(2, 1)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    pool.free([block, block])
+    assert (pool.num_free, int(pool.refs[block])) == (2, 0)
+    pool.check_invariants()
 
 
 def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
