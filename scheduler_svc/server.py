@@ -152,6 +152,9 @@ def make_arguments() -> argparse.ArgumentParser:
         help="seconds after which a request that finds no room lets nobody pass",
     )
     parser.add_argument(
+        "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"
+    )
+    parser.add_argument(
         "--heartbeat-timeout-s",
         type=in_range(float, 0.1, 3600.0),
         default=10.0,
@@ -191,6 +194,7 @@ def build(args: argparse.Namespace) -> Parts:
         max_waiting_tokens=args.max_waiting_tokens,
         watermark=args.watermark,
         aging_s=args.aging_s,
+        prefix_caching=not args.no_prefix_caching,
     )
     epoch = secrets.randbits(64)
     index: PrefixIndex = MemoryPrefixIndex()

@@ -26,13 +26,15 @@ class BlockManager:
     """Owns ref counts, free lists and the digest map of one pool.
 
     The caller frees a table from its tail to its head, so that heads, which more sequences can share, live longest.
+    Without `prefix_caching` no block ever holds a prefix: only samples of one request share blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
         self._empty: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -93,6 +95,8 @@ class BlockManager:
         """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
         on. Returns the positions of those that were taken; the prefix of the others is held by another block.
         """
+        if not self._prefix_caching:
+            return []
         held, digest_of, taken = self._block_of, self._digest_of, []
         for i, digest in enumerate(digests):
             if digest not in held:

@@ -18,6 +18,7 @@ class SchedulerConfig:
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
     expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
     eos_token_ids: frozenset[int] = frozenset()
+    prefix_caching: bool = True  # off: no request shares what another has computed
     root_salt: bytes = b""  # enters every hash chain: model revision, dtype
 
     def __post_init__(self) -> None:

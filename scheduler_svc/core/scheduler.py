@@ -112,7 +112,7 @@ class Scheduler:
             )
         _check_same("block_size", capacity, self._model or capacity)
         _check_same("max_model_len", capacity, self._model or capacity)
-        worker = WorkerState(capacity, self.config.root_salt, next_step_id)
+        worker = WorkerState(capacity, self.config.root_salt, next_step_id, prefix_caching=self.config.prefix_caching)
         worker.adopt(blocks)
         self._model = self._model or capacity
         self._workers[capacity.worker_id] = worker

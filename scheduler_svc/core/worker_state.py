@@ -67,9 +67,11 @@ class Flight:
 class WorkerState:
     """Books of one worker. The Scheduler decides who comes; this class knows how a step is made and undone."""
 
-    def __init__(self, capacity: WorkerCapacity, root_salt: bytes, next_step_id: int) -> None:
+    def __init__(
+        self, capacity: WorkerCapacity, root_salt: bytes, next_step_id: int, *, prefix_caching: bool = True
+    ) -> None:
         self.capacity = capacity
-        self.pool = BlockManager(capacity.num_blocks, capacity.block_size)
+        self.pool = BlockManager(capacity.num_blocks, capacity.block_size, prefix_caching=prefix_caching)
         self.rows = RowTable(capacity)
         self.flights: deque[Flight] = deque()
         self.answered_at = 0.0

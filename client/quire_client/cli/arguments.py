@@ -136,6 +136,9 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     queue = parser.add_argument_group("handed to every scheduler")
     queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="sequences that may wait")
     queue.add_argument(
+        "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"
+    )
+    queue.add_argument(
         "--max-waiting-tokens", type=_at_least(1), metavar="N", help="tokens of their prompts and expected answers"
     )
 

@@ -152,7 +152,8 @@ def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> Servic
         ("max-waiting", args.max_waiting),
         ("max-waiting-tokens", args.max_waiting_tokens),
     ]
-    return ServiceSpec(name, "scheduler_svc.server", flag_arguments(flags), address, SCHEDULER_PHASE)
+    switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
+    return ServiceSpec(name, "scheduler_svc.server", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
 
 
 def _worker_spec(

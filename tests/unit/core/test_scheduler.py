@@ -176,6 +176,18 @@ def test_salts_keep_requests_apart() -> None:
     assert batch.opens[0].num_computed_tokens == 0
 
 
+def test_without_prefix_caching_every_prompt_is_computed() -> None:
+    scheduler = make(SchedulerConfig(prefix_caching=False))
+    for name in ("a", "b"):
+        scheduler.add_group(group(name, range(8), max_tokens=1), 0.0)
+        (batch,) = scheduler.schedule(0.0)
+        assert batch.opens[0].num_computed_tokens == 0
+        scheduler.update(answer(batch), 0.0)
+        scheduler.check_invariants()
+    assert scheduler.take_prefix_events() == []
+    assert scheduler.stats().prefix_hit_tokens == 0
+
+
 def test_a_drained_worker_finishes_and_takes_nothing_new() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
