@@ -76,6 +76,7 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_change = on_change
         self._open: dict[SchedulerRequest, Placement] = {}
+        self.num_moves = 0  # times that an open request left a scheduler that had it
         self._idle_since: dict[SchedulerClient, float] = {}  # attached and without workers
         for client in self._clients:
             client.events = self
@@ -195,6 +196,7 @@ class Dispatcher:
         if placement is None:
             return
         placement.client = None
+        self.num_moves += 1
         placement.refusals.clear()
         request.on_detached()
         if request.is_over:

@@ -17,6 +17,7 @@ from quire.v1.inference_pb2_grpc import (
 from gateway_svc.admin import AdminServicer
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
@@ -24,7 +25,9 @@ from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
+from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
+from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer
 
 log = logging.getLogger(__name__)
@@ -42,9 +45,10 @@ The gateway needs no model files: it learns each model and its tokenizer from th
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `quire-gateway`."""
     args = config.parse(make_parser(), argv)
-    setup_logging("gateway", args.log_format, args.log_level)
+    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
-        asyncio.run(serve(args))
+        asyncio.run(serve(args, gateway_id))
     except (BindError, RedisUrlError) as error:
         sys.exit(f"quire-gateway: {error}")
 
@@ -114,18 +118,17 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
         raise RedisUrlError(f"--redis {args.redis!r}: {error}") from None
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(args: argparse.Namespace, gateway_id: str) -> None:
     """Run until SIGTERM or SIGINT. Raises BindError or RedisUrlError."""
     reader = make_reader(args)
     server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES)
     changed = asyncio.Event()
     bundles = BundleCache()
-    gateway_id = f"gateway-{secrets.token_hex(4)}"
     clients = [
         SchedulerClient(address, gateway_id=gateway_id, bundles=bundles) for address in dict.fromkeys(args.scheduler)
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
-    directory, prompts = ModelDirectory(clients), PromptReader()
+    directory, prompts, metrics = ModelDirectory(clients), PromptReader(), GatewayMetrics()
     servicer = InferenceServicer(
         directory,
         dispatcher,
@@ -133,9 +136,13 @@ async def serve(args: argparse.Namespace) -> None:
         PrefixHints(prompts, reader),
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
+        metrics=metrics,
     )
+    read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
+    admin = make_admin(args, server, read)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
+    await admin.start()
     await server.start()
     if reader is not None:
         reader.start()
@@ -152,6 +159,19 @@ async def serve(args: argparse.Namespace) -> None:
         if reader is not None:
             await reader.close()
         prompts.close()
+        await admin.close()
+
+
+def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
+    """Metrics, liveness, and readiness: a model can be asked for."""
+    metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
+    return AdminServer(
+        metrics_listen=args.metrics_listen,
+        health_listen=args.health_listen,
+        registry=make_registry(metrics),
+        is_alive=lambda: True,
+        is_ready=lambda: server.is_serving,
+    )
 
 
 async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:

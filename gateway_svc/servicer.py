@@ -16,6 +16,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 from gateway_svc import validation
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
+from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
@@ -31,6 +32,7 @@ from svc_common.errors import (
     TakenOverError,
     UnavailableError,
 )
+from svc_common.logs import current_request_id
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +92,27 @@ class InferenceServicer(InferenceServiceServicer):
         *,
         max_streams: int,
         max_request_bytes: int,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._hints = hints
-        self._max_streams = max_streams
+        self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
+        self._metrics = metrics or GatewayMetrics()
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
         self._all_closed = asyncio.Event()
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_request_bytes(self) -> int:
+        return self._num_request_bytes
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +121,11 @@ class InferenceServicer(InferenceServiceServicer):
         validation.check_generate(request)
         model = self._directory.find(request.model)
         deadline = _deadline(context)
-        with self._open_stream(request) as (request_id, stream):
+        with (
+            self._open_stream(request) as (request_id, stream),
+            self._metrics.request(request_id, model.name) as meter,
+        ):
+            current_request_id.set(request_id)
             validation.check_prompt_size(request.prompt, model)
             plan = await self._plan(request, model, request_id)
             resumes = request.HasField("continuation")
@@ -121,7 +137,7 @@ class InferenceServicer(InferenceServiceServicer):
                 stream.set_request(scheduler_request)
                 if not scheduler_request.is_over:
                     self._dispatcher.submit(scheduler_request, model.info, hints)
-                async for event in generation.events(scheduler_request):
+                async for event in generation.events(scheduler_request, meter):
                     yield event
             finally:
                 scheduler_request.release()
@@ -168,9 +184,9 @@ class InferenceServicer(InferenceServiceServicer):
     def _check_room(self, num_bytes: int) -> None:
         if self._is_draining:
             raise UnavailableError("this gateway is leaving; ask another", retry_after_s=RETRY_DRAINING_S)
-        if len(self._streams) >= self._max_streams:
+        if len(self._streams) >= self.max_streams:
             raise OverloadedError(
-                f"{self._max_streams} streams are open on this gateway, its limit (--max-streams); try again",
+                f"{self.max_streams} streams are open on this gateway, its limit (--max-streams); try again",
                 retry_after_s=RETRY_FULL_S,
             )
         if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:

@@ -8,6 +8,7 @@ much: a reader that comes back after a long pause delays nobody.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Iterator
 
@@ -16,6 +17,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.metrics import RequestMeter
 from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
@@ -33,10 +35,11 @@ class SampleStream:
         self.index = index
         self.is_done = plan.finished[index]
         self.is_stopped = False  # a stop string is complete
+        self.num_output = 0
+        self.reason = types.FINISH_REASON_UNSPECIFIED  # why it is done
         self._plan = plan
         self._text = text
         self._cursor = 0
-        self._num_output = 0
         self._text_bytes = 0
         self._digest = xxhash.xxh3_64()
 
@@ -105,7 +108,7 @@ class SampleStream:
         event = pb.GenerateResponse()
         chunk = event.chunk  # filled in place: half the cost of building and copying, on the path of every token
         chunk.index = self.index
-        chunk.offset = self._num_output
+        chunk.offset = self.num_output
         chunk.text = shown
         chunk.text_offset = self._text_bytes
         if plan.wants_token_ids:
@@ -113,7 +116,7 @@ class SampleStream:
         return event
 
     def _note(self, ids: array[int], text: str) -> None:
-        self._num_output += len(ids)
+        self.num_output += len(ids)
         self._text_bytes += len(text) if text.isascii() else len(text.encode())
         self._digest.update(u32_to_bytes(ids))
 
@@ -121,7 +124,7 @@ class SampleStream:
         usage = types.Usage()
         usage.CopyFrom(finish.usage)
         usage.prompt_tokens = len(self._plan.prompt_ids)
-        usage.output_tokens = self._num_output
+        usage.output_tokens = self.num_output
         finished = pb.Finished(
             index=self.index,
             reason=finish.reason,
@@ -136,6 +139,7 @@ class SampleStream:
             finished.message = ""
         elif finish.HasField("stop_token_id"):
             finished.stop_token_id = finish.stop_token_id
+        self.reason = finished.reason
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
@@ -165,18 +169,26 @@ class GenerationStream:
         self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
         self._event_seq = 0
 
-    async def events(self, request: SchedulerRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def events(self, request: SchedulerRequest, meter: RequestMeter) -> AsyncIterator[pb.GenerateResponse]:
         """Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
+        loop = asyncio.get_running_loop()
         await request.wait_accepted()
+        meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
         yield self._numbered(pb.GenerateResponse(accepted=self._accepted()))
         while not all(sample.is_done for sample in self._samples):
-            for index in await request.wait():
+            news = await request.wait()
+            now = loop.time()
+            for index in news:
                 sample = self._samples[index]
                 if sample.is_done:
                     continue
-                was_stopped = sample.is_stopped
+                was_stopped, num_before = sample.is_stopped, sample.num_output
                 for event in sample.advance(request.samples[index]):
                     yield self._numbered(event)
+                if sample.num_output > num_before:
+                    meter.on_tokens(index, sample.num_output - num_before, now)
+                if sample.is_done:
+                    meter.on_finished(sample.reason)
                 if sample.is_stopped and not was_stopped:
                     request.close_sample(index)
 

@@ -196,8 +196,19 @@ class RedisPrefixIndex:
         self._is_up = False
         self._has_warned = False
         self._is_closed = False
+        self.num_errors = 0  # calls that the server did not answer
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """The server answers."""
+        return self._is_up
+
+    @property
+    def num_pending(self) -> int:
+        """Entries still to be written."""
+        return len(self._pending)
 
     def start(self) -> None:
         """Begin to speak with the server; called once, on the event loop."""
@@ -391,6 +402,7 @@ class RedisPrefixIndex:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _went_down(self, error: BaseException) -> None:
+        self.num_errors += 1
         if self._is_up or not self._has_warned:
             log.warning("redis does not answer (%s); serving goes on without it", str(error) or type(error).__name__)
         self._is_up = False

@@ -41,6 +41,7 @@ class RedisPrefixReader:
         self._is_up = False
         self._has_warned = False
         self._is_closed = False
+        self.num_errors = 0  # calls that the server did not answer
         self._went_down = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -98,6 +99,7 @@ class RedisPrefixReader:
             await asyncio.sleep(self._pause_s)
 
     def _on_problem(self, error: BaseException) -> None:
+        self.num_errors += 1
         if self._is_up or not self._has_warned:
             log.warning("redis does not answer (%s); serving goes on without it", str(error) or type(error).__name__)
         self._is_up, self._has_warned = False, True

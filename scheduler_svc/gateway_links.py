@@ -151,6 +151,10 @@ class Gateways:
         )
 
     @property
+    def num_attached(self) -> int:
+        return len(self._outboxes)
+
+    @property
     def info(self) -> types_pb2.ModelInfo | None:
         """The model as gateways know it; None before the first worker."""
         return self._welcome.info if self._welcome.HasField("info") else None

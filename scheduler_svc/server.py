@@ -18,12 +18,15 @@ from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex, make_owner
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
+from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
+from svc_common.admin import AdminServer
 from svc_common.config import address, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
+from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer
 
 log = logging.getLogger(__name__)
@@ -129,7 +132,7 @@ def make_arguments() -> argparse.ArgumentParser:
         help="redis://[:password@]host:port/db or unix:///path: share prefixes and epochs there",
     )
     parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; one per deployment")
-    parser.add_argument("--scheduler-id", default=socket.gethostname(), help="name in logs and in Redis")
+    parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: the host's name")
     parser.add_argument(
         "--max-waiting",
         type=in_range(int, 1, 1 << 20),
@@ -196,19 +199,19 @@ def build(args: argparse.Namespace) -> Parts:
         aging_s=args.aging_s,
         prefix_caching=not args.no_prefix_caching,
     )
-    epoch = secrets.randbits(64)
+    scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index: PrefixIndex = MemoryPrefixIndex()
     if args.redis:
         index = RedisPrefixIndex(
             args.redis,
-            owner=make_owner(args.scheduler_id, epoch),
+            owner=make_owner(scheduler_id, epoch),
             snapshot=lambda: step_loop.cached_prefixes(),
             namespace=args.redis_namespace,
         )
     step_loop = StepLoop(config, index, worker_patience_s=args.worker_patience_s)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, args.scheduler_id, timeouts)
+    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.round_trip)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 
@@ -218,6 +221,8 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
     server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
     servicer = SchedulerServicer(parts)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
+    admin = make_admin(args, parts, server)
+    await admin.start()
     servicer.address = await server.start()
     if isinstance(parts.index, RedisPrefixIndex):
         parts.index.start()
@@ -227,7 +232,23 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
     _settle_gc()
     log.info("listening on %s, prefix index in %s", servicer.address, "redis" if args.redis else "memory")
     await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))
-    return await _finish(parts, loop_task)
+    exit_code = await _finish(parts, loop_task)
+    await admin.close()
+    return exit_code
+
+
+def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> AdminServer:
+    """Metrics, liveness, and readiness: it may take workers and requests until it drains."""
+    redis = parts.index if isinstance(parts.index, RedisPrefixIndex) else None
+    read = SchedulerReader(parts.step_loop, parts.pool, lambda: parts.gateways.num_attached, redis)
+    metrics = ServiceMetrics("scheduler", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
+    return AdminServer(
+        metrics_listen=args.metrics_listen,
+        health_listen=args.health_listen,
+        registry=make_registry(metrics),
+        is_alive=lambda: True,
+        is_ready=lambda: server.is_serving,
+    )
 
 
 async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
@@ -266,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `quire-scheduler` command."""
     parser = make_arguments()
     args = parse(parser, argv)
-    setup_logging("scheduler", args.log_format, args.log_level)
+    setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:
         parts = build(args)
     except ValueError as error:

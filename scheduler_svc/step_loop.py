@@ -42,6 +42,7 @@ from scheduler_svc.core.messages import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.wire import split_deltas
 from svc_common.errors import (
     AlreadyExistsError,
@@ -141,6 +142,7 @@ class StepLoop:
         self._refusal: QuireError | None = None
         self._advice = RetryAdvice()
         self._is_stopped = False
+        self.times = SchedulerTimes()
 
     # -- gateways -----------------------------------------------------------------------------------------------------
 
@@ -194,10 +196,13 @@ class StepLoop:
 
     async def run(self) -> None:
         """Turn facts into steps until `stop`. An exception from here is a bug, and the end of the process."""
+        loop = asyncio.get_running_loop()
         while not self._is_stopped:
             await self._wake.wait()
             self._wake.clear()
+            started_at = loop.time()
             await self._turn()
+            self.times.note_turn(started_at, loop.time())
             if not self.has_work:
                 self._idle.set()
 
@@ -298,6 +303,7 @@ class StepLoop:
         try:
             self._add(group, now)
         except QuireError as error:
+            self.times.refusals[error.code.name] += 1
             link.reply(group.handle, error)
         except Exception:
             # One request must not end the scheduler: it would be sent again to the next one.
@@ -355,8 +361,12 @@ class StepLoop:
     def _produce(self, deltas: Deltas, now: float) -> None:
         if len(deltas.token_ids) or deltas.finished:
             self._produced.append(deltas)
+            self.times.note_deltas(deltas, now, self._find)
             # At once: a late cancel must not find a request that another stream has taken over.
             self._forget_finished(deltas, now)
+
+    def _find(self, owner: int, handle: int) -> SequenceGroup | None:
+        return self._requests.get((owner, handle))
 
     # -- applying workers ---------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from prefix_index.index import PrefixIndex
 from scheduler_svc import wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
+from svc_common.metrics import LATENCIES_S, Buckets
 from svc_common.serve import open_channel
 
 log = logging.getLogger(__name__)
@@ -54,13 +55,20 @@ class LeasedWorker:
     """A worker that takes steps. Implements `step_loop.WorkerLink`."""
 
     def __init__(
-        self, capacity: WorkerCapacity, address: str, fence: worker_pb2.Fence, call: StepCall, timeouts: LinkTimeouts
+        self,
+        capacity: WorkerCapacity,
+        address: str,
+        fence: worker_pb2.Fence,
+        call: StepCall,
+        timeouts: LinkTimeouts,
+        round_trip: Buckets,
     ) -> None:
         self.capacity = capacity
         self._address = address
         self._fence = fence
         self._call = call
         self._timeouts = timeouts
+        self._round_trip = round_trip
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._in_flight: deque[Step] = deque()
@@ -129,8 +137,9 @@ class LeasedWorker:
         output = wire.step_output_from_proto(
             message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
         )
-        self._in_flight.popleft()
+        sent_at = self._in_flight.popleft().sent_at
         self._last_seen = self._last_answer = self._loop.time()
+        self._round_trip.observe(self._last_answer - sent_at)
         self.num_answered += 1
         return output
 
@@ -177,13 +186,16 @@ def _reason(done: asyncio.Future[str]) -> str:
 
 
 class Dialer:
-    """Takes leases. Keeps the bundle of every digest it has met."""
+    """Takes leases. Keeps the bundle of every digest it has met. `round_trip` counts the times of all steps."""
 
-    def __init__(self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts) -> None:
+    def __init__(
+        self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, round_trip: Buckets | None = None
+    ) -> None:
         self.bundles: dict[bytes, bytes] = {}
         self._index = index
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
+        self._round_trip = round_trip or Buckets(LATENCIES_S)
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -208,7 +220,7 @@ class Dialer:
                 ) from error
             except wire.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
-            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts)
+            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._round_trip)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
 

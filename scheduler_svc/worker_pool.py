@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -364,6 +365,11 @@ class WorkerPool:
 
     # -- facts for people ---------------------------------------------------------------------------------------------
 
+    def num_in_states(self) -> Counter[str]:
+        """Workers by state, those lost lately included."""
+        self._drop_old_losses()
+        return Counter(_state_of(worker) for worker in self._workers.values())
+
     def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
         """All workers, those that are still loading and those lost lately included."""
         self._drop_old_losses()
@@ -386,11 +392,15 @@ async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> schedul
     return await anext(stream, None)
 
 
+def _state_of(worker: Worker) -> str:
+    return "lost" if worker.lost_at is not None else WORKER_STATE_TEXT.get(worker.state, "loading")
+
+
 def _describe(worker: Worker, books: WorkerStats | None) -> inference_pb2.WorkerInfo:
     info = inference_pb2.WorkerInfo(
         worker_id=worker.worker_id,
         address=worker.address,
-        state="lost" if worker.lost_at is not None else WORKER_STATE_TEXT.get(worker.state, "loading"),
+        state=_state_of(worker),
         worker_epoch=worker.worker_epoch,
         steps=worker.link.num_answered if worker.link is not None else 0,
     )

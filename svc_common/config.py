@@ -1,17 +1,54 @@
-"""Settings of a service: flags, then environment, then defaults. A bad value stops the start with its name.
+"""Settings of a service: flags, then environment, then a file, then defaults. A bad one stops the start with its name.
 
-Every flag `--max-waiting` can also be given as the environment variable `QUIRE_MAX_WAITING`.
+The flag `--max-waiting` is `QUIRE_MAX_WAITING` in the environment and `max-waiting` in the TOML file that `--config`
+names. A table `[scheduler]` in the file holds settings of that service only, so one file may serve all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
-T = TypeVar("T", int, float)
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+SERVICES = ("gateway", "scheduler", "worker")
+OFF = "off"
+NO_SETTINGS = ("help", "config", "print-config")  # flags that a file cannot hold
+EPILOG = """
+Every flag can be set by environment and file: --max-waiting is QUIRE_MAX_WAITING in the environment, and max-waiting
+in the TOML file of --config. A flag goes before the environment, and that before the file.
+"""
+SECRET_ENDS = ("-key", "-token", "-password", "-secret")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """An argparse type that can say what it takes."""
+
+    convert: Callable[[str], T]
+    allowed: str
+
+    def __call__(self, text: str) -> T:
+        return self.convert(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A setting as somebody wrote it, and where."""
+
+    value: Any
+    source: str
 
 
 def make_parser(service: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -19,12 +56,40 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
     parser = argparse.ArgumentParser(
         prog=f"quire-{service}",
         description=description,
-        epilog=epilog + "\nEvery flag can be set by environment: --max-waiting is QUIRE_MAX_WAITING.",
+        epilog=epilog + EPILOG,
         formatter_class=_Formatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="log lines for people or JSON")
-    parser.add_argument(
+    common = parser.add_argument_group("configuration, logs, metrics, probes")
+    common.add_argument(
+        "--config", metavar="FILE", help="TOML file with settings, in the environment QUIRE_CONFIG; unset: none"
+    )
+    common.add_argument(
+        "--print-config", action="store_true", help="print the settings in force, each with its source, and exit"
+    )
+    common.add_argument("--log-format", choices=("text", "json"), default="text", help="log lines for people or JSON")
+    common.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level that is logged"
+    )
+    common.add_argument(
+        "--metrics-listen",
+        type=address_or_off,
+        default=OFF,
+        metavar="HOST:PORT",
+        help="serve /metrics, /livez and /readyz there over HTTP; port 0: any free, as the log says",
+    )
+    common.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        default="none",
+        help="vllm: also under the names of vLLM, for dashboards and autoscalers that know those",
+    )
+    common.add_argument(
+        "--health-listen",
+        type=address_or_off,
+        default=OFF,
+        metavar="HOST:PORT",
+        help="serve grpc.health there without TLS (services `liveness` and `readiness`), for kubelet probes",
     )
     return parser
 
@@ -36,34 +101,122 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return action.help if action.default is None else super()._get_help_string(action)
 
 
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse flags over environment over defaults; exits with 2 and the setting's name on a bad value."""
+    """Parse flags over environment over file over defaults; exits with 2 and the setting's name on a bad one."""
     words = sys.argv[1:] if argv is None else list(argv)
-    given = {word.partition("=")[0] for word in words}
+    flags = {word.partition("=")[0] for word in words}
+    in_file = _read_file(parser, words)
+    sources: dict[str, str] = {}
+    for name, action in settings_of(parser):
+        given = Given(None, "flag") if f"--{name}" in flags else _from_environment(name) or in_file.get(name)
+        sources[name] = "default" if given is None else given.source
+        if given is not None and given.value is not None:
+            action.default = _convert(parser, name, action, given)
+            action.required = False
+        elif given is not None and _is_list(action):
+            action.default = None  # a list of flags replaces the default; argparse would append to it
+    args = parser.parse_args(words)
+    if args.print_config:
+        print(describe(parser, args, sources))
+        raise SystemExit(0)
+    return args
+
+
+def settings_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Every setting by its name, as files spell it."""
     for action in parser._actions:
-        flag = next((s for s in action.option_strings if s.startswith("--")), None)
-        # A list on the command line replaces the environment's; argparse would append to it.
-        if flag is not None and flag != "--help" and not (_is_list(action) and flag in given):
-            _apply_environment(parser, action, flag)
-    return parser.parse_args(words)
+        name = next((s[2:] for s in action.option_strings if s.startswith("--")), None)
+        if name is not None and name not in NO_SETTINGS:
+            yield name, action
 
 
-def _apply_environment(parser: argparse.ArgumentParser, action: argparse.Action, flag: str) -> None:
-    name = "QUIRE_" + flag[2:].upper().replace("-", "_")
-    text = os.environ.get(name)
-    if text is None:
-        return
-    convert: Callable[[str], Any] = action.type if callable(action.type) else str
-    if isinstance(action, argparse._StoreTrueAction):
-        convert = _flag
+def environment_name(name: str) -> str:
+    """max-waiting -> QUIRE_MAX_WAITING."""
+    return "QUIRE_" + name.upper().replace("-", "_")
+
+
+def _from_environment(name: str) -> Given | None:
+    variable = environment_name(name)
+    text = os.environ.get(variable)
+    return None if text is None else Given(text, f"environment variable {variable}")
+
+
+def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Given]:
+    """The file's settings of this service. Ends the process for what is none."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default=os.environ.get("QUIRE_CONFIG"))
+    path = finder.parse_known_args(words)[0].config
+    if not path:
+        return {}
     try:
-        values = [convert(part) for part in text.split(",")] if _is_list(action) else convert(text)
+        text = Path(path).read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {path}: {error}")
+    own = parser.prog.removeprefix("quire-")
+    for_all = {name: value for name, value in tables.items() if name not in SERVICES}
+    given: dict[str, Given] = {}
+    for table, values in (("", for_all), (own, tables.get(own, {}))):
+        if not isinstance(values, dict):
+            parser.error(f"{path}:{_line_of(text, '', table)}: {table} is no setting; write a table [{table}]")
+        for name, value in values.items():
+            where = f"{path}:{_line_of(text, table, name)}"
+            _check_name(parser, name, value, where)
+            given[name] = Given(value, where)
+    return given
+
+
+def _check_name(parser: argparse.ArgumentParser, name: str, value: object, where: str) -> None:
+    known = [known for known, _ in settings_of(parser)]
+    if isinstance(value, dict):
+        parser.error(f"{where}: [{name}] is no service; tables are {', '.join(f'[{service}]' for service in SERVICES)}")
+    if name not in known:
+        close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"{parser.prog} --help lists them"
+        parser.error(f"{where}: {name} is no setting of {parser.prog}; {advice}")
+
+
+def _line_of(text: str, table: str, name: str) -> int:
+    """The line where a table sets `name`."""
+    here, key = "", re.compile(rf"""\s*\[?\s*["']?{re.escape(name)}["']?\s*[=\].]""")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"""\s*\[\s*["']?([^"'\]]+?)["']?\s*\]""", line):
+            here = header[1]
+        if key.match(line) and here in (table, name):
+            return number
+    return 1
+
+
+def _convert(parser: argparse.ArgumentParser, name: str, action: argparse.Action, given: Given) -> Any:
+    told = f"={given.value!r}" if given.source.startswith("env") else f": {name} = {_toml(given.value)}"
+    told = f"{given.source}{told if not _is_secret(name) else ''}"
+    try:
+        return _values(action, given.value)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(f"environment variable {name}={text!r}: {error}")
-    if action.choices is not None and values not in action.choices:
-        parser.error(f"environment variable {name}={text!r}: choose from {', '.join(map(str, action.choices))}")
-    action.default = values
-    action.required = False
+        parser.error(f"{told}: {error}")
+
+
+def _values(action: argparse.Action, value: Any) -> Any:
+    """The setting's value of what environment (text) or file (text, number, boolean, list) say. Raises ValueError."""
+    if _is_list(action):
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return [_one_value(action, part) for part in parts]
+    return _one_value(action, value)
+
+
+def _one_value(action: argparse.Action, value: Any) -> Any:
+    if isinstance(action, argparse._StoreTrueAction):
+        return value if isinstance(value, bool) else _flag(str(value))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"write {allowed_values(action)}")
+    convert: Callable[[str], Any] = action.type if callable(action.type) else str
+    converted = convert(str(value))
+    if action.choices is not None and converted not in action.choices:
+        raise ValueError(f"choose from {', '.join(map(str, action.choices))}")
+    return converted
 
 
 def _is_list(action: argparse.Action) -> bool:
@@ -78,34 +231,91 @@ def _flag(text: str) -> bool:
     raise ValueError("use true or false")
 
 
-def in_range(kind: Callable[[str], T], low: T, high: T) -> Callable[[str], T]:
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def describe(parser: argparse.ArgumentParser, args: argparse.Namespace, sources: Mapping[str, str]) -> str:
+    """The settings in force as a TOML file, each with its source; secrets are hidden."""
+    lines = []
+    for name, action in settings_of(parser):
+        value = getattr(args, action.dest)
+        if value is None or value == []:
+            lines.append(f"# {name} is not set")
+            continue
+        shown = "***" if _is_secret(name) else _without_password(value)
+        lines.append(f"{name} = {_toml(shown)}  # {sources[name]}")
+    return "\n".join(lines)
+
+
+def allowed_values(action: argparse.Action) -> str:
+    """What a setting takes, for messages and docs."""
+    if isinstance(action, argparse._StoreTrueAction):
+        return "true or false"
+    if action.choices is not None:
+        return ", ".join(map(str, action.choices))
+    one = action.type.allowed if isinstance(action.type, Kind) else "a path" if action.type is Path else "text"
+    return f"a list of: {one}" if _is_list(action) else one
+
+
+def _is_secret(name: str) -> bool:
+    return name.endswith(SECRET_ENDS)
+
+
+def _without_password(value: Any) -> Any:
+    if not isinstance(value, str) or "://" not in value or "@" not in value:
+        return value
+    parts = urlsplit(value)
+    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        flat = [part for item in value for part in (item if isinstance(item, list) else [item])]
+        return f"[{', '.join(map(_toml, flat))}]"
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
+
+
+# -- kinds of values --------------------------------------------------------------------------------------------------
+
+
+def in_range(kind: Callable[[str], N], low: N, high: N) -> Kind[N]:
     """An argparse type: a number from low to high, both included."""
 
-    def convert(text: str) -> T:
+    def convert(text: str) -> N:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number; write {low} to {high}") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text} is outside {low} to {high}")
         return value
 
-    return convert
+    return Kind(convert, f"{low} to {high}")
 
 
-def address(text: str) -> str:
-    """An argparse type: host:port."""
+def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
     return text
 
 
-def size_bytes(text: str) -> int:
-    """An argparse type: bytes, with K, M, G or T for powers of 1024 (`2G`, `512M`)."""
+def _address_or_off(text: str) -> str:
+    return OFF if text.lower() in (OFF, "") else _address(text)
+
+
+def _size_bytes(text: str) -> int:
     units = {"K": 1, "M": 2, "G": 3, "T": 4}
     number, power = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
     try:
-        return int(float(number) * 1024**power)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512M or 2G") from None
+        size = int(float(number) * 1024**power)
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512M or 2G")
+    return size
+
+
+address = Kind(_address, "host:port")
+address_or_off = Kind(_address_or_off, "host:port or off")
+size_bytes = Kind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)")

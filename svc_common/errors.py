@@ -16,7 +16,9 @@ A handler just raises; `ErrorInterceptor` turns these into statuses with google.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -125,8 +127,41 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
+@dataclass(frozen=True, slots=True)
+class RpcStats:
+    """Counts of the RPCs that a server serves, by method (`quire.v1.WorkerService/StepStream`)."""
+
+    errors: Counter[tuple[str, str]] = field(default_factory=Counter)  # (method, code)
+    received_bytes: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+    def counting_deserializer(self, deserialize: Any, method: str) -> Any:
+        """`deserialize`, and its bytes are counted."""
+        num_bytes = self.received_bytes
+
+        def convert(data: bytes) -> Any:
+            num_bytes[method] += len(data)
+            return data if deserialize is None else deserialize(data)
+
+        return convert
+
+    def counting_serializer(self, serialize: Any, method: str) -> Any:
+        """`serialize`, and its bytes are counted."""
+        num_bytes = self.sent_bytes
+
+        def convert(message: Any) -> Any:
+            data = message if serialize is None else serialize(message)
+            num_bytes[method] += len(data)
+            return data
+
+        return convert
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns QuireError into its status, and anything unforeseen into INTERNAL with a loud log."""
+    """Turns QuireError into its status, and anything unforeseen into INTERNAL with a loud log. Counts in `stats`."""
+
+    def __init__(self, stats: RpcStats | None = None) -> None:
+        self.stats = stats or RpcStats()
 
     async def intercept_service(
         self,
@@ -136,19 +171,51 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        method = handler_call_details.method
+        method = handler_call_details.method.lstrip("/")
+        deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         serializers = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
+            "request_deserializer": self.stats.counting_deserializer(
+                deserialize if is_streamed or deserialize is None else _tolerant(deserialize), method
+            ),
+            "response_serializer": self.stats.counting_serializer(handler.response_serializer, method),
         }
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, method), **serializers)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), **serializers)
-        serializers["request_deserializer"] = _tolerant(handler.request_deserializer)
+        if is_streamed and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._streaming(handler.stream_stream, method), **serializers)
+        if is_streamed:
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary, method), **serializers)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, method), **serializers)
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **serializers)
+            return grpc.unary_stream_rpc_method_handler(self._streaming(handler.unary_stream, method), **serializers)
+        return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), **serializers)
+
+    def _unary(self, behaviour: Any, method: str) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                if isinstance(request, _Undecodable):
+                    request.refuse(method)
+                return await behaviour(request, context)
+            except Exception as error:
+                await self._abort(context, method, error)
+
+        return call
+
+    def _streaming(self, behaviour: Any, method: str) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                if isinstance(request, _Undecodable):
+                    request.refuse(method)
+                async for response in behaviour(request, context):
+                    yield response
+            except Exception as error:
+                await self._abort(context, method, error)
+
+        return call
+
+    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        told = error if isinstance(error, QuireError) else _unforeseen(method, error)
+        self.stats.errors[method, told.code.name] += 1
+        await abort(context, told)
 
 
 class _Undecodable:
@@ -173,37 +240,6 @@ def _tolerant(deserialize: Any) -> Any:
     return convert
 
 
-def _unary(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            if isinstance(request, _Undecodable):
-                request.refuse(method)
-            return await behaviour(request, context)
-        except QuireError as error:
-            await abort(context, error)
-        except Exception as error:
-            await _abort_unforeseen(context, method, error)
-
-    return call
-
-
-def _streaming(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            if isinstance(request, _Undecodable):
-                request.refuse(method)
-            async for response in behaviour(request, context):
-                yield response
-        except QuireError as error:
-            await abort(context, error)
-        except Exception as error:
-            await _abort_unforeseen(context, method, error)
-
-    return call
-
-
-async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    log.exception("%s failed", method)
-    await abort(context, QuireError(f"internal error in {method}: {type(error).__name__}; the server's log has it"))
+def _unforeseen(method: str, error: Exception) -> QuireError:
+    log.error("%s failed", method, exc_info=error)
+    return QuireError(f"internal error in {method}: {type(error).__name__}; the server's log has it")

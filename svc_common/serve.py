@@ -62,8 +62,11 @@ class GrpcServer:
     """A grpc.aio server with health and reflection; owns the process's signals while it runs."""
 
     def __init__(self, *, listen: str, service_names: Iterable[str]) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        errors = ErrorInterceptor()
+        self.rpc = errors.stats
+        self.grpc = grpc.aio.server(interceptors=[errors], options=SERVER_OPTIONS)
         self.stopping = asyncio.Event()
+        self.is_serving = False
         self._listen = listen
         self._names = ["", *service_names]
         self._health = health.aio.HealthServicer()
@@ -85,6 +88,7 @@ class GrpcServer:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Tell health checks and load balancers whether requests are welcome."""
+        self.is_serving = is_serving
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)

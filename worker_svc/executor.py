@@ -20,6 +20,7 @@ from quire.v1 import worker_pb2
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
+from worker_svc.metrics import StepMeter
 from worker_svc.wire import blocks_to_proto, step_batch_from_proto, step_output_to_proto
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ class StepExecutor:
         self.num_in_flight = 0
         self.rows_used = 0
         self.num_orders = 0  # leases and steps so far
+        self.num_leases = 0
+        self.meter = StepMeter()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._runner: Runner | None = None
@@ -166,6 +169,7 @@ class StepExecutor:
         if older is not None:
             older.end(_superseded(older, lease))
         self.num_orders += 1
+        self.num_leases += 1
         self.rows_used = 0
         self._thread.submit(self._reset_rows, runner)
         return lease
@@ -239,27 +243,38 @@ class StepExecutor:
         self._check_in_force(lease)
         if batch.step_id != lease.next_to_run:
             raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
-        output = self._execute(runner, batch)
+        output = self._execute(runner, batch, queued_at)
         lease.next_to_run += 1
         rows_used = runner.rows_used()
         if self._lease is lease:  # else these rows are about to be closed
             self.rows_used = rows_used
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
 
-    def _execute(self, runner: Runner, batch: StepBatch) -> StepOutput:
+    def _execute(self, runner: Runner, batch: StepBatch, queued_at: float) -> StepOutput:
+        computed: StepBatch | None = None
+        self.meter.begin(queued_at)
         try:
-            return runner.execute(batch)
+            output = runner.execute(batch)
+            computed = batch
+            return output
         except BadBatchError as error:
             raise InvalidRequestError(f"step {batch.step_id}: {error}", field="batch") from error
         except Exception as error:
             self._on_fatal(error)
             raise
+        finally:
+            self.meter.end(computed, runner.rows_used())
 
     def _note_answered(self, answer: Answer) -> None:
         self.num_in_flight -= 1
         self._idle_since = time.monotonic()
         if not answer.cancelled():
             answer.exception()  # seen: whoever asked may have left
+
+    @property
+    def is_leased(self) -> bool:
+        """A scheduler holds this worker."""
+        return self._lease is not None
 
     @property
     def idle_s(self) -> float:

@@ -17,13 +17,16 @@ from typing import NoReturn
 from quire.v1 import worker_pb2_grpc
 
 from svc_common import config
+from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
+from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
 from worker_svc.lifecycle import DRAINING, Lifecycle
+from worker_svc.metrics import SPECS, WorkerReader
 from worker_svc.registration import Registration
 from worker_svc.servicer import WorkerServicer
 from worker_svc.sim_executor import SimConfig, SimRunner
@@ -103,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sim.add_argument(
         "--sim-prefill-tokens-per-s",
-        type=config.in_range(float, 1, 1e12),
+        type=config.in_range(float, 1.0, 1e12),
         default=50_000.0,
         metavar="N",
         help="more time: for tokens of rows that compute more than one",
@@ -113,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sim.add_argument(
         "--sim-eos-probability",
-        type=config.in_range(float, 0, 1),
+        type=config.in_range(float, 0.0, 1.0),
         default=0.0,
         metavar="P",
         help="that a token is the end of its sequence",
@@ -137,6 +140,13 @@ def make_parser() -> argparse.ArgumentParser:
     net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
     life = parser.add_argument_group("steps and leaving")
     life.add_argument(
+        "--stuck-after-s",
+        type=config.in_range(float, 1.0, 86400.0),
+        default=600.0,
+        metavar="S",
+        help="a step that runs for longer is taken for a hang: liveness fails, so that a kubelet restarts the worker",
+    )
+    life.add_argument(
         "--pipeline-depth",
         type=config.in_range(int, 1, 16),
         default=2,
@@ -145,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     life.add_argument(
         "--drain-timeout-s",
-        type=config.in_range(float, 0, 86400),
+        type=config.in_range(float, 0.0, 86400.0),
         default=60.0,
         metavar="S",
         help="after SIGTERM: how long open rows may take to finish",
@@ -158,7 +168,7 @@ def addresses(text: str) -> list[str]:
     return [config.address(part.strip()) for part in text.split(",")]
 
 
-_at_least_0 = config.in_range(float, 0, 1e9)
+_at_least_0 = config.in_range(float, 0.0, 1e9)
 _at_least_1 = config.in_range(int, 1, 2**31 - 1)
 
 
@@ -203,13 +213,16 @@ class Worker:
         )
         self._server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.grpc)
+        self._admin = self._make_admin()
         self._registration: Registration | None = None
+        self._info: EngineInfo | None = None
         self._drain_timeout_s: float = args.drain_timeout_s
         self._drained = asyncio.Event()
         self._exit_code = 0
 
     async def run(self) -> int:
         """Serve until told to leave. Returns the process's exit code; raises BindError."""
+        await self._admin.start()
         address = await self._server.start()
         log.info("worker %s listens on %s, loading %s", self._args.worker_id, address, self._settings.model_dir)
         registering = asyncio.ensure_future(self._register(address))
@@ -221,6 +234,7 @@ class Worker:
         finally:
             self._executor.close()
             await _cancel(registering)
+            await self._admin.close()
         if self._exit_code:
             await self._server.grpc.stop(0)
             return self._exit_code
@@ -229,6 +243,24 @@ class Worker:
             await _cancel(loading)
             _leave_now()  # the model thread cannot be interrupted
         return 0
+
+    def _make_admin(self) -> AdminServer:
+        """Metrics; liveness: the model thread is not stuck; readiness: the model is loaded, and a scheduler uses it."""
+        read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
+        metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm=self._args.metrics_compat == "vllm")
+        return AdminServer(
+            metrics_listen=self._args.metrics_listen,
+            health_listen=self._args.health_listen,
+            registry=make_registry(metrics),
+            is_alive=lambda: self._executor.meter.running_s() < self._args.stuck_after_s,
+            is_ready=self._is_ready,
+        )
+
+    def _is_ready(self) -> bool:
+        if not self._server.is_serving:
+            return False
+        registration = self._registration
+        return registration is None or (registration.is_connected and self._executor.is_leased)
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -281,6 +313,7 @@ class Worker:
 
         started_at = loop.time()
         info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
+        self._info = info
         depth = self._args.pipeline_depth
         self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
         if not self._lifecycle.is_draining:
@@ -400,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = config.parse(parser, argv)
     args.worker_id = args.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    setup_logging("worker", args.log_format, args.log_level)
+    setup_logging("worker", args.log_format, args.log_level, instance=args.worker_id)
     set_thread_environment(args.threads)
     try:
         settings, bundle = engine_config(args), read_bundle(args.model)

@@ -6,6 +6,7 @@ Arrays are numpy columns. Row, block and slot numbers are only meaningful for on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,14 @@ class WorkerStats:
     steps_in_flight: int
 
 
+class MigrationReason(Enum):
+    """Why a sequence was taken off its worker, to go on at another one if there is one."""
+
+    DRAIN = "drain"
+    LOST = "lost"
+    FAILED = "failed"  # its row, or one whose blocks it read
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy a scheduler is; cheap enough to ask for all the time."""
@@ -178,3 +187,4 @@ class SchedulerStats:
     refused_deadline: int
     steps: int
     workers: list[WorkerStats]
+    migrations: dict[MigrationReason, int] = field(default_factory=dict)  # of the preemptions

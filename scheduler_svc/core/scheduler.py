@@ -38,6 +38,7 @@ from scheduler_svc.core.messages import (
     Deltas,
     Finished,
     Load,
+    MigrationReason,
     PrefixEvent,
     RowFailure,
     SchedulerStats,
@@ -91,6 +92,7 @@ class Scheduler:
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
+        self._migrations: Counter[MigrationReason] = Counter()
         self._refused_deadline = 0
         self._steps = 0
 
@@ -126,7 +128,7 @@ class Scheduler:
         if worker is None:
             return
         for row in worker.rows.active().tolist():
-            self._requeue(worker.preempt(row))
+            self._requeue(worker.preempt(row), MigrationReason.LOST)
         epoch = worker.capacity.worker_epoch
         self._take_events(worker)
         gone = worker.pool.cached_digests()
@@ -146,7 +148,7 @@ class Scheduler:
         for worker in workers:
             for row in worker.rows.active().tolist() if worker.is_draining else ():
                 if any(_could_run(worker.rows.sequence(row), taker) for taker in takers):
-                    self._requeue(worker.preempt(row))
+                    self._requeue(worker.preempt(row), MigrationReason.DRAIN)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +317,10 @@ class Scheduler:
         if all(seq.is_finished for seq in group.sequences) and self._groups.pop(group.request_id, None) is not None:
             self._share.leave(group.tenant_slot)
 
-    def _requeue(self, seq: Sequence) -> None:
+    def _requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
         self._preemptions += 1
+        if migration is not None:
+            self._migrations[migration] += 1
         self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -414,6 +418,8 @@ class Scheduler:
             if seq.refused_by != refusal and worker.admit(seq, plan, self.config.watermark, self._mean_output):
                 self._waiting.remove(seq)
                 self._count_hits(seq, is_first)
+                if is_first:
+                    seq.admitted_at = now
                 continue
             seq.refused_by = refusal  # asked again when rows or blocks of this worker became free
             num_passed += 1
@@ -624,7 +630,7 @@ class Scheduler:
         live = [f for f in failures if flight.generation[f.row] == worker.rows.generation[f.row]]
         tainted = worker.rows_tainted_by({failure.row for failure in live}, flight)
         for row in tainted:
-            self._requeue(worker.preempt(row))
+            self._requeue(worker.preempt(row), MigrationReason.FAILED)
         alone = [failure for failure in live if failure.row not in tainted]
         finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in alone]
         return [end for end in finished if end is not None]
@@ -634,7 +640,7 @@ class Scheduler:
         if seq.failed_on is not None or not any(_could_run(seq, other) for other in others):
             return self._end(seq, FinishReason.ERROR, message=failure.message)
         seq.failed_on = worker.capacity.worker_id
-        self._requeue(worker.preempt(failure.row))
+        self._requeue(worker.preempt(failure.row), MigrationReason.FAILED)
         return None
 
     def _finished(
@@ -695,6 +701,7 @@ class Scheduler:
             refused_deadline=self._refused_deadline,
             steps=self._steps,
             workers=[worker.stats() for worker in self._workers.values()],
+            migrations=dict(self._migrations),
         )
 
     def check_invariants(self) -> None:

@@ -94,6 +94,8 @@ class Sequence:
     num_computed_peak: int = 0  # most tokens ever computed: what a return from preemption computes again
     num_preemptions: int = 0
     is_admitted_before: bool = False
+    admitted_at: float | None = None  # first place in a step
+    first_token_at: float | None = None  # the caller's note
     failed_on: str | None = None  # the worker where its row failed once: a second failure ends it
     queue_key: tuple[int, bool, float, int] = (0, True, 0.0, 0)  # its order when it joined the queue
     held_tokens: int = 0  # what the queue counts for it

@@ -1,0 +1,250 @@
+"""The gateway's numbers: what clients see of their requests, and what stands behind this gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.directory import ModelDirectory
+from gateway_svc.scheduler_client import SchedulerClient
+from prefix_index.reader import RedisPrefixReader
+from svc_common.metrics import LATENCIES_S, TOKEN_COUNTS, Buckets, Row, Spec
+
+log = logging.getLogger(__name__)
+
+MODEL = ("model_name",)
+SCHEDULER_STATES = ("ready", "attached", "away")
+
+
+def _latency(name: str, meaning: str, *vllm: str) -> Spec:
+    return Spec(name, "histogram", meaning, "seconds", MODEL, (name, *vllm))
+
+
+SPECS = (
+    Spec(
+        "requests_total",
+        "counter",
+        "generations that ended, by finish reason (of several samples, the last one's); cancelled: the client left, "
+        "failed: an error status instead",
+        "",
+        ("model_name", "finished_reason"),
+        ("request_success_total",),
+    ),
+    Spec("requests_resumed_total", "counter", "those of them that went on with a continuation", "", MODEL),
+    Spec("request_moves_total", "counter", "open requests that went to another scheduler, or again to the same"),
+    Spec("prompt_tokens_total", "counter", "prompts accepted", "tokens", MODEL, ("prompt_tokens_total",)),
+    Spec("generation_tokens_total", "counter", "output sent", "tokens", MODEL, ("generation_tokens_total",)),
+    _latency("time_to_first_token_seconds", "time from a request's arrival to its first token"),
+    _latency(
+        "inter_token_latency_seconds",
+        "time between tokens of a sample; those that arrive together share it",
+        "time_per_output_token_seconds",
+    ),
+    _latency("e2e_request_latency_seconds", "time from a request's arrival to its end"),
+    _latency(
+        "request_time_per_output_token_seconds", "of a whole request: time from first to last token, per further token"
+    ),
+    Spec("request_prompt_tokens", "histogram", "prompt of a request", "tokens", MODEL, ("request_prompt_tokens",)),
+    Spec(
+        "request_generation_tokens",
+        "histogram",
+        "output of a request, all samples",
+        "tokens",
+        MODEL,
+        ("request_generation_tokens",),
+    ),
+    Spec("gateway_streams", "gauge", "generations open now"),
+    Spec("gateway_streams_limit", "gauge", "generations that may be open (--max-streams)"),
+    Spec("gateway_request_bytes", "gauge", "requests open now, all together", "bytes"),
+    Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
+    Spec("gateway_ready_workers", "gauge", "workers that schedulers have ready", "", MODEL),
+    Spec("redis_up", "gauge", "1 if Redis answers; absent without --redis"),
+    Spec("redis_errors_total", "counter", "calls to Redis that failed; absent without --redis"),
+)
+
+
+@dataclass(slots=True)
+class ModelTimes:
+    """What requests for one model took."""
+
+    ttft: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
+    itl: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
+    e2e: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
+    per_token: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
+    prompt: Buckets = field(default_factory=lambda: Buckets(TOKEN_COUNTS))
+    generation: Buckets = field(default_factory=lambda: Buckets(TOKEN_COUNTS))
+    ends: Counter[str] = field(default_factory=Counter)
+    num_resumed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class RequestMeter:
+    """Measures one request of a model and logs its end. Times are the event loop's."""
+
+    def __init__(self, request_id: str, model: str, times: ModelTimes, now: Callable[[], float]) -> None:
+        self._request_id = request_id
+        self._model = model
+        self._times = times
+        self._now = now
+        self._started_at = now()
+        self._first_at: dict[int, float] = {}  # by sample
+        self._last_at: dict[int, float] = {}
+        self._num_prompt = 0
+        self._num_output = 0
+        self._reason = "stop"  # of a continuation that has everything already
+
+    def on_accepted(self, num_prompt: int, *, resumes: bool) -> None:
+        self._num_prompt = num_prompt
+        self._times.prompt_tokens += num_prompt
+        self._times.num_resumed += resumes
+        waited_s = self._now() - self._started_at
+        facts = {"model": self._model, "prompt_tokens": num_prompt, "seconds": round(waited_s, 4)}
+        log.debug(
+            "request %s accepted after %.3f s: %d prompt tokens", self._request_id, waited_s, num_prompt, extra=facts
+        )
+
+    def on_tokens(self, sample: int, count: int, now: float) -> None:
+        """`count` new tokens of a sample arrived together; tens of thousands of calls a second."""
+        last_at = self._last_at.get(sample)
+        self._last_at[sample] = now
+        self._num_output += count
+        self._times.output_tokens += count
+        if last_at is not None:
+            self._times.itl.observe((now - last_at) / count, count)
+            return
+        if not self._first_at:
+            self._times.ttft.observe(now - self._started_at)
+        self._first_at[sample] = now
+
+    def on_finished(self, reason: types.FinishReason.ValueType) -> None:
+        """One sample has ended."""
+        self._reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+    def end(self, reason: str | None = None) -> None:
+        """The request is over, for this reason or its samples'. Called once."""
+        reason, times, now = reason or self._reason, self._times, self._now()
+        times.ends[reason] += 1
+        times.e2e.observe(now - self._started_at)
+        times.prompt.observe(self._num_prompt)
+        times.generation.observe(self._num_output)
+        num_further = self._num_output - len(self._first_at)
+        if num_further > 0:
+            decode_s = sum(last - self._first_at[sample] for sample, last in self._last_at.items())
+            times.per_token.observe(decode_s / num_further)
+        self._log_end(reason, now)
+
+    def _log_end(self, reason: str, now: float) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        total_s = now - self._started_at
+        first_s = min(self._first_at.values()) - self._started_at if self._first_at else None
+        log.info(
+            "request %s ended (%s): %d prompt tokens, %d output tokens, %.3f s",
+            self._request_id,
+            reason,
+            self._num_prompt,
+            self._num_output,
+            total_s,
+            extra={
+                "request_id": self._request_id,
+                "model": self._model,
+                "reason": reason,
+                "prompt_tokens": self._num_prompt,
+                "output_tokens": self._num_output,
+                "first_token_s": None if first_s is None else round(first_s, 4),
+                "seconds": round(total_s, 4),
+            },
+        )
+
+
+class GatewayMetrics:
+    """What this gateway has measured, by model."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelTimes] = {}
+
+    @contextmanager
+    def request(self, request_id: str, model: str) -> Iterator[RequestMeter]:
+        """Around one generation."""
+        times = self.models.setdefault(model, ModelTimes())
+        meter = RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
+        try:
+            yield meter
+        except Exception:
+            meter.end("failed")
+            raise
+        except BaseException:  # cancelled, or closed while an event waits to be written
+            meter.end("cancelled")
+            raise
+        meter.end()
+
+
+class Gateway(Protocol):
+    """What is read of the servicer."""
+
+    max_streams: int
+
+    @property
+    def num_streams(self) -> int: ...
+    @property
+    def num_request_bytes(self) -> int: ...
+
+
+class GatewayReader:
+    """All rows of SPECS, as they are now."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        gateway: Gateway,
+        directory: ModelDirectory,
+        num_moves: Callable[[], int],
+        redis: RedisPrefixReader | None,
+    ) -> None:
+        self._metrics = metrics
+        self._gateway = gateway
+        self._directory = directory
+        self._num_moves = num_moves
+        self._redis = redis
+
+    def __call__(self) -> Iterator[Row]:
+        yield "gateway_streams", (), self._gateway.num_streams
+        yield "gateway_streams_limit", (), self._gateway.max_streams
+        yield "gateway_request_bytes", (), self._gateway.num_request_bytes
+        yield "request_moves_total", (), self._num_moves()
+        states = Counter(_state_of(client) for client in self._directory.clients)
+        for state in SCHEDULER_STATES:
+            yield "gateway_schedulers", (state,), states[state]
+        for model, num_workers in self._directory.models():
+            yield "gateway_ready_workers", (model.name,), num_workers
+        for name, times in list(self._metrics.models.items()):
+            yield from _model_rows(name, times)
+        if self._redis is not None:
+            yield "redis_up", (), float(self._redis.is_up)
+            yield "redis_errors_total", (), self._redis.num_errors
+
+
+def _state_of(client: SchedulerClient) -> str:
+    return "ready" if client.is_ready else "attached" if client.is_connected else "away"
+
+
+def _model_rows(model: str, times: ModelTimes) -> Iterator[Row]:
+    for reason, count in times.ends.items():
+        yield "requests_total", (model, reason), count
+    yield "requests_resumed_total", (model,), times.num_resumed
+    yield "prompt_tokens_total", (model,), times.prompt_tokens
+    yield "generation_tokens_total", (model,), times.output_tokens
+    yield "time_to_first_token_seconds", (model,), times.ttft
+    yield "inter_token_latency_seconds", (model,), times.itl
+    yield "e2e_request_latency_seconds", (model,), times.e2e
+    yield "request_time_per_output_token_seconds", (model,), times.per_token
+    yield "request_prompt_tokens", (model,), times.prompt
+    yield "request_generation_tokens", (model,), times.generation

@@ -1,0 +1,147 @@
+"""What operators ask of a service: numbers over HTTP, and health for a kubelet, both without TLS and off by default.
+
+    --metrics-listen   GET /metrics, /livez, /readyz
+    --health-listen    grpc.health.v1: `liveness` and `readiness` ("" is readiness)
+
+`liveness` fails when only a restart can help; `readiness` when requests do not belong here now. Both answer on the
+service's event loop, so an answer at all says that it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from svc_common.config import OFF
+from svc_common.serve import SERVER_OPTIONS, BindError
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 16_384
+STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+PLAIN = "text/plain; charset=utf-8"
+
+Check = Callable[[], bool]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Check alone, answered by asking: a kubelet asks again and again, and does not watch."""
+
+    def __init__(self, checks: Mapping[str, Check]) -> None:
+        self._checks = checks
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        check = self._checks.get(request.service)
+        if check is None:
+            names = ", ".join(name for name in self._checks if name)
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here; there is {names}")
+        response = health_pb2.HealthCheckResponse
+        return response(status=response.SERVING if check() else response.NOT_SERVING)
+
+
+class AdminServer:
+    """The service's two operators' ports. `start` binds those that are not off; `close` comes last of all."""
+
+    def __init__(
+        self, *, metrics_listen: str, health_listen: str, registry: CollectorRegistry, is_alive: Check, is_ready: Check
+    ) -> None:
+        self.metrics_address = ""
+        self.health_address = ""
+        self._metrics_listen = metrics_listen
+        self._health_listen = health_listen
+        self._registry = registry
+        self._is_alive = is_alive
+        self._is_ready = is_ready
+        self._http: asyncio.Server | None = None
+        self._grpc: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Bind and answer; raises BindError."""
+        if self._metrics_listen != OFF:
+            self.metrics_address = await self._start_http(self._metrics_listen)
+            log.info("metrics on http://%s/metrics", self.metrics_address)
+        if self._health_listen != OFF:
+            self.health_address = await self._start_grpc(self._health_listen)
+            log.info("health for probes on %s", self.health_address)
+
+    async def close(self) -> None:
+        """Answer no more."""
+        if self._http is not None:
+            self._http.close()
+        if self._grpc is not None:
+            await self._grpc.stop(0)
+
+    async def _start_http(self, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        try:
+            self._http = await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=MAX_HEAD_BYTES)
+        except OSError as error:
+            raise BindError(f"--metrics-listen: cannot listen on {listen}: {error.strerror or error}") from None
+        return f"{host}:{self._http.sockets[0].getsockname()[1]}"
+
+    async def _start_grpc(self, listen: str) -> str:
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        checks = {"": self._is_ready, "liveness": self._is_alive, "readiness": self._is_ready}
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(checks), self._grpc)
+        try:
+            port = self._grpc.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise BindError(f"--health-listen: cannot listen on {listen}: {error}") from None
+        await self._grpc.start()
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    # -- HTTP ---------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request, one answer, end of the connection."""
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._respond(head.decode("latin-1")))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
+            log.debug("a connection to the metrics port ended before its request")
+        finally:
+            writer.close()
+
+    def _respond(self, head: str) -> bytes:
+        request_line, *lines = head.split("\r\n")
+        words = request_line.split(" ")
+        if len(words) != 3:
+            return _response(400, PLAIN, b"this is no HTTP request\n")
+        if words[0] not in ("GET", "HEAD"):
+            return _response(405, PLAIN, b"only GET is answered here\n")
+        status, content_type, body = self._answer(words[1].partition("?")[0], _accept(lines))
+        return _response(status, content_type, body, with_body=words[0] == "GET")
+
+    def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            return 200, content_type, encode(self._registry)
+        check = {"/livez": self._is_alive, "/readyz": self._is_ready}.get(path)
+        if check is None:
+            return 404, PLAIN, b"there is /metrics, /livez and /readyz\n"
+        return (200, PLAIN, b"ok\n") if check() else (503, PLAIN, b"no\n")
+
+
+def _accept(lines: list[str]) -> str:
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.lower() == "accept"), "")
+
+
+def _response(status: int, content_type: str, body: bytes, *, with_body: bool = True) -> bytes:
+    head = (
+        f"HTTP/1.1 {status} {STATUS_TEXT[status]}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + (body if with_body else b"")

@@ -1,0 +1,147 @@
+"""Numbers of a service for Prometheus. Counting costs a dictionary entry; names and text are made at a scrape.
+
+A service lists its metrics as `Spec`s, keeps plain numbers, `Counter`s and `Buckets` wherever they arise, and gives one
+function that reads them all as rows. docs/metrics.md is the same list for people.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from svc_common.errors import RpcStats
+
+PREFIX = "quire_"
+
+# Upper bounds of buckets, in seconds: from a fast decode step to the patience of a person.
+LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SHORT_TIMES_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
+TOKEN_COUNTS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+# Label values that vLLM spells in another way.
+VLLM_VALUES = {
+    "finished_reason": {"eos": "stop", "stop": "stop", "length": "length", "aborted": "abort", "cancelled": "abort"}
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric. `unit` is empty for plain counts; `vllm` lists its names there."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    meaning: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+    vllm: tuple[str, ...] = ()
+
+
+class Buckets:
+    """One series of a histogram. One thread observes; another may read while it does."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value`, `weight` times."""
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(le, count) as Prometheus wants them."""
+        names = [*map(floatToGoString, self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+
+
+Labels: TypeAlias = tuple[str, ...]
+Row: TypeAlias = tuple[str, Labels, "float | Buckets"]  # name, values of its labels, value
+
+COMMON = (
+    Spec("build_info", "gauge", "1, for joins: which service and version this is", labels=("service", "version")),
+    Spec(
+        "rpc_errors_total", "counter", "RPCs served that ended with an error, by status code", labels=("method", "code")
+    ),
+    Spec("rpc_received_bytes_total", "counter", "messages received by RPCs served", "bytes", ("method",)),
+    Spec("rpc_sent_bytes_total", "counter", "messages sent by RPCs served", "bytes", ("method",)),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServiceMetrics(Collector):
+    """Everything one service tells: its own metrics and the common ones. `has_vllm`: under vLLM's names as well."""
+
+    service: str
+    specs: tuple[Spec, ...]
+    read: Callable[[], Iterable[Row]]
+    rpc: RpcStats = field(default_factory=RpcStats)
+    has_vllm: bool = False
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at a scrape. KeyError: a row that no Spec lists, which is a bug."""
+        rows: dict[str, list[tuple[Labels, float | Buckets]]] = {spec.name: [] for spec in (*COMMON, *self.specs)}
+        for name, labels, value in (*self._common_rows(), *self.read()):
+            rows[name].append((labels, value))
+        for spec in (*COMMON, *self.specs):
+            yield _family(PREFIX + spec.name, spec, spec.labels, rows[spec.name])
+            for name in spec.vllm if self.has_vllm else ():
+                yield _family(f"vllm:{name}", spec, (*spec.labels, "engine"), _as_vllm(spec, rows[spec.name]))
+
+    def _common_rows(self) -> Iterator[Row]:
+        yield "build_info", (self.service, version("quire")), 1
+        for labels, count in list(self.rpc.errors.items()):
+            yield "rpc_errors_total", labels, count
+        for method, num_bytes in list(self.rpc.received_bytes.items()):
+            yield "rpc_received_bytes_total", (method,), num_bytes
+        for method, num_bytes in list(self.rpc.sent_bytes.items()):
+            yield "rpc_sent_bytes_total", (method,), num_bytes
+
+
+def make_registry(metrics: ServiceMetrics) -> CollectorRegistry:
+    """What /metrics shows: the service's numbers, and those of its process."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _family(name: str, spec: Spec, labels: Sequence[str], rows: Iterable[tuple[Labels, float | Buckets]]) -> Metric:
+    meaning = f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
+    if spec.kind == "histogram":
+        histogram = HistogramMetricFamily(name, meaning, labels=labels)
+        for values, buckets in rows:
+            if isinstance(buckets, Buckets):
+                histogram.add_metric(values, buckets.cumulative(), buckets.total)
+        return histogram
+    family = (CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily)(name, meaning, labels=labels)
+    for values, value in rows:
+        if not isinstance(value, Buckets):
+            family.add_metric(values, value)
+    return family
+
+
+def _as_vllm(spec: Spec, rows: Iterable[tuple[Labels, float | Buckets]]) -> list[tuple[Labels, float | Buckets]]:
+    """The same rows with vLLM's label values; values that are one there are added up, those unknown there left out."""
+    merged: dict[Labels, float | Buckets] = {}
+    for labels, value in rows:
+        pairs = zip(spec.labels, labels, strict=True)
+        spelled = [VLLM_VALUES.get(name, {label: label}).get(label) for name, label in pairs]
+        if None in spelled:
+            continue
+        key = (*(label for label in spelled if label is not None), "0")
+        before = merged.get(key, 0)
+        merged[key] = value if isinstance(value, Buckets) or isinstance(before, Buckets) else before + value
+    return list(merged.items())

@@ -1,0 +1,130 @@
+"""The worker's numbers: what its model thread does, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from svc_common.metrics import SHORT_TIMES_S, Buckets, Row, Spec
+from worker_svc.engine.batch import StepBatch
+from worker_svc.engine.config import EngineInfo
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STEP_TIMES_S = (*SHORT_TIMES_S, 60.0)
+
+SPECS = (
+    Spec(
+        "worker_info",
+        "gauge",
+        "1; the loaded model in its labels",
+        labels=("model_name", "dtype", "determinism", "backend", "block_size", "num_blocks", "max_num_seqs"),
+    ),
+    Spec("worker_load_progress", "gauge", "part of the weights that is loaded, 0 to 1"),
+    Spec("worker_ready", "gauge", "1 while the model is loaded, a scheduler holds this worker, and it does not drain"),
+    Spec("worker_leases_total", "counter", "times that a scheduler has leased this worker"),
+    Spec("worker_rows_used", "gauge", "rows that hold a sequence"),
+    Spec("worker_steps_in_flight", "gauge", "steps taken in and not answered"),
+    Spec("worker_step_seconds", "histogram", "time of one step in the model thread", "seconds"),
+    Spec("worker_step_queue_seconds", "histogram", "time a step waited for those before it", "seconds"),
+    Spec("worker_step_rows", "histogram", "rows that one step computes"),
+    Spec(
+        "worker_tokens_total",
+        "counter",
+        "tokens computed, by stage: prefill (rows with more than one in a step) and decode",
+        "tokens",
+        ("stage",),
+    ),
+    Spec(
+        "worker_idle_seconds_total",
+        "counter",
+        "time the model thread waited for a step although rows were open: what scheduling and network cost",
+        "seconds",
+    ),
+)
+
+
+class StepMeter:
+    """Measures steps. Written by the model thread, read by others."""
+
+    def __init__(self) -> None:
+        self.step = Buckets(STEP_TIMES_S)
+        self.queue = Buckets(STEP_TIMES_S)
+        self.rows = Buckets(ROW_COUNTS)
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.idle_s = 0.0
+        self._running_since: float | None = None
+        self._ended_at: float | None = None  # the last step, if it left rows open
+
+    def begin(self, queued_at: float) -> None:
+        """A step leaves the queue. Times are those of time.monotonic."""
+        now = time.monotonic()
+        self.queue.observe(now - queued_at)
+        if self._ended_at is not None:
+            self.idle_s += now - self._ended_at
+        self._running_since = now
+
+    def end(self, batch: StepBatch | None, rows_used: int) -> None:
+        """It ended, with so many rows open now; None: it failed."""
+        now = time.monotonic()
+        if batch is not None and self._running_since is not None:
+            self._count(batch, now - self._running_since)
+        self._ended_at, self._running_since = now if rows_used else None, None
+
+    def _count(self, batch: StepBatch, step_s: float) -> None:
+        num_rows = len(batch.rows)
+        num_tokens = int(batch.query_lens.sum())
+        num_decode = num_rows if num_tokens == num_rows else int((batch.query_lens == 1).sum())
+        self.step.observe(step_s)
+        self.rows.observe(num_rows)
+        self.decode_tokens += num_decode
+        self.prefill_tokens += num_tokens - num_decode
+
+    def running_s(self) -> float:
+        """How long the step that runs now has been running; 0 if none does."""
+        since = self._running_since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+class Executor(Protocol):
+    """What is read of the executor."""
+
+    meter: StepMeter
+    num_in_flight: int
+    rows_used: int
+    num_leases: int
+
+
+class WorkerReader:
+    """All rows of SPECS, as they are now."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        load_progress: Callable[[], float],
+        is_ready: Callable[[], bool],
+        info: Callable[[], EngineInfo | None],
+    ) -> None:
+        self._executor = executor
+        self._load_progress = load_progress
+        self._is_ready = is_ready
+        self._info = info
+
+    def __call__(self) -> Iterator[Row]:
+        executor, meter = self._executor, self._executor.meter
+        info = self._info()
+        if info is not None:
+            sizes = (str(info.block_size), str(info.num_blocks), str(info.max_num_seqs))
+            yield "worker_info", (info.model, info.dtype, info.determinism, info.backend, *sizes), 1
+        yield "worker_load_progress", (), self._load_progress()
+        yield "worker_ready", (), float(self._is_ready())
+        yield "worker_leases_total", (), executor.num_leases
+        yield "worker_rows_used", (), executor.rows_used
+        yield "worker_steps_in_flight", (), executor.num_in_flight
+        yield "worker_step_seconds", (), meter.step
+        yield "worker_step_queue_seconds", (), meter.queue
+        yield "worker_step_rows", (), meter.rows
+        yield "worker_tokens_total", ("prefill",), meter.prefill_tokens
+        yield "worker_tokens_total", ("decode",), meter.decode_tokens
+        yield "worker_idle_seconds_total", (), meter.idle_s
