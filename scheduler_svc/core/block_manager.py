@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 
@@ -39,7 +40,7 @@ class BlockManager:
         self._empty: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._tokens = np.zeros((num_blocks, block_size), dtype=np.uint32)
-        self._digest_of: dict[int, bytes] = {}
+        self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._committed: set[int] = set()
         self._events: list[tuple[bytes, bool]] = []
@@ -63,33 +64,27 @@ class BlockManager:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def num_unused(self, blocks: Iterable[int]) -> int:
+    def num_unused(self, blocks: I64) -> int:
         """How many of these hits are free now: taking them costs capacity."""
-        return sum(block in self._cached for block in blocks)
+        return len(blocks) - int(np.count_nonzero(self.refs[blocks]))
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
-    def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> list[int]:
+    def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> I64:
         """Blocks that hold the longest cached prefix of `token_ids`, at most `max_blocks`; tokens are compared."""
-        blocks: list[int] = []
-        for digest in digests[:max_blocks]:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        if not blocks:
-            return blocks
-        wanted = token_ids[: len(blocks) * self.block_size].reshape(len(blocks), self.block_size)
-        same = (self._tokens[blocks] == wanted).all(axis=1)
-        return blocks if same.all() else blocks[: int(same.argmin())]
+        held = list(map(self._block_of.get, digests[:max_blocks]))
+        count = held.index(None) if None in held else len(held)
+        blocks = np.array(held[:count], dtype=np.int64)
+        wanted = token_ids[: count * self.block_size].reshape(count, self.block_size)
+        same = self._tokens[blocks] == wanted
+        return blocks if same.all() else blocks[: int(same.all(axis=1).argmin())]
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
         """Number of leading digests held here, for placement; `match` decides."""
-        held = self._block_of
-        for i, digest in enumerate(digests[:max_blocks]):
-            if digest not in held:
-                return i
-        return min(len(digests), max_blocks)
+        if not max_blocks or not digests or digests[0] not in self._block_of:
+            return 0
+        is_held = list(map(self._block_of.__contains__, digests[:max_blocks]))
+        return is_held.index(False) if False in is_held else len(is_held)
 
     def register(self, blocks: Sequence[int], digests: Sequence[bytes], block_tokens: U32) -> list[int]:
         """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
@@ -117,7 +112,7 @@ class BlockManager:
         news = []
         for fill in fills:
             block, digest = fill
-            if digest_of.get(block) == digest and block not in committed:
+            if digest_of[block] == digest and block not in committed:
                 committed.add(block)
                 news.append(fill)
         self._events += [(digest, True) for _, digest in news]
@@ -129,9 +124,10 @@ class BlockManager:
 
     def forget(self, block: int) -> None:
         """The block does not hold what its digest says (its step failed, or it gets new content)."""
-        digest = self._digest_of.pop(block, None)
+        digest = self._digest_of[block]
         if digest is None:
             return
+        self._digest_of[block] = None
         del self._block_of[digest]
         if block in self._committed:
             self._committed.remove(block)
@@ -139,7 +135,8 @@ class BlockManager:
 
     def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
         """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
-        if block in self._digest_of or self.refs[block] or not self.register([block], [digest], block_tokens[None]):
+        is_taken = self._digest_of[block] is not None or self.refs[block]
+        if is_taken or not self.register([block], [digest], block_tokens[None]):
             return False
         self.commit([(block, digest)])
         self._empty.remove(block)
@@ -153,15 +150,18 @@ class BlockManager:
 
     def cached_digests(self) -> list[bytes]:
         """Every announced prefix block, for an index that must be filled again."""
-        return [self._digest_of[block] for block in self._committed]
+        return [
+            digest for block, digest in enumerate(self._digest_of) if digest is not None and block in self._committed
+        ]
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def share(self, blocks: I64) -> None:
         """One more sequence uses these blocks (a hit, a fork)."""
-        for block in blocks:
-            self._cached.pop(block, None)
-        self.refs[blocks] += 1
+        refs = self.refs[blocks]
+        for block in blocks[refs == 0].tolist():
+            del self._cached[block]
+        self.refs[blocks] = refs + 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
@@ -206,6 +206,7 @@ class BlockManager:
         assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or lost"
         assert empty | cached | used == set(range(self.num_blocks)), "a block that does not exist"
         assert (self.refs >= 0).all(), "negative ref count"
-        assert {d: b for b, d in self._digest_of.items()} == self._block_of, "digest maps disagree"
-        assert cached <= self._committed <= set(self._digest_of), "cached without commit, or commit without digest"
-        assert not empty & set(self._digest_of), "an empty block has a digest"
+        digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
+        assert {digest: block for block, digest in digests.items()} == self._block_of, "digest maps disagree"
+        assert cached <= self._committed <= set(digests), "cached without commit, or commit without digest"
+        assert not empty & set(digests), "an empty block has a digest"

@@ -48,6 +48,7 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
         self.version = 0  # +1 whenever a row is opened or closed
         self.num_closed = 0  # ever
@@ -77,13 +78,15 @@ class RowTable:
 
     def pending_prefill(self) -> int:
         """Tokens of prompts that are admitted and not computed."""
+        if not self._order:
+            return 0
         return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
 
     def stage(self, row: int) -> SequenceStage:
         todo = self.todo(np.array([row]))[0]
         return SequenceStage.PREFILL if todo > 1 else SequenceStage.DECODE
 
-    def open(self, seq: Sequence, token_ids: U32, blocks: list[int], num_computed: int, limit: int) -> int:
+    def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
         """Give `seq` a row; the caller has checked `num_free`."""
         row = self._free.pop()
         self.version += 1
@@ -130,6 +133,13 @@ class RowTable:
         """The row's block table."""
         table: list[int] = self.table[row, : self.num_blocks[row]].tolist()
         return table
+
+    def chunk_slots(self, row: int, start: int, count: int) -> U32:
+        """Slots of consecutive positions of one row."""
+        first, end = start // self.block_size, ceil_div(start + count, self.block_size)
+        heads = self.table[row, first:end] * np.uint32(self.block_size)
+        slots: U32 = (heads[:, None] + self._offsets).reshape(-1)
+        return slots[start - first * self.block_size :][:count]
 
     def fills_block(self, context_lens: I64) -> I64:
         """Which of these, with one token more, end with a full block."""

@@ -360,6 +360,8 @@ class Scheduler:
         return [batch for batch in batches if batch is not None]
 
     def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
+        if not candidates and not worker.has_news and not worker.rows.num_used:
+            return None
         self._displace(worker, candidates)
         plan = worker.begin_step()
         has_preempted = not worker.continue_run(plan) and self._plan_running(worker, plan)

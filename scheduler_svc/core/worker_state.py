@@ -94,6 +94,11 @@ class WorkerState:
     def num_free_rows(self) -> int:
         return self.rows.num_free - self.num_reserved_rows
 
+    @property
+    def has_news(self) -> bool:
+        """There is something to tell the worker besides what to compute."""
+        return bool(self._closed or self._commits)
+
     def unreserve_row(self) -> None:
         """A sample that was to fork off a running prompt has ended before."""
         self.num_reserved_rows -= 1
@@ -160,7 +165,7 @@ class WorkerState:
         if not self._peak_fits(seq, len(token_ids), limit, saved, watermark, mean_output):
             return False
         self.pool.share(hits)
-        blocks = hits + self.pool.allocate(needed)
+        blocks = np.concatenate((hits, self.pool.allocate(needed))).astype(np.uint32)
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
         self.rows.saved_blocks[row] = saved
         self.num_reserved_rows += len(seq.forks)
@@ -190,7 +195,7 @@ class WorkerState:
         return peak <= self.capacity.num_blocks * (1 - watermark)
 
     def _open_row(
-        self, seq: Sequence, token_ids: U32, blocks: list[int], num_computed: int, limit: int, plan: StepPlan
+        self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int, plan: StepPlan
     ) -> int:
         row = self.rows.open(seq, token_ids, blocks, num_computed, limit)
         seq.move_to(SequenceStatus.RUNNING)
@@ -202,7 +207,7 @@ class WorkerState:
                 sample_index=seq.sample_index,
                 token_ids=token_ids,
                 prompt_len=len(seq.group.prompt),
-                block_table=np.array(blocks, dtype=np.uint32),
+                block_table=blocks,
                 num_computed_tokens=num_computed,
             )
         )
@@ -254,6 +259,8 @@ class WorkerState:
     def split_by_stage(self) -> tuple[I64, I64]:
         """Rows with one token to compute, and rows with more."""
         rows = self.rows.active()
+        if not len(rows):
+            return NO_ROWS, NO_ROWS
         todo = self.rows.todo(rows)
         if (todo == 1).all():
             return rows, NO_ROWS
@@ -324,16 +331,16 @@ class WorkerState:
         r, seq = self.rows, self.rows.sequence(row)
         if not seq.forks or r.computed[row] + count < r.num_tokens[row]:
             return
-        prompt, blocks = seq.group.prompt, r.blocks(row)
+        prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
+        table = blocks.astype(np.uint32)
         for sample in seq.forks:
             self.pool.share(blocks)
-            child = r.open(sample, prompt, blocks, len(prompt), int(r.limit[row]))
+            child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
             r.saved_blocks[child] = len(prompt) // self.capacity.block_size
             r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self.capacity.worker_id, child, True
             sample.digests = list(seq.digests)
-            table = np.array(blocks, dtype=np.uint32)
             plan.opens.append(
                 RowOpen(child, seq.group, sample.sample_index, EMPTY, len(prompt), table, len(prompt), fork_of_row=row)
             )
@@ -345,8 +352,7 @@ class WorkerState:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Turn a plan into the batch to send and remember it as in flight; None if there is nothing to tell."""
-        has_news = bool(self._closed or self._commits)
-        if not plan.rows and (self.flights or not has_news):
+        if not plan.rows and (self.flights or not self.has_news):
             return None
         if plan.run is not None and len(plan.rows) == 1:
             return self._finish_run(plan, plan.run)
@@ -421,11 +427,14 @@ class WorkerState:
         return batch
 
     def _slot_mapping(self, rows: I64, query_lens: I64, context_lens: I64) -> U32:
-        if len(rows) == int(query_lens.sum()):
+        if (query_lens == 1).all():
             return self.rows.slots(rows, context_lens)
-        starts = np.cumsum(query_lens) - query_lens
-        positions = np.arange(int(query_lens.sum())) + np.repeat(context_lens - starts, query_lens)
-        return self.rows.slots(np.repeat(rows, query_lens), positions)
+        num_decode = int((query_lens > 1).argmax())  # they come first
+        columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
+        parts = [self.rows.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
+        if num_decode:
+            parts.insert(0, self.rows.slots(rows[:num_decode], context_lens[:num_decode]))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _make_batch(
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32

@@ -58,15 +58,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         digests: list[bytes] = []
         extend_digests(digests, b"", tokens, BLOCK_SIZE)
         limit = (len(tokens) - 1) // BLOCK_SIZE
-        hits = self.pool.match(digests, tokens, limit)
+        hits = self.pool.match(digests, tokens, limit).tolist()
         assert hits == self._expected_hits(digests[:limit])
         assert self.pool.match_len(digests, limit) == len(hits)
         needed = -(-len(tokens) // BLOCK_SIZE) - len(hits)
         unused = [block for block in hits if block in self.cached]
-        assert self.pool.num_unused(hits) == len(unused)
+        assert self.pool.num_unused(np.array(hits, dtype=np.int64)) == len(unused)
         if needed + len(unused) > self.pool.num_free:
             return
-        self.pool.share(hits)
+        self.pool.share(np.array(hits, dtype=np.int64))
         self._use(hits)
         expected = self._take(needed)
         fresh = self.pool.allocate(needed)
@@ -117,7 +117,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
-        self.pool.share(table.blocks)
+        self.pool.share(np.array(table.blocks))
         self._use(table.blocks)
         self.tables.append(Table(table.tokens, list(table.blocks), len(table.blocks)))
 

@@ -125,7 +125,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
 
 @bug("which another open row names|writes into|evicts a block before")
 def hit_stays_in_the_free_list(patch: Patch) -> None:
-    def share(original: Any, pool: BlockManager, blocks: list[int]) -> None:
+    def share(original: Any, pool: BlockManager, blocks: np.ndarray) -> None:
         pool.refs[blocks] += 1
 
     wrap(patch, BlockManager, "share", share)

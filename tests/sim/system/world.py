@@ -476,8 +476,8 @@ class World:
             raise Violation(f"{scheduler.name} holds a former life of {worker_id}")
         if worker.symbolic.is_open.any():
             raise Violation(f"{worker_id} still has open rows {np.flatnonzero(worker.symbolic.is_open).tolist()}")
-        for block, digest in state.pool._digest_of.items():
-            if worker.symbolic.committed.get(block) != digest:
+        for block, digest in enumerate(state.pool._digest_of):
+            if digest is not None and worker.symbolic.committed.get(block) != digest:
                 raise Violation(f"{scheduler.name} takes block {block} of {worker_id} for cached, which it is not")
 
     # -- surroundings -------------------------------------------------------------------------------------------------
