@@ -1,0 +1,270 @@
+"""Writes what follows from other files of the chart, so that none of it can be out of date:
+
+    values.yaml              -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
+    deploy/dashboards/*.json -> quire/dashboards/ (a chart can only read its own files)
+    the rendered chart       -> kustomize/base/, for those without Helm
+
+    python deploy/k8s/generate.py          write
+    python deploy/k8s/generate.py --check  say what would change; exit status 1 if anything would
+
+A value's comment is its description. A comment line `@schema {...}` adds to its schema, whose type is that of the
+default. A value with a `$ref` or `additionalProperties` of its own is taken as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helm_python.chart import Chart
+
+HERE = Path(__file__).resolve().parent
+CHART = HERE / "quire"
+BASE = HERE / "kustomize" / "base"
+DASHBOARDS = HERE.parent / "dashboards"
+TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
+MARK = "@schema "
+HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
+
+FREE = {"type": "object", "additionalProperties": True}
+DEFINITIONS: dict[str, Any] = {
+    "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "strings": {"type": "object", "additionalProperties": {"type": "string"}},
+    "object": FREE,
+    "objects": {"type": "array", "items": FREE},
+    "quantity": {"type": "string", "pattern": "^([0-9.]+([EPTGMk]i?)?)?$"},
+    "name": {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?)?$"},
+    "resources": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            kind: {
+                "type": "object",
+                "description": f"Resource {kind}, as Kubernetes has them.",
+                "additionalProperties": {"type": ["string", "number"]},
+            }
+            for kind in ("requests", "limits")
+        },
+    },
+    "topologySpread": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "topologyKey": {"type": "string", "description": "Label of nodes that tells the places apart."},
+            "whenUnsatisfiable": {
+                "enum": ["ScheduleAnyway", "DoNotSchedule"],
+                "type": "string",
+                "description": "What happens to a pod that cannot be placed evenly.",
+            },
+            "maxSkew": {"type": "integer", "minimum": 1, "description": "How uneven places may be."},
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of values.yaml. `children` is empty for one that is taken as a whole."""
+
+    name: str
+    path: str
+    default: Any
+    comment: str
+    extra: dict[str, Any]
+    children: tuple[Value, ...]
+
+
+def read_values(text: str) -> list[Value]:
+    """All values of a values.yaml, with their comments."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode)
+    return list(_read_mapping(root, text.splitlines(), yaml.safe_load(text), ""))
+
+
+def _read_mapping(node: yaml.MappingNode, lines: list[str], values: dict[str, Any], prefix: str) -> Iterator[Value]:
+    for key, child in node.value:
+        comment, extra = _comment_above(lines, key.start_mark.line)
+        default, path = values[key.value], f"{prefix}{key.value}"
+        is_section = isinstance(child, yaml.MappingNode) and not {"$ref", "additionalProperties"} & extra.keys()
+        children = tuple(_read_mapping(child, lines, default, f"{path}.")) if is_section else ()
+        yield Value(key.value, path, default, comment, extra, children)
+
+
+def _comment_above(lines: list[str], line: int) -> tuple[str, dict[str, Any]]:
+    words, extra = [], {}
+    first = line
+    while first and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    for text in lines[first:line]:
+        text = text.lstrip().removeprefix("#").strip()
+        if text.startswith(MARK):
+            extra = yaml.safe_load(text.removeprefix(MARK))
+        else:
+            words.append(text)
+    return " ".join(words), extra
+
+
+def leaves(values: list[Value] | tuple[Value, ...]) -> Iterator[Value]:
+    """Values that hold something, in the order of the file."""
+    for value in values:
+        if value.children:
+            yield from leaves(value.children)
+        else:
+            yield value
+
+
+# -- schema ------------------------------------------------------------------------------------------------------------
+
+
+def make_schema(values: list[Value]) -> dict[str, Any]:
+    """The JSON schema of all values (draft 7, which every Helm knows)."""
+    by_name = {value.name: value for value in values}
+    definitions = DEFINITIONS | {
+        "model": _item_schema(by_name["modelDefaults"], required=("name",)),
+        "pool": _item_schema(by_name["workerDefaults"], required=("name", "model")),
+        "schedulerOverride": _object_schema(by_name["scheduler"].children),
+    }
+    schema = _object_schema(values)
+    schema["properties"]["global"] = FREE | {"description": "Set by Helm for charts that have this one as a part."}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "$defs": definitions} | schema
+
+
+def _item_schema(defaults: Value, required: tuple[str, ...]) -> dict[str, Any]:
+    schema = _object_schema(defaults.children)
+    for name in required:
+        schema["properties"][name] = {"type": "string", "minLength": 1, "description": _text(defaults, name)} | (
+            {"pattern": DEFINITIONS["name"]["pattern"]} if name == "name" else {}
+        )
+    return schema | {"required": list(required)}
+
+
+def _text(section: Value, name: str) -> str:
+    return next(value.comment for value in section.children if value.name == name)
+
+
+def _object_schema(values: list[Value] | tuple[Value, ...]) -> dict[str, Any]:
+    properties = {value.name: _value_schema(value) for value in values}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _value_schema(value: Value) -> dict[str, Any]:
+    described = {"description": value.comment or f"Values of {value.path}."}
+    if value.children:
+        return described | _object_schema(value.children)
+    if "$ref" in value.extra:
+        return described | value.extra
+    return described | {"type": type_name(value)} | value.extra
+
+
+def type_name(value: Value) -> str:
+    """JSON's name of a value's type."""
+    if "$ref" in value.extra:
+        name = value.extra["$ref"].rpartition("/")[2]
+        return str(DEFINITIONS.get(name, {"type": "object"})["type"])
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value.default)]
+
+
+# -- README, dashboards, kustomize -------------------------------------------------------------------------------------
+
+
+def make_table(values: list[Value]) -> str:
+    """The table of the README."""
+    rows = ["| value | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for value in leaves(values):
+        default = json.dumps(value.default).replace("|", "\\|")
+        rows.append(f"| `{value.path}` | {type_name(value)} | `{default}` | {value.comment.replace('|', '/')} |")
+    return "\n".join(rows) + "\n"
+
+
+def make_readme(values: list[Value]) -> str:
+    """README.md with its table anew."""
+    text = (CHART / "README.md").read_text()
+    head, _, rest = text.partition(TABLE_BEGIN)
+    return head + TABLE_BEGIN + make_table(values) + TABLE_END + rest.partition(TABLE_END)[2]
+
+
+def make_base() -> dict[str, str]:
+    """Files of kustomize/base: the chart with its default values, one file per object, without Helm's labels."""
+    with Chart.load(CHART) as chart:
+        rendered = chart.render(name="quire", namespace="default")
+    files = {}
+    for path, text in rendered.items():
+        if path.endswith(".txt") or "/tests/" in path:
+            continue
+        for manifest in filter(None, yaml.safe_load_all(text)):
+            files[f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml"] = _dump(_without_helm(manifest))
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": sorted(files),
+    }
+    return files | {"kustomization.yaml": _dump(kustomization)}
+
+
+def _without_helm(manifest: Any) -> Any:
+    if isinstance(manifest, list):
+        return [_without_helm(item) for item in manifest]
+    if not isinstance(manifest, dict):
+        return manifest
+    return {key: _without_helm(item) for key, item in manifest.items() if key not in (*HELM_LABELS, "namespace")}
+
+
+def _dump(document: Any) -> str:
+    return str(yaml.safe_dump(document, sort_keys=False, width=120))
+
+
+def chart_files() -> dict[Path, str]:
+    """Files inside the chart that are written, and what they should hold."""
+    values = read_values((CHART / "values.yaml").read_text())
+    schema = json.dumps(make_schema(values), indent=2) + "\n"
+    files = {CHART / "values.schema.json": schema, CHART / "README.md": make_readme(values)}
+    return files | {CHART / "dashboards" / path.name: path.read_text() for path in sorted(DASHBOARDS.glob("*.json"))}
+
+
+def base_files() -> dict[Path, str]:
+    """Files of the kustomize base. The chart's own files must be up to date."""
+    return {BASE / name: text for name, text in make_base().items()}
+
+
+def stale(wanted: dict[Path, str]) -> list[Path]:
+    """Those of the files that do not hold what they should."""
+    return [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+
+
+def update(wanted: dict[Path, str], *, is_check: bool) -> int:
+    """Write what is out of date, or only say it. Returns how many files that were."""
+    paths = stale(wanted)
+    for path in paths:
+        print(f"{'out of date' if is_check else 'written'}: {path.relative_to(HERE.parents[1])}")
+        if not is_check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+    return len(paths)
+
+
+def main() -> int:
+    """Write everything, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something would change")
+    is_check = parser.parse_args().check
+    if update(chart_files(), is_check=is_check) and is_check:
+        return 1  # the base is rendered with them
+    base = base_files()
+    num_stale = update(base, is_check=is_check)
+    left = [path for path in BASE.glob("*.yaml") if path not in base]
+    for path in left:
+        print(f"{'left over' if is_check else 'removed'}: {path.relative_to(HERE.parents[1])}")
+        if not is_check:
+            path.unlink()
+    return 1 if is_check and (num_stale or left) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+{{/* Names, labels and the lists that other templates walk over. */}}
+
+{{- define "quire.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects the pods of one component: (dict "root" $ "component" "worker" "name" "a100"). */}}
+{{- define "quire.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .name }}
+quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "quire.labels" -}}
+{{ include "quire.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: quire
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "quire.image" -}}
+{{- $registry := empty .root.Values.image.registry | ternary "" (printf "%s/" .root.Values.image.registry) -}}
+{{- $tag := default .root.Chart.AppVersion .root.Values.image.tag -}}
+{{ printf "%squire-%s:%s%s" $registry .service $tag (.suffix | default "") }}
+{{- end -}}
+
+{{- define "quire.serviceAccountName" -}}
+{{- default (ternary (include "quire.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/* Entries of `models` with what they leave out, as a JSON list. */}}
+{{- define "quire.models" -}}
+{{- $models := list -}}
+{{- range .Values.models -}}
+{{- $model := mergeOverwrite (deepCopy $.Values.modelDefaults) . -}}
+{{- $_ := set $model "servedName" (default $model.name $model.servedName) -}}
+{{- $_ := set $model "scheduler" (mergeOverwrite (deepCopy $.Values.scheduler) $model.scheduler) -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{ toJson $models }}
+{{- end -}}
+
+{{/* Entries of `workers` with what they leave out, as a JSON list. `modelSpec` is the entry of models. */}}
+{{- define "quire.pools" -}}
+{{- $byName := dict -}}
+{{- range include "quire.models" . | fromJsonArray -}}
+{{- $_ := set $byName .name . -}}
+{{- end -}}
+{{- $pools := list -}}
+{{- range .Values.workers -}}
+{{- $pool := mergeOverwrite (deepCopy $.Values.workerDefaults) . -}}
+{{- $_ := set $pool "backend" (default (ternary "cuda" "cpu" (gt (int $pool.gpuCount) 0)) $pool.backend) -}}
+{{- if not (hasKey $byName $pool.model) -}}
+{{- fail (printf "pool %q has model %q, which is none of models[].name (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- $_ := set $pool "modelSpec" (get $byName $pool.model) -}}
+{{- $pools = append $pools $pool -}}
+{{- end -}}
+{{ toJson $pools }}
+{{- end -}}
+
+{{/* Addresses of a model's schedulers: a JSON list. A StatefulSet's pods keep their names. */}}
+{{- define "quire.schedulerAddresses" -}}
+{{- $set := printf "%s-scheduler-%s" (include "quire.fullname" .root) .model.name -}}
+{{- $addresses := list -}}
+{{- range until (int .model.scheduler.replicas) -}}
+{{- $host := printf "%s-%d.%s.%s.svc.%s" $set . $set $.root.Release.Namespace $.root.Values.clusterDomain -}}
+{{- $addresses = append $addresses (printf "%s:%d" $host (int $.root.Values.ports.scheduler)) -}}
+{{- end -}}
+{{ toJson $addresses }}
+{{- end -}}
+
+{{/* Times of leaving, all from drainSeconds. */}}
+{{- define "quire.preStopSeconds" -}}
+{{ max 1 (min 10 (div (int .) 6)) }}
+{{- end -}}
+
+{{- define "quire.graceSeconds" -}}
+{{ add (div (mul 3 (int .drainSeconds)) 2) 10 (default 0 .preStop) }}
+{{- end -}}
+
+{{/* PromQL: requests that wait, per ready worker of the pool's model. */}}
+{{- define "quire.waitingQuery" -}}
+{{- $labels := printf "namespace=%q, model_name=%q" .root.Release.Namespace .pool.modelSpec.servedName -}}
+sum(quire_num_requests_waiting{ {{- $labels -}} }) / clamp_min(sum(quire_workers{ {{- $labels -}} , state="ready"}), 1)
+{{- end -}}
+
+{{/* PromQL: rows that sequences hold on the pool's workers. */}}
+{{- define "quire.rowsQuery" -}}
+sum(quire_rows_used{namespace="{{ .root.Release.Namespace }}", worker_id=~"{{ include "quire.fullname" .root }}-worker-{{ .pool.name }}-[0-9]+"})
+{{- end -}}

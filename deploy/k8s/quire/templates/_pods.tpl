@@ -1,0 +1,240 @@
+{{/* Parts that the pods of gateways, schedulers and workers share. `spec` has the values of the component. */}}
+
+{{- define "quire.podMetadata" -}}
+labels:
+  {{- include "quire.labels" . | nindent 2 }}
+  {{- with .extraLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with .spec.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .spec.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Who the pod is and where it may run. Service links are off: QUIRE_* variables are our settings. */}}
+{{- define "quire.podPlacement" -}}
+serviceAccountName: {{ include "quire.serviceAccountName" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .spec.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.topologySpread }}
+{{- if .topologyKey }}
+topologySpreadConstraints:
+  - topologyKey: {{ .topologyKey }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    maxSkew: {{ .maxSkew }}
+    labelSelector:
+      matchLabels:
+        {{- include "quire.selectorLabels" $ | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Flags that every service has. */}}
+{{- define "quire.commonArgs" -}}
+- --log-format={{ .Values.log.format }}
+- --log-level={{ .Values.log.level }}
+- --health-listen=0.0.0.0:{{ .Values.ports.health }}
+- --metrics-listen=0.0.0.0:{{ .Values.ports.metrics }}
+- --metrics-compat={{ .Values.metrics.compat }}
+{{- end -}}
+
+{{- define "quire.containerPorts" -}}
+- name: grpc
+  containerPort: {{ .port }}
+- name: health
+  containerPort: {{ .root.Values.ports.health }}
+- name: metrics
+  containerPort: {{ .root.Values.ports.metrics }}
+{{- end -}}
+
+{{/* The kubelet asks the plaintext health port. `startup` is the service that ends the start, within `startupSeconds`. */}}
+{{- define "quire.probes" -}}
+startupProbe:
+  grpc:
+    port: {{ .root.Values.ports.health }}
+    service: {{ .startup }}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (div (int .startupSeconds) 5) }}
+livenessProbe:
+  grpc:
+    port: {{ .root.Values.ports.health }}
+    service: liveness
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  grpc:
+    port: {{ .root.Values.ports.health }}
+    service: readiness
+  periodSeconds: 5
+  timeoutSeconds: 2
+  failureThreshold: 1
+{{- end -}}
+
+{{/* QUIRE_REDIS of gateways and schedulers; nothing where there is no Redis. */}}
+{{- define "quire.redisEnv" -}}
+{{- $redis := .Values.redis -}}
+{{- if $redis.enabled }}
+{{- with $redis.auth.existingSecret }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $redis.auth.key }}
+{{- end }}
+- name: QUIRE_REDIS
+  value: redis://{{ if $redis.auth.existingSecret }}:$(REDIS_PASSWORD)@{{ end }}{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:6379/0
+{{- else if $redis.external.existingSecret }}
+- name: QUIRE_REDIS
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.external.existingSecret }}
+      key: {{ $redis.external.key }}
+{{- else if $redis.external.url }}
+- name: QUIRE_REDIS
+  value: {{ $redis.external.url }}
+{{- end }}
+{{- if include "quire.hasRedis" . }}
+- name: QUIRE_REDIS_NAMESPACE
+  value: {{ $redis.namespace }}
+{{- end }}
+{{- if $redis.external.caSecret }}
+- name: SSL_CERT_FILE
+  value: /etc/quire/redis-ca/{{ $redis.external.caKey }}
+{{- end }}
+{{- end -}}
+
+{{- define "quire.hasRedis" -}}
+{{- if or .Values.redis.enabled .Values.redis.external.url .Values.redis.external.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "quire.redisMounts" -}}
+- name: tmp
+  mountPath: /tmp
+{{- if .Values.redis.external.caSecret }}
+- name: redis-ca
+  mountPath: /etc/quire/redis-ca
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "quire.redisVolumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- with .Values.redis.external.caSecret }}
+- name: redis-ca
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* One pod at a time; a pod that is not ready never holds up a node drain. */}}
+{{- define "quire.podDisruptionBudget" }}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .fullname }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "quire.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "quire.selectorLabels" . | nindent 6 }}
+{{- end }}
+
+{{/* The headless Service of a StatefulSet. Not ready pods have names too: readiness is the scheduler's own business. */}}
+{{- define "quire.headlessService" }}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ .fullname }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "quire.labels" . | nindent 4 }}
+    quire/scrape: "true"
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    {{- include "quire.selectorLabels" . | nindent 4 }}
+  ports:
+    - name: grpc
+      port: {{ .port }}
+      targetPort: grpc
+      appProtocol: kubernetes.io/h2c
+    - name: metrics
+      port: {{ .root.Values.ports.metrics }}
+      targetPort: metrics
+{{- end }}
+
+{{/* Who of this release may come in at a port, and who may read /metrics. `from` is a list of components. */}}
+{{- define "quire.networkPolicy" }}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "quire.fullname" .root }}-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "quire.labels" . | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "quire.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress]
+  ingress:
+    - ports:
+        - port: {{ .port }}
+      {{- if .from }}
+      from:
+        {{- range .from }}
+        - podSelector:
+            matchLabels:
+              {{- include "quire.selectorLabels" (dict "root" $.root "component" .) | nindent 14 }}
+        {{- end }}
+      {{- else }}
+      {{- with .root.Values.networkPolicy.clients }}
+      from:
+        {{- toYaml . | nindent 8 }}
+        - podSelector:
+            matchLabels:
+              {{- include "quire.selectorLabels" (dict "root" $.root "component" "test") | nindent 14 }}
+      {{- end }}
+      {{- end }}
+    {{- if ne .component "redis" }}
+    - ports:
+        - port: metrics
+      {{- with .root.Values.networkPolicy.metricsClients }}
+      from:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    {{- end }}
+{{- end }}

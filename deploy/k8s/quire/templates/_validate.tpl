@@ -1,0 +1,149 @@
+{{/* Combinations that cannot work. Each sentence says what to set. */}}
+
+{{- define "quire.validate" -}}
+{{- include "quire.validateModels" . -}}
+{{- include "quire.validatePools" . -}}
+{{- include "quire.validateRedis" . -}}
+{{- include "quire.validateScaling" . -}}
+{{- include "quire.validatePorts" . -}}
+{{- end -}}
+
+{{- define "quire.validateModels" -}}
+{{- $names := dict -}}
+{{- $served := dict -}}
+{{- $used := dict -}}
+{{- range .Values.workers }}{{ $_ := set $used .model true }}{{ end -}}
+{{- range include "quire.models" . | fromJsonArray -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "models has two entries named %q: give each its own name" .name) -}}
+{{- end -}}
+{{- if hasKey $served .servedName -}}
+{{- fail (printf "models %q and %q are both served as %q: set another servedName for one of them" (get $served .servedName) .name .servedName) -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- $_ := set $served .servedName .name -}}
+{{- if not (hasKey $used .name) -}}
+{{- fail (printf "no pool in workers serves model %q: add a pool with model: %s, or remove the model" .name .name) -}}
+{{- end -}}
+{{- include "quire.validateStorage" . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateStorage" -}}
+{{- $storage := .storage -}}
+{{- $kinds := list -}}
+{{- range list "existingClaim" "hostPath" "emptyDirSize" "claimSize" }}{{ if get $storage . }}{{ $kinds = append $kinds . }}{{ end }}{{ end -}}
+{{- if gt (len $kinds) 1 -}}
+{{- fail (printf "model %q has storage.%s: set only one of them" .name (join " and storage." $kinds)) -}}
+{{- end -}}
+{{- if and .download.command (not $kinds) -}}
+{{- fail (printf "model %q has download.command but no place to download to: set storage.emptyDirSize, storage.claimSize, storage.existingClaim or storage.hostPath" .name) -}}
+{{- end -}}
+{{- if and $kinds (not (hasPrefix "/models/" (printf "%s/" .path))) -}}
+{{- fail (printf "model %q has a storage, which is mounted at /models, but path is %s: set path to the model's folder under /models" .name .path) -}}
+{{- end -}}
+{{- if and (not $kinds) (hasPrefix "/models/" (printf "%s/" .path)) -}}
+{{- fail (printf "model %q has path %s but no storage, so nothing is mounted there: set one of storage.existingClaim, storage.hostPath, storage.emptyDirSize, storage.claimSize" .name .path) -}}
+{{- end -}}
+{{- if and (or $storage.emptyDirSize $storage.claimSize) (not .download.command) -}}
+{{- fail (printf "model %q has an empty storage and nothing that fills it: set download.command, or use storage.existingClaim" .name) -}}
+{{- end -}}
+{{- if and $storage.storageClass (not $storage.claimSize) -}}
+{{- fail (printf "model %q has storage.storageClass without a claim: set storage.claimSize too" .name) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validatePools" -}}
+{{- $names := dict -}}
+{{- $blockSizes := dict -}}
+{{- range include "quire.pools" . | fromJsonArray -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- $other := get $blockSizes .model -}}
+{{- if and $other (ne (int $other) (int .blockSize)) -}}
+{{- fail (printf "pools of model %q have block sizes %d and %d: set the same blockSize in all of them" .model (int $other) (int .blockSize)) -}}
+{{- end -}}
+{{- $_ := set $blockSizes .model .blockSize -}}
+{{- if and (eq .backend "cpu") (int .gpuCount) -}}
+{{- fail (printf "pool %q has gpuCount %d and backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
+{{- end -}}
+{{- if and (eq .backend "cuda") (not (int .gpuCount)) -}}
+{{- fail (printf "pool %q has backend cuda and no GPU: set gpuCount to 1 or more" .name) -}}
+{{- end -}}
+{{- if and (eq .executor "sim") (int .gpuCount) -}}
+{{- fail (printf "pool %q has executor sim, which uses no GPU: set gpuCount to 0" .name) -}}
+{{- end -}}
+{{- $pool := . -}}
+{{- range $kind, $amounts := .resources -}}
+{{- if hasKey $amounts $pool.gpuResource -}}
+{{- fail (printf "pool %q has %s in resources.%s: set gpuCount instead" $pool.name $pool.gpuResource $kind) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateRedis" -}}
+{{- $external := .Values.redis.external -}}
+{{- if and .Values.redis.enabled (or $external.url $external.existingSecret) -}}
+{{- fail "redis.enabled is true and redis.external is set: set redis.enabled to false to use your own Redis" -}}
+{{- end -}}
+{{- if and $external.url $external.existingSecret -}}
+{{- fail "redis.external.url and redis.external.existingSecret are both set: set only one; the secret holds the whole URL" -}}
+{{- end -}}
+{{- if and .Values.redis.auth.existingSecret (not .Values.redis.enabled) -}}
+{{- fail "redis.auth is for the bundled Redis: put the password of your own Redis into redis.external.existingSecret as part of the URL" -}}
+{{- end -}}
+{{- if and $external.caSecret (not (or $external.url $external.existingSecret)) -}}
+{{- fail "redis.external.caSecret is set but no external Redis: set redis.external.url or redis.external.existingSecret" -}}
+{{- end -}}
+{{- if and $external.caSecret $external.url (not (hasPrefix "rediss://" $external.url)) -}}
+{{- fail "redis.external.caSecret is set, but redis.external.url does not begin with rediss://: only TLS needs an authority" -}}
+{{- end -}}
+{{- if regexMatch "^rediss?://[^/]*@" $external.url -}}
+{{- fail "redis.external.url holds a password: put the URL into a secret and set redis.external.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateScaling" -}}
+{{- $hpa := .Values.gateway.autoscaling -}}
+{{- if and $hpa.enabled (gt (int $hpa.minReplicas) (int $hpa.maxReplicas)) -}}
+{{- fail (printf "gateway.autoscaling.minReplicas is %d and maxReplicas %d: set maxReplicas to %d or more" (int $hpa.minReplicas) (int $hpa.maxReplicas) (int $hpa.minReplicas)) -}}
+{{- end -}}
+{{- if and $hpa.enabled (not (dig "requests" "cpu" "" .Values.gateway.resources)) -}}
+{{- fail "gateway.autoscaling is on, but its percentage is of a request that is not set: set gateway.resources.requests.cpu" -}}
+{{- end -}}
+{{- $isScaled := false -}}
+{{- range include "quire.pools" . | fromJsonArray -}}
+{{- if .autoscaling.enabled -}}
+{{- $isScaled = true -}}
+{{- if not $.Values.keda.enabled -}}
+{{- fail (printf "pool %q has autoscaling.enabled, but keda is off: set keda.enabled and keda.prometheusAddress" .name) -}}
+{{- end -}}
+{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
+{{- fail (printf "pool %q has autoscaling.minReplicas %d and maxReplicas %d: set maxReplicas to %d or more" .name (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) (int .autoscaling.minReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.keda.enabled (not .Values.keda.prometheusAddress) -}}
+{{- fail "keda.enabled is true, but KEDA does not know where to ask: set keda.prometheusAddress, e.g. http://prometheus-operated.monitoring:9090" -}}
+{{- end -}}
+{{- if and .Values.keda.enabled (not $isScaled) -}}
+{{- fail "keda.enabled is true, but no pool is scaled: set autoscaling.enabled in an entry of workers" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* gRPC ports may be equal: they are of different pods. */}}
+{{- define "quire.validatePorts" -}}
+{{- $ports := .Values.ports -}}
+{{- if eq (int $ports.health) (int $ports.metrics) -}}
+{{- fail (printf "ports.health and ports.metrics are both %d: set different ones" (int $ports.health)) -}}
+{{- end -}}
+{{- range list "gateway" "scheduler" "worker" -}}
+{{- $port := get $ports . | int -}}
+{{- if or (eq $port (int $ports.health)) (eq $port (int $ports.metrics)) -}}
+{{- fail (printf "ports.%s is %d, as is ports.%s: set different ones" . $port (ternary "health" "metrics" (eq $port (int $ports.health)))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

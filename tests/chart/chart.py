@@ -1,0 +1,87 @@
+"""The chart, rendered by Helm's own library, and what an API server would say to the result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+from helm_python.chart import Chart
+
+from tests.chart.custom_resources import SCHEMAS
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "k8s" / "quire"
+SCENARIOS = sorted(CHART.glob("ci/*-values.yaml"))
+VERSIONS = ("1.30", "1.32", "1.34", "1.36")
+RELEASE, NAMESPACE = "r", "team"
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+
+Values = dict[str, Any]
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What one rendering made."""
+
+    manifests: tuple[Manifest, ...]
+    notes: str
+
+    def all(self, kind: str) -> list[Manifest]:
+        return [manifest for manifest in self.manifests if manifest["kind"] == kind]
+
+    def get(self, kind: str, name: str) -> Manifest:
+        """The object with this name without the release's: `get("Deployment", "gateway")`."""
+        return next(m for m in self.all(kind) if m["metadata"]["name"] == f"{RELEASE}-quire-{name}")
+
+    def has(self, kind: str) -> bool:
+        return bool(self.all(kind))
+
+    def pods(self) -> Iterator[tuple[Manifest, Manifest]]:
+        """Every owner of pods with its pod's metadata and spec."""
+        for manifest in self.manifests:
+            if manifest["kind"] in ("Deployment", "StatefulSet"):
+                yield manifest, manifest["spec"]["template"]
+            elif manifest["kind"] == "Pod":
+                yield manifest, manifest
+
+
+@functools.cache
+def loaded_chart() -> Chart:
+    """Charts do not change after loading."""
+    return Chart.load(CHART)
+
+
+def render(values: Values | None = None, *, name: str = RELEASE) -> Objects:
+    """The objects of a release. Raises HelmError with Helm's own words."""
+    rendered = loaded_chart().render(values or {}, name=name, namespace=NAMESPACE)
+    notes = next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
+    texts = [text for path, text in rendered.items() if not path.endswith(".txt")]
+    return Objects(tuple(m for text in texts for m in yaml.load_all(text, Loader) if m), notes)
+
+
+def read_values(path: Path) -> Values:
+    return dict(yaml.safe_load(path.read_text()))
+
+
+def validate(manifest: Manifest, version: str) -> None:
+    """As an API server of this version would, unknown fields refused. Raises ValidationError."""
+    custom = SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
+    if custom is not None:
+        jsonschema.validate(manifest, custom)
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def dig(document: Any, path: str) -> Any:
+    """`spec.containers.0.args` of a document; KeyError or IndexError where there is nothing."""
+    for part in path.split("."):
+        document = document[int(part)] if isinstance(document, list) else document[part.replace("~", ".")]
+    return document

@@ -1,0 +1,109 @@
+"""A wrong combination of values stops the rendering with a sentence that says what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helm_python.errors import HelmError
+
+from tests.chart.chart import Values, render
+
+
+def models(*entries: dict[str, Any]) -> Values:
+    return {"models": list(entries), "workers": [{"name": f"p{i}", "model": e["name"]} for i, e in enumerate(entries)]}
+
+
+def pools(*entries: dict[str, Any]) -> Values:
+    return {"workers": [{"name": "cpu", "model": "demo"} | entry for entry in entries]}
+
+
+def stored(**storage: str) -> Values:
+    return {"models": [{"name": "demo", "path": "/models/m", "storage": storage}]}
+
+
+GET = {"command": ["get"]}
+KEDA = {"enabled": True, "prometheusAddress": "http://p:9090"}
+
+COMBINATIONS = [
+    (models({"name": "a"}, {"name": "a"}), 'two entries named "a"'),
+    (models({"name": "a", "servedName": "x"}, {"name": "b", "servedName": "x"}), "set another servedName"),
+    ({"models": [{"name": "demo"}, {"name": "b"}]}, "add a pool with model: b"),
+    (stored(existingClaim="c", hostPath="/d"), "storage.existingClaim and storage.hostPath: set only one"),
+    ({"models": [{"name": "demo", "download": GET}]}, "no place to download to: set storage.emptyDirSize"),
+    (
+        {"models": [{"name": "demo", "path": "/elsewhere", "storage": {"existingClaim": "c"}}]},
+        "set path to the model's folder under /models",
+    ),
+    ({"models": [{"name": "demo", "path": "/models/m"}]}, "has path /models/m but no storage"),
+    (stored(emptyDirSize="1Gi"), "nothing that fills it: set download.command"),
+    (stored(claimSize="1Gi"), "nothing that fills it: set download.command"),
+    (stored(existingClaim="c", storageClass="fast"), "set storage.claimSize too"),
+    (pools({}, {}), 'two pools named "cpu"'),
+    (pools({"model": "nope"}, {"name": "b"}), 'model "nope", which is none of models[].name (demo)'),
+    (pools({"blockSize": 16}, {"name": "b", "blockSize": 32}), "set the same blockSize in all of them"),
+    (pools({"gpuCount": 1, "backend": "cpu"}), "set gpuCount to 0, or leave backend empty"),
+    (pools({"backend": "cuda"}), "set gpuCount to 1 or more"),
+    (pools({"gpuCount": 1, "executor": "sim"}), "executor sim, which uses no GPU"),
+    (pools({"resources": {"limits": {"nvidia.com/gpu": 1}}}), "set gpuCount instead"),
+    ({"redis": {"external": {"url": "redis://h:1"}}}, "set redis.enabled to false to use your own Redis"),
+    ({"redis": {"enabled": False, "external": {"url": "redis://h:1", "existingSecret": "s"}}}, "set only one"),
+    ({"redis": {"enabled": False, "auth": {"existingSecret": "s"}}}, "redis.auth is for the bundled Redis"),
+    (
+        {"redis": {"enabled": False, "external": {"caSecret": "s"}}},
+        "set redis.external.url or redis.external.existingSecret",
+    ),
+    (
+        {"redis": {"enabled": False, "external": {"caSecret": "s", "url": "redis://h:1"}}},
+        "does not begin with rediss://",
+    ),
+    (
+        {"redis": {"enabled": False, "external": {"url": "redis://:pw@h:1"}}},
+        "holds a password: put the URL into a secret",
+    ),
+    ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "set maxReplicas to 9 or more"),
+    (
+        {"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": ""}}}},
+        "set gateway.resources.requests.cpu",
+    ),
+    (pools({"autoscaling": {"enabled": True}}), "set keda.enabled and keda.prometheusAddress"),
+    ({"keda": KEDA} | pools({"autoscaling": {"enabled": True, "minReplicas": 9}}), "set maxReplicas to 9 or more"),
+    ({"keda": {"enabled": True}} | pools({"autoscaling": {"enabled": True}}), "set keda.prometheusAddress"),
+    ({"keda": KEDA}, "no pool is scaled: set autoscaling.enabled"),
+    ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
+    ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),
+    ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, as is ports.health"),
+]
+
+BAD_VALUES = [
+    ({"gatway": {}}, "additional properties 'gatway' not allowed"),
+    ({"gateway": {"replicas": "2"}}, "got string, want integer"),
+    ({"gateway": {"replicas": -1}}, "minimum: got -1, want 0"),
+    ({"gateway": {"drainSeconds": 0}}, "minimum: got 0, want 1"),
+    ({"gateway": {"service": {"type": "Public"}}}, "/gateway/service/type"),
+    ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+    ({"ports": {"metrics": 70000}}, "maximum: got 70,000, want 65,535"),
+    ({"models": []}, "minItems: got 0, want 1"),
+    ({"models": [{"path": "/m"}]}, "missing property 'name'"),
+    ({"models": [{"name": "Qwen3"}]}, "does not match pattern"),
+    ({"workers": []}, "minItems: got 0, want 1"),
+    ({"workers": [{"name": "a"}]}, "missing property 'model'"),
+    ({"workers": [{"name": "a", "model": "demo", "gpus": 1}]}, "additional properties 'gpus' not allowed"),
+    ({"workers": [{"name": "a", "model": "demo", "blockSize": 24}]}, "/workers/0/blockSize"),
+    ({"workers": [{"name": "a", "model": "demo", "kvCacheMemory": "8Gi"}]}, "/workers/0/kvCacheMemory"),
+    ({"workers": [{"name": "a", "model": "demo", "dtype": "int4"}]}, "/workers/0/dtype"),
+    ({"redis": {"maxMemory": "1 gigabyte"}}, "/redis/maxMemory"),
+    ({"redis": {"external": {"url": "http://h"}}}, "/redis/external/url"),
+    ({"metrics": {"compat": "sglang"}}, "/metrics/compat"),
+    ({"keda": {"prometheusAddress": "prometheus:9090"}}, "/keda/prometheusAddress"),
+    ({"scheduler": {"resources": {"request": {}}}}, "additional properties 'request' not allowed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [*COMBINATIONS, *BAD_VALUES], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_it_is_refused_with_advice(values: Values, words: str) -> None:
+    with pytest.raises(HelmError) as refused:
+        render(values)
+    assert words in str(refused.value)

@@ -1,0 +1,170 @@
+"""Every scenario of ci/ renders to objects that four versions of Kubernetes accept and that fit each other."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from helm_python import chart as helm
+
+from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, read_values, render, validate
+
+every_scenario = pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem.removesuffix("-values"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@every_scenario
+def test_kubernetes_accepts_every_object(path: Path, version: str) -> None:
+    for manifest in render(read_values(path)).manifests:
+        validate(manifest, version)
+
+
+def test_the_validator_refuses_what_kubernetes_would() -> None:
+    gateway = render().get("Deployment", "gateway")
+    gateway["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="redinessProbe"):
+        validate(gateway, VERSIONS[0])
+    scaled = render(read_values(CHART / "ci" / "gpu-values.yaml")).all("ScaledObject")[0]
+    scaled["spec"]["minReplicas"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="minReplicas"):
+        validate(scaled, VERSIONS[0])
+
+
+@every_scenario
+def test_helm_lints_it(path: Path) -> None:
+    report = helm.lint(CHART, read_values(path), strict=True, kube_version="v1.30.0")
+    assert report["errors"] == []
+    assert all(message["severity"] <= 1 for message in report["messages"]), report
+
+
+@every_scenario
+def test_names_are_unique_and_in_the_namespace(path: Path) -> None:
+    objects = render(read_values(path))
+    counts = Counter((m["kind"], m["metadata"]["name"]) for m in objects.manifests)
+    assert max(counts.values()) == 1
+    assert {m["metadata"]["namespace"] for m in objects.manifests} == {NAMESPACE}
+    # A StatefulSet's name and a hash become a label, which has 63 characters.
+    assert all(len(m["metadata"]["name"]) <= 52 for m in objects.all("StatefulSet"))
+
+
+@every_scenario
+def test_every_selector_finds_its_pods_and_no_others(path: Path) -> None:
+    objects = render(read_values(path))
+    pods = {owner["metadata"]["name"]: pod["metadata"]["labels"] for owner, pod in objects.pods()}
+    for owner, pod in objects.pods():
+        if owner["kind"] != "Pod":
+            selector = owner["spec"]["selector"]["matchLabels"]
+            assert [name for name in pods if selects(selector, pods[name])] == [owner["metadata"]["name"]]
+            assert pod["metadata"]["labels"].items() >= selector.items()
+    for kind, field in (("Service", "selector"), ("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        for manifest in objects.all(kind):
+            selector = manifest["spec"][field]
+            assert any(selects(selector.get("matchLabels", selector), labels) for labels in pods.values()), manifest
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return labels.items() >= selector.items()
+
+
+@every_scenario
+def test_ports_have_names_that_services_and_policies_use(path: Path) -> None:
+    objects = render(read_values(path))
+    names = {
+        owner["metadata"]["name"]: {port["name"] for c in pod["spec"]["containers"] for port in c.get("ports", [])}
+        for owner, pod in objects.pods()
+    }
+    for service in objects.all("Service"):
+        owner = service["metadata"]["name"].removesuffix("-headless")
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names[owner]
+
+
+@every_scenario
+def test_schedulers_are_addressed_by_the_names_of_their_pods(path: Path) -> None:
+    objects = render(read_values(path))
+    real = {
+        f"{s['metadata']['name']}-{i}.{s['spec']['serviceName']}.{NAMESPACE}.svc.cluster.local:50052"
+        for s in objects.all("StatefulSet")
+        if s["metadata"]["labels"]["app.kubernetes.io/component"] == "scheduler"
+        for i in range(s["spec"]["replicas"])
+    }
+    gateway = objects.get("Deployment", "gateway")
+    assert set(schedulers_of(gateway)) == real
+    for worker in objects.all("StatefulSet"):
+        if worker["metadata"]["labels"]["app.kubernetes.io/component"] == "worker":
+            model = worker["metadata"]["labels"]["quire/model"]
+            assert set(schedulers_of(worker)) == {a for a in real if f"-scheduler-{model}-" in a}
+
+
+def schedulers_of(owner: dict[str, Any]) -> list[str]:
+    args = owner["spec"]["template"]["spec"]["containers"][0]["args"]
+    return [arg.removeprefix("--scheduler=") for arg in args if arg.startswith("--scheduler=")]
+
+
+@every_scenario
+def test_every_pod_is_hardened(path: Path) -> None:
+    for _, pod in render(read_values(path)).pods():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False  # QUIRE_GATEWAY_PORT would be taken for a setting
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert not container["image"].endswith(":latest")
+            assert ":" in container["image"]
+
+
+@every_scenario
+def test_leaving_fits_into_the_grace_period(path: Path) -> None:
+    for owner, pod in render(read_values(path)).pods():
+        if owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker"):
+            container = pod["spec"]["containers"][0]
+            drain = next(float(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout-s="))
+            pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            # After the drain a service closes what is open within five seconds.
+            assert pause + drain + 5 < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+@every_scenario
+def test_mounts_have_volumes(path: Path) -> None:
+    for owner, pod in render(read_values(path)).pods():
+        claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", [])}
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | claims
+        containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
+        assert {m["name"] for c in containers for m in c.get("volumeMounts", [])} <= volumes
+
+
+def test_notes_tell_how_to_reach_it() -> None:
+    notes = render(read_values(CHART / "ci" / "multi-model-values.yaml")).notes
+    assert "meta-llama/Llama-3.1-8B-Instruct, demo" in notes
+    assert "port-forward service/r-quire-gateway 50051:50051" in notes
+    assert "Set networkPolicy.enabled" in notes
+    assert "networkPolicy" not in render({"networkPolicy": {"enabled": True}}).notes
+
+
+def test_it_packs(tmp_path: Path) -> None:
+    archive = helm.package(CHART, destination=tmp_path)
+    with helm.Chart.load(archive) as packed:
+        names = {file["name"] for file in packed.files}
+        assert packed.render(name="r", namespace="n")
+    assert "README.md" in names
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    done = subprocess.run(
+        ["python", "deploy/k8s/generate.py", "--check"], cwd=CHART.parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + "run python deploy/k8s/generate.py"
+
+
+def test_two_releases_share_a_namespace() -> None:
+    names = [{(m["kind"], m["metadata"]["name"]) for m in render(name=name).manifests} for name in ("a", "b")]
+    assert not names[0] & names[1]

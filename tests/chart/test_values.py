@@ -1,0 +1,498 @@
+"""Every value does what its comment says: one case each, and a list of cases that misses none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from deploy.k8s import generate
+from tests.chart.chart import CHART, NAMESPACE, Manifest, Values, dig, render
+
+GATEWAY, SCHEDULER, WORKER, REDIS = (
+    "Deployment gateway",
+    "StatefulSet scheduler-demo",
+    "StatefulSet worker-cpu",
+    "Deployment redis",
+)
+SPREAD = {"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 2}
+RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+TOLERATION = {"key": "gpu", "operator": "Exists"}
+AFFINITY = {"nodeAffinity": {}}
+ENV = {"name": "A", "value": "b"}
+EXTERNAL = {"enabled": False}
+CLAIM = {"modelDefaults": {"path": "/models/m", "storage": {"existingClaim": "c"}}}
+EMPTY = {"modelDefaults": {"path": "/models/m", "storage": {"emptyDirSize": "1Gi"}, "download": {"command": ["get"]}}}
+PER_POD = {"modelDefaults": {"path": "/models/m", "storage": {"claimSize": "1Gi"}, "download": {"command": ["get"]}}}
+SCALED = {
+    "keda": {"enabled": True, "prometheusAddress": "http://p:9090"},
+    "workerDefaults": {"autoscaling": {"enabled": True}},
+}
+POLICY = {"networkPolicy": {"enabled": True}}
+MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
+DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
+TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """With `value` set, `path` of the object is `expected`. A path may begin with a short cut (see `look`)."""
+
+    name: str
+    value: Any
+    where: str
+    path: str
+    expected: Any
+    others: Values = field(default_factory=dict)
+
+
+COMMON = [
+    Case("nameOverride", "q", "Deployment r-q-gateway", "metadata.labels.app~kubernetes~io/name", "q"),
+    Case("fullnameOverride", "full", "Deployment full-gateway", "metadata.name", "full-gateway"),
+    Case(
+        "clusterDomain",
+        "corp",
+        GATEWAY,
+        "arg --scheduler",
+        f"r-quire-scheduler-demo-0.r-quire-scheduler-demo.{NAMESPACE}.svc.corp:50052",
+    ),
+    Case("commonLabels", {"team": "x"}, "Service gateway", "metadata.labels.team", "x"),
+    Case("image.registry", "reg/q", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
+    Case("image.tag", "v9", WORKER, "container.image", "quire-worker:v9-cpu"),
+    Case("image.pullPolicy", "Always", SCHEDULER, "container.imagePullPolicy", "Always"),
+    Case("image.pullSecrets", [{"name": "login"}], WORKER, "pod.imagePullSecrets", [{"name": "login"}]),
+    Case("log.format", "text", GATEWAY, "arg --log-format", "text"),
+    Case("log.level", "debug", SCHEDULER, "arg --log-level", "debug"),
+    Case("ports.gateway", 7001, GATEWAY, "arg --listen", "0.0.0.0:7001"),
+    Case("ports.gateway", 7001, "Service gateway", "spec.ports.0.port", 7001),
+    Case("ports.scheduler", 7002, SCHEDULER, "arg --listen", "0.0.0.0:7002"),
+    Case("ports.worker", 7003, WORKER, "arg --advertise", "$(POD_IP):7003"),
+    Case("ports.health", 7004, WORKER, "arg --health-listen", "0.0.0.0:7004"),
+    Case("ports.health", 7004, GATEWAY, "container.readinessProbe.grpc", {"port": 7004, "service": "readiness"}),
+    Case("ports.metrics", 7005, SCHEDULER, "arg --metrics-listen", "0.0.0.0:7005"),
+    Case("ports.metrics", 7005, "Service worker-cpu", "spec.ports.1.port", 7005),
+    Case("serviceAccount.create", False, GATEWAY, "pod.serviceAccountName", "default"),
+    Case("serviceAccount.name", "sa", "ServiceAccount =sa", "metadata.name", "sa"),
+    Case("serviceAccount.annotations", {"role": "r"}, "ServiceAccount =r-quire", "metadata.annotations", {"role": "r"}),
+    Case("podSecurityContext", {"runAsUser": 7}, WORKER, "pod.securityContext.runAsUser", 7),
+    Case("containerSecurityContext", {"runAsUser": 8}, WORKER, "container.securityContext.runAsUser", 8),
+    Case(
+        "networkPolicy.enabled",
+        True,
+        "NetworkPolicy worker",
+        "spec.ingress.0.from.0.podSelector.matchLabels.app~kubernetes~io/component",
+        "scheduler",
+    ),
+    Case("networkPolicy.clients", [TEAM], "NetworkPolicy gateway", "spec.ingress.0.from.0", TEAM, POLICY),
+    Case("networkPolicy.metricsClients", [TEAM], "NetworkPolicy worker", "spec.ingress.1.from.0", TEAM, POLICY),
+    Case("metrics.compat", "vllm", SCHEDULER, "arg --metrics-compat", "vllm"),
+    Case("metrics.serviceMonitor.enabled", True, "ServiceMonitor =r-quire", "spec.endpoints.0.port", "metrics"),
+    Case(
+        "metrics.serviceMonitor.intervalSeconds",
+        7,
+        "ServiceMonitor =r-quire",
+        "spec.endpoints.0.interval",
+        "7s",
+        MONITOR,
+    ),
+    Case("metrics.serviceMonitor.labels", {"p": "q"}, "ServiceMonitor =r-quire", "metadata.labels.p", "q", MONITOR),
+    Case("metrics.dashboard.enabled", True, "ConfigMap dashboard", "metadata.labels.grafana_dashboard", "1"),
+    Case("metrics.dashboard.labels", {"g": "1"}, "ConfigMap dashboard", "metadata.labels.g", "1", DASHBOARD),
+    Case("test.timeoutSeconds", 9, "Pod test", "spec.containers.0.args.7", "--timeout-s=9"),
+]
+
+GATEWAYS = [
+    Case("gateway.replicas", 5, GATEWAY, "spec.replicas", 5),
+    Case("gateway.replicas", 0, GATEWAY, "spec.replicas", 0),
+    Case("gateway.drainSeconds", 60, GATEWAY, "arg --drain-timeout-s", "60"),
+    Case("gateway.drainSeconds", 60, GATEWAY, "container.lifecycle.preStop.sleep.seconds", 10),
+    Case("gateway.drainSeconds", 3, GATEWAY, "container.lifecycle.preStop.sleep.seconds", 1),
+    Case("gateway.drainSeconds", 60, GATEWAY, "pod.terminationGracePeriodSeconds", 110),
+    Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
+    Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
+    Case("gateway.service.annotations", {"a": "b"}, "Service gateway", "metadata.annotations", {"a": "b"}),
+    Case(
+        "gateway.autoscaling.enabled",
+        True,
+        "HorizontalPodAutoscaler gateway",
+        "spec.scaleTargetRef.name",
+        "r-quire-gateway",
+    ),
+    Case("gateway.autoscaling.enabled", True, GATEWAY, "spec.replicas", None),
+    Case(
+        "gateway.autoscaling.minReplicas",
+        3,
+        "HorizontalPodAutoscaler gateway",
+        "spec.minReplicas",
+        3,
+        {"gateway": {"autoscaling": {"enabled": True}}},
+    ),
+    Case(
+        "gateway.autoscaling.maxReplicas",
+        9,
+        "HorizontalPodAutoscaler gateway",
+        "spec.maxReplicas",
+        9,
+        {"gateway": {"autoscaling": {"enabled": True}}},
+    ),
+    Case(
+        "gateway.autoscaling.targetCPUPercent",
+        55,
+        "HorizontalPodAutoscaler gateway",
+        "spec.metrics.0.resource.target.averageUtilization",
+        55,
+        {"gateway": {"autoscaling": {"enabled": True}}},
+    ),
+    Case("gateway.podDisruptionBudget", False, "PodDisruptionBudget gateway", "", None),
+    Case("gateway.extraArgs", ["--max-request-bytes=1G"], GATEWAY, "arg --max-request-bytes", "1G"),
+]
+
+SCHEDULERS = [
+    Case("scheduler.replicas", 3, SCHEDULER, "spec.replicas", 3),
+    Case("scheduler.replicas", 3, WORKER, "count --scheduler", 3),
+    Case("scheduler.drainSeconds", 11, SCHEDULER, "arg --drain-timeout-s", "11"),
+    Case("scheduler.drainSeconds", 11, SCHEDULER, "pod.terminationGracePeriodSeconds", 26),
+    Case("scheduler.maxWaiting", 1_048_576, SCHEDULER, "arg --max-waiting", "1048576"),
+    Case("scheduler.podDisruptionBudget", False, "PodDisruptionBudget scheduler-demo", "", None),
+    Case("scheduler.extraArgs", ["--aging-s=1"], SCHEDULER, "arg --aging-s", "1"),
+]
+
+# What gateways, schedulers and pools have in common.
+PLACEMENT = [
+    ("resources", RESOURCES, "container.resources", RESOURCES),
+    ("nodeSelector", {"n": "1"}, "pod.nodeSelector", {"n": "1"}),
+    ("tolerations", [TOLERATION], "pod.tolerations", [TOLERATION]),
+    ("affinity", AFFINITY, "pod.affinity", AFFINITY),
+    ("topologySpread", SPREAD, "pod.topologySpreadConstraints.0.topologyKey", "zone"),
+    ("topologySpread", {"topologyKey": ""}, "pod.topologySpreadConstraints", None),
+    ("priorityClassName", "high", "pod.priorityClassName", "high"),
+    ("podAnnotations", {"a": "b"}, "spec.template.metadata.annotations", {"a": "b"}),
+    ("podLabels", {"l": "m"}, "spec.template.metadata.labels.l", "m"),
+    ("extraEnv", [ENV], "env A", "b"),
+]
+PLACED = [
+    Case(f"{section}.{name}", value, where, path, expected)
+    for section, where in (("gateway", GATEWAY), ("scheduler", SCHEDULER), ("workerDefaults", WORKER))
+    for name, value, path, expected in PLACEMENT
+]
+
+MODELS = [
+    Case("modelDefaults.name", "other", "StatefulSet scheduler-demo", "metadata.name", "r-quire-scheduler-demo"),
+    Case("modelDefaults.servedName", "Org/Model", WORKER, "arg --model-name", "Org/Model"),
+    Case("modelDefaults.servedName", "Org/Model", "Pod test", "spec.containers.0.args.1", "--model=Org/Model"),
+    Case("modelDefaults.path", "/baked/in", WORKER, "arg --model", "/baked/in"),
+    Case(
+        "modelDefaults.storage.existingClaim",
+        "c",
+        WORKER,
+        "volume models",
+        {"persistentVolumeClaim": {"claimName": "c"}},
+        {"modelDefaults": {"path": "/models/m"}},
+    ),
+    Case(
+        "modelDefaults.storage.hostPath",
+        "/data",
+        WORKER,
+        "volume models",
+        {"hostPath": {"path": "/data", "type": "Directory"}},
+        {"modelDefaults": {"path": "/models/m"}},
+    ),
+    Case(
+        "modelDefaults.storage.emptyDirSize", "9Gi", WORKER, "volume models", {"emptyDir": {"sizeLimit": "9Gi"}}, EMPTY
+    ),
+    Case(
+        "modelDefaults.storage.claimSize",
+        "9Gi",
+        WORKER,
+        "spec.volumeClaimTemplates.0.spec.resources.requests.storage",
+        "9Gi",
+        PER_POD,
+    ),
+    Case(
+        "modelDefaults.storage.storageClass",
+        "fast",
+        WORKER,
+        "spec.volumeClaimTemplates.0.spec.storageClassName",
+        "fast",
+        PER_POD,
+    ),
+    Case("modelDefaults.download.image", "hub:1", WORKER, "pod.initContainers.0.image", "hub:1", EMPTY),
+    Case(
+        "modelDefaults.download.command",
+        ["fetch", "it"],
+        WORKER,
+        "pod.initContainers.0.command",
+        ["fetch", "it"],
+        CLAIM,
+    ),
+    Case(
+        "modelDefaults.download.existingSecret",
+        "hf",
+        WORKER,
+        "pod.initContainers.0.envFrom",
+        [{"secretRef": {"name": "hf"}}],
+        EMPTY,
+    ),
+    Case("modelDefaults.download.env", [ENV], WORKER, "pod.initContainers.0.env.1", ENV, EMPTY),
+    Case("modelDefaults.scheduler", {"maxWaiting": 7}, SCHEDULER, "arg --max-waiting", "7"),
+]
+
+POOLS = [
+    Case("workerDefaults.replicas", 4, WORKER, "spec.replicas", 4),
+    Case("workerDefaults.replicas", 0, WORKER, "spec.replicas", 0),
+    Case("workerDefaults.image", "mine:1", WORKER, "container.image", "mine:1"),
+    Case("workerDefaults.backend", "reference", WORKER, "arg --backend", "reference"),
+    Case("workerDefaults.executor", "sim", WORKER, "arg --executor", "sim"),
+    Case("workerDefaults.dtype", "bfloat16", WORKER, "arg --dtype", "bfloat16"),
+    Case("workerDefaults.determinism", "best_effort", WORKER, "arg --determinism", "best_effort"),
+    Case("workerDefaults.blockSize", 32, WORKER, "arg --block-size", "32"),
+    Case("workerDefaults.numBlocks", 4_000_000, WORKER, "arg --num-blocks", "4000000"),
+    Case("workerDefaults.numBlocks", 0, WORKER, "arg --num-blocks", None),
+    Case("workerDefaults.kvCacheMemory", "8G", WORKER, "arg --kv-cache-memory", "8G"),
+    Case("workerDefaults.kvCacheMemory", "", WORKER, "arg --kv-cache-memory", None),
+    Case("workerDefaults.maxModelLen", 4096, WORKER, "arg --max-model-len", "4096"),
+    Case("workerDefaults.maxNumSeqs", 256, WORKER, "arg --max-num-seqs", "256"),
+    Case("workerDefaults.maxNumBatchedTokens", 8192, WORKER, "arg --max-num-batched-tokens", "8192"),
+    Case("workerDefaults.threads", 6, WORKER, "env QUIRE_THREADS", "6"),
+    Case(
+        "workerDefaults.threads",
+        0,
+        WORKER,
+        "env QUIRE_THREADS",
+        {"resourceFieldRef": {"containerName": "worker", "resource": "requests.cpu"}},
+    ),
+    Case(
+        "workerDefaults.resources",
+        {"limits": {"cpu": "4"}},
+        WORKER,
+        "env QUIRE_THREADS",
+        {"resourceFieldRef": {"containerName": "worker", "resource": "limits.cpu"}},
+    ),
+    Case("workerDefaults.gpuCount", 2, WORKER, "container.resources.limits.nvidia~com/gpu", 2),
+    Case("workerDefaults.gpuCount", 2, WORKER, "container.resources.requests.nvidia~com/gpu", 2),
+    Case("workerDefaults.gpuCount", 1, WORKER, "container.image", "quire-worker:0.1.0-cuda"),
+    Case("workerDefaults.gpuCount", 1, WORKER, "arg --backend", "cuda"),
+    Case(
+        "workerDefaults.gpuResource",
+        "amd~com/gpu".replace("~", "."),
+        WORKER,
+        "container.resources.limits.amd~com/gpu",
+        1,
+        {"workerDefaults": {"gpuCount": 1}},
+    ),
+    Case("workerDefaults.runtimeClassName", "nvidia", WORKER, "pod.runtimeClassName", "nvidia"),
+    Case("workerDefaults.shmSize", "2Gi", WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}),
+    Case("workerDefaults.startupSeconds", 1800, WORKER, "container.startupProbe.failureThreshold", 360),
+    Case("workerDefaults.startupSeconds", 600, WORKER, "container.startupProbe.failureThreshold", 120),
+    Case("workerDefaults.drainSeconds", 20, WORKER, "arg --drain-timeout-s", "20"),
+    Case("workerDefaults.drainSeconds", 20, WORKER, "pod.terminationGracePeriodSeconds", 40),
+    Case("workerDefaults.autoscaling.enabled", True, WORKER, "spec.replicas", None, SCALED),
+    Case("workerDefaults.autoscaling.minReplicas", 2, "ScaledObject worker-cpu", "spec.minReplicaCount", 2, SCALED),
+    Case("workerDefaults.autoscaling.maxReplicas", 7, "ScaledObject worker-cpu", "spec.maxReplicaCount", 7, SCALED),
+    Case("workerDefaults.podDisruptionBudget", False, "PodDisruptionBudget worker-cpu", "", None),
+    Case("workerDefaults.extraArgs", ["--sim-step-ms=20"], WORKER, "arg --sim-step-ms", "20"),
+]
+ENTRY_ONLY = [
+    Case("workerDefaults.name", "big", "StatefulSet worker-big", "spec.serviceName", "r-quire-worker-big"),
+    Case("workerDefaults.model", "demo", WORKER, "metadata.labels.quire/model", "demo"),
+    Case("models", [{"name": "demo", "servedName": "d"}], WORKER, "arg --model-name", "d"),
+    Case("workers", [{"name": "p", "model": "demo"}], "StatefulSet worker-p", "spec.replicas", 1),
+]
+
+KEDA = [
+    Case("keda.enabled", True, "ScaledObject worker-cpu", "spec.scaleTargetRef.kind", "StatefulSet", SCALED),
+    Case(
+        "keda.prometheusAddress",
+        "http://x:1",
+        "ScaledObject worker-cpu",
+        "spec.triggers.0.metadata.serverAddress",
+        "http://x:1",
+        SCALED,
+    ),
+    Case("keda.waitingPerWorker", 3, "ScaledObject worker-cpu", "spec.triggers.0.metadata.threshold", "3", SCALED),
+    Case("keda.busyRowsPercent", 50, "ScaledObject worker-cpu", "spec.triggers.1.metadata.threshold", "32", SCALED),
+    Case("keda.pollingSeconds", 9, "ScaledObject worker-cpu", "spec.pollingInterval", 9, SCALED),
+    Case(
+        "keda.scaleDownSeconds",
+        99,
+        "ScaledObject worker-cpu",
+        "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown.stabilizationWindowSeconds",
+        99,
+        SCALED,
+    ),
+]
+
+REDISES = [
+    Case(
+        "redis.enabled", True, GATEWAY, "env QUIRE_REDIS", f"redis://r-quire-redis.{NAMESPACE}.svc.cluster.local:6379/0"
+    ),
+    Case("redis.enabled", False, GATEWAY, "env QUIRE_REDIS", None),
+    Case("redis.image", "redis:6.2", REDIS, "container.image", "redis:6.2"),
+    Case("redis.maxMemory", "1gb", REDIS, "container.args.9", "1gb"),
+    Case("redis.auth.existingSecret", "s", REDIS, "container.args.14", "--requirepass"),
+    Case(
+        "redis.auth.existingSecret",
+        "s",
+        SCHEDULER,
+        "env QUIRE_REDIS",
+        f"redis://:$(REDIS_PASSWORD)@r-quire-redis.{NAMESPACE}.svc.cluster.local:6379/0",
+    ),
+    Case(
+        "redis.auth.key",
+        "k",
+        REDIS,
+        "env REDIS_PASSWORD",
+        {"secretKeyRef": {"name": "s", "key": "k"}},
+        {"redis": {"auth": {"existingSecret": "s"}}},
+    ),
+    Case("redis.external.url", "redis://h:1/0", GATEWAY, "env QUIRE_REDIS", "redis://h:1/0", {"redis": EXTERNAL}),
+    Case(
+        "redis.external.existingSecret",
+        "s",
+        SCHEDULER,
+        "env QUIRE_REDIS",
+        {"secretKeyRef": {"name": "s", "key": "url"}},
+        {"redis": EXTERNAL},
+    ),
+    Case(
+        "redis.external.key",
+        "k",
+        GATEWAY,
+        "env QUIRE_REDIS",
+        {"secretKeyRef": {"name": "s", "key": "k"}},
+        {"redis": EXTERNAL | {"external": {"existingSecret": "s"}}},
+    ),
+    Case(
+        "redis.external.caSecret",
+        "ca",
+        GATEWAY,
+        "volume redis-ca",
+        {"secret": {"secretName": "ca"}},
+        {"redis": EXTERNAL | {"external": {"existingSecret": "s"}}},
+    ),
+    Case(
+        "redis.external.caKey",
+        "tls.crt",
+        SCHEDULER,
+        "env SSL_CERT_FILE",
+        "/etc/quire/redis-ca/tls.crt",
+        {"redis": EXTERNAL | {"external": {"existingSecret": "s", "caSecret": "ca"}}},
+    ),
+    Case("redis.namespace", "team", GATEWAY, "env QUIRE_REDIS_NAMESPACE", "team"),
+    Case("redis.resources", RESOURCES, REDIS, "container.resources", RESOURCES),
+    Case("redis.nodeSelector", {"n": "1"}, REDIS, "pod.nodeSelector", {"n": "1"}),
+    Case("redis.tolerations", [TOLERATION], REDIS, "pod.tolerations", [TOLERATION]),
+]
+
+# Defaults and entries of the lists are two ways to say the same.
+AS_ENTRY = [case for case in (*POOLS, *PLACED) if case.name.startswith("workerDefaults.")]
+CASES = [*COMMON, *GATEWAYS, *SCHEDULERS, *PLACED, *MODELS, *POOLS, *ENTRY_ONLY, *KEDA, *REDISES]
+NOT_BY_DEFAULT = ("workerDefaults.name", "workerDefaults.model")
+
+
+def nested(path: str, value: Any) -> Values:
+    """{"a": {"b": value}} of a.b."""
+    return reduce(lambda inner, key: {key: inner}, reversed(path.split(".")), value)
+
+
+def merged(first: Values, second: Values) -> Values:
+    both = {
+        key: merged(first[key], second[key]) for key in first.keys() & second.keys() if isinstance(second[key], dict)
+    }
+    return first | second | both
+
+
+def values_of(case: Case) -> Values:
+    if case.name in NOT_BY_DEFAULT:
+        return {"workers": [{"name": "cpu", "model": "demo"} | nested(case.name.partition(".")[2], case.value)]}
+    return merged(case.others, nested(case.name, case.value))
+
+
+def look(values: Values, where: str, path: str) -> Any:
+    """What `path` of an object is; None where there is nothing."""
+    kind, _, name = where.partition(" ")
+    objects = render(values)
+    candidates = {name.removeprefix("="), f"r-quire-{name}"}
+    manifest = next((m for m in objects.all(kind) if m["metadata"]["name"] in candidates), None)
+    if manifest is None or not path:
+        return manifest
+    try:
+        return _look_into(manifest, path)
+    except (KeyError, IndexError):
+        return None
+
+
+def _look_into(manifest: Manifest, path: str) -> Any:
+    word, _, name = path.partition(" ")
+    if word == "arg":
+        return next((a.partition("=")[2] for a in _args(manifest) if a.partition("=")[0] == name), None)
+    if word == "count":
+        return sum(a.partition("=")[0] == name for a in _args(manifest))
+    if word in ("env", "volume"):
+        items = dig(manifest, "spec.template.spec.volumes" if word == "volume" else f"{CONTAINER}.env")
+        item = next((item for item in items if item["name"] == name), {})
+        rest = {key: value for key, value in item.items() if key != "name"}
+        return (rest.get("value") or rest.get("valueFrom")) if word == "env" else rest
+    return dig(manifest, path.replace("container.", f"{CONTAINER}.", 1).replace("pod.", "spec.template.spec.", 1))
+
+
+CONTAINER = "spec.template.spec.containers.0"
+
+
+def _args(manifest: Manifest) -> list[str]:
+    return list(dig(manifest, f"{CONTAINER}.args"))
+
+
+def case_id(case: Case) -> str:
+    return f"{case.name}={case.value!s:.24}-{case.path.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_value(case: Case) -> None:
+    assert look(values_of(case), case.where, case.path) == case.expected
+
+
+@pytest.mark.parametrize("case", AS_ENTRY, ids=case_id)
+def test_entry_of_workers_goes_before_the_defaults(case: Case) -> None:
+    own = nested(case.name.removeprefix("workerDefaults."), case.value)
+    values = case.others | {
+        "workers": [{"name": "cpu", "model": "demo"} | merged(case.others.get("workerDefaults", {}), own)]
+    }
+    assert look(values, case.where, case.path) == case.expected
+
+
+def test_no_value_is_without_a_case() -> None:
+    names = {value.name for value in CASES}
+    missing = [v.path for v in all_values() if v.path not in names]
+    assert missing == []
+
+
+def test_every_value_has_a_comment() -> None:
+    assert [value.path for value in all_values() if not value.comment] == []
+
+
+def all_values() -> list[generate.Value]:
+    return list(generate.leaves(generate.read_values((CHART / "values.yaml").read_text())))
+
+
+def test_two_pools_of_one_model_differ() -> None:
+    pools = [
+        {"name": "a", "model": "demo", "replicas": 2, "nodeSelector": {"gpu": "a"}},
+        {"name": "b", "model": "demo", "maxNumSeqs": 8},
+    ]
+    values = {"workers": pools}
+    assert look(values, "StatefulSet worker-a", "pod.nodeSelector") == {"gpu": "a"}
+    assert look(values, "StatefulSet worker-b", "pod.nodeSelector") is None
+    assert look(values, "StatefulSet worker-b", "arg --max-num-seqs") == "8"
+    assert look(values, "StatefulSet scheduler-demo", "spec.replicas") == 1
+
+
+def test_model_may_set_only_part_of_its_schedulers() -> None:
+    values = {
+        "models": [{"name": "demo", "scheduler": {"resources": {"requests": {"cpu": "4"}}}}],
+        "scheduler": {"replicas": 3},
+    }
+    assert look(values, SCHEDULER, "container.resources.requests") == {"cpu": "4", "memory": "512Mi"}
+    assert look(values, SCHEDULER, "spec.replicas") == 3
