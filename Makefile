@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test chaos chart check format protos clean
+.PHONY: help demo test chaos chart bench-wire check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS
 
 chart: $(STAMP)  ## the chart alone: lint, schemas, rendering, and its pods as local processes
 	$(BIN)/python -m pytest -q tests/chart
+
+bench-wire: $(STAMP)  ## what messages between the services cost, and whether workers wait for their scheduler
+	$(BIN)/python bench/wire.py
 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)

@@ -17,6 +17,8 @@ MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")
 WORKER_STATES = ("loading", "ready", "draining", "lost")
 
+STEP_BYTES = tuple(64 * 4**power for power in range(10))  # to 16 MiB
+
 SPECS = (
     Spec("num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)),
     Spec("num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)),
@@ -83,6 +85,14 @@ SPECS = (
     Spec("gateways", "gauge", "gateways attached", "", MODEL),
     Spec("steps_total", "counter", "steps sent to workers", "", MODEL),
     Spec("step_round_trip_seconds", "histogram", "time from sending a step to its answer", "seconds", MODEL),
+    Spec("scheduler_step_bytes", "histogram", "one step and its answer on the wire", "bytes", MODEL),
+    Spec(
+        "scheduler_step_rows_total",
+        "counter",
+        "rows that these steps computed: the bytes per row do not grow",
+        "",
+        MODEL,
+    ),
     Spec("scheduler_turn_seconds", "histogram", "time the core takes for what came together", "seconds"),
     Spec("scheduler_idle_seconds_total", "counter", "time the core waited for something to do", "seconds"),
     Spec(
@@ -115,12 +125,27 @@ SPECS = (
 )
 
 
+class StepMeter:
+    """What steps cost between scheduler and workers."""
+
+    def __init__(self) -> None:
+        self.round_trip = Buckets(LATENCIES_S)
+        self.num_bytes = Buckets(STEP_BYTES)
+        self.num_rows = 0
+
+    def note(self, round_trip_s: float, num_bytes: int, num_rows: int) -> None:
+        """One step was answered."""
+        self.round_trip.observe(round_trip_s)
+        self.num_bytes.observe(num_bytes)
+        self.num_rows += num_rows
+
+
 class SchedulerTimes:
     """What is timed while it happens: once per turn, per step, and per request; never per token of a step."""
 
     def __init__(self) -> None:
         self.turn = Buckets(SHORT_TIMES_S)
-        self.round_trip = Buckets(LATENCIES_S)
+        self.steps = StepMeter()
         self.queue = Buckets(LATENCIES_S)
         self.prefill = Buckets(LATENCIES_S)
         self.decode = Buckets(LATENCIES_S)
@@ -225,7 +250,9 @@ class SchedulerReader:
         times = self._loop.times
         yield "scheduler_turn_seconds", (), times.turn
         yield "scheduler_idle_seconds_total", (), times.idle_s
-        yield "step_round_trip_seconds", (model,), times.round_trip
+        yield "step_round_trip_seconds", (model,), times.steps.round_trip
+        yield "scheduler_step_bytes", (model,), times.steps.num_bytes
+        yield "scheduler_step_rows_total", (model,), times.steps.num_rows
         yield "request_queue_time_seconds", (model,), times.queue
         yield "request_prefill_time_seconds", (model,), times.prefill
         yield "request_decode_time_seconds", (model,), times.decode

@@ -211,7 +211,7 @@ def build(args: argparse.Namespace) -> Parts:
     step_loop = StepLoop(config, index, worker_patience_s=args.worker_patience_s)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.round_trip)
+    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 

@@ -21,8 +21,8 @@ from xxhash import xxh3_128_digest
 from prefix_index.index import PrefixIndex
 from scheduler_svc import wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.metrics import StepMeter
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
-from svc_common.metrics import LATENCIES_S, Buckets
 from svc_common.serve import open_channel
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class Step:
 
     step_id: int
     sent_at: float
+    num_bytes: int
+    num_rows: int
 
 
 class LeasedWorker:
@@ -61,14 +63,14 @@ class LeasedWorker:
         fence: worker_pb2.Fence,
         call: StepCall,
         timeouts: LinkTimeouts,
-        round_trip: Buckets,
+        meter: StepMeter,
     ) -> None:
         self.capacity = capacity
         self._address = address
         self._fence = fence
         self._call = call
         self._timeouts = timeouts
-        self._round_trip = round_trip
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._in_flight: deque[Step] = deque()
@@ -92,8 +94,9 @@ class LeasedWorker:
     def send(self, batch: StepBatch) -> None:
         if self._closed.done():
             return
-        self._in_flight.append(Step(batch.step_id, self._loop.time()))
-        self._outbox.put_nowait(wire.step_batch_to_proto(batch, self._fence))
+        message = wire.step_batch_to_proto(batch, self._fence)
+        self._in_flight.append(Step(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
+        self._outbox.put_nowait(message)
 
     def close(self, reason: str) -> None:
         if not self._closed.done():
@@ -137,9 +140,9 @@ class LeasedWorker:
         output = wire.step_output_from_proto(
             message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
         )
-        sent_at = self._in_flight.popleft().sent_at
+        step = self._in_flight.popleft()
         self._last_seen = self._last_answer = self._loop.time()
-        self._round_trip.observe(self._last_answer - sent_at)
+        self._meter.note(self._last_answer - step.sent_at, step.num_bytes + message.ByteSize(), step.num_rows)
         self.num_answered += 1
         return output
 
@@ -186,16 +189,16 @@ def _reason(done: asyncio.Future[str]) -> str:
 
 
 class Dialer:
-    """Takes leases. Keeps the bundle of every digest it has met. `round_trip` counts the times of all steps."""
+    """Takes leases. Keeps the bundle of every digest it has met. `meter` measures all steps."""
 
     def __init__(
-        self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, round_trip: Buckets | None = None
+        self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, meter: StepMeter | None = None
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
         self._index = index
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
-        self._round_trip = round_trip or Buckets(LATENCIES_S)
+        self._meter = meter or StepMeter()
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -220,7 +223,7 @@ class Dialer:
                 ) from error
             except wire.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
-            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._round_trip)
+            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
 

@@ -251,11 +251,11 @@ class StepExecutor:
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
 
     def _execute(self, runner: Runner, batch: StepBatch, queued_at: float) -> StepOutput:
-        computed: StepBatch | None = None
-        self.meter.begin(queued_at)
+        is_done = False
+        self.meter.begin(batch, queued_at)
         try:
             output = runner.execute(batch)
-            computed = batch
+            is_done = True
             return output
         except BadBatchError as error:
             raise InvalidRequestError(f"step {batch.step_id}: {error}", field="batch") from error
@@ -263,7 +263,7 @@ class StepExecutor:
             self._on_fatal(error)
             raise
         finally:
-            self.meter.end(computed, runner.rows_used())
+            self.meter.end(batch, is_done=is_done)
 
     def _note_answered(self, answer: Answer) -> None:
         self.num_in_flight -= 1

@@ -12,6 +12,7 @@ from worker_svc.engine.config import EngineInfo
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STEP_TIMES_S = (*SHORT_TIMES_S, 60.0)
+IDLE_TIMES_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1, 10)
 
 SPECS = (
     Spec(
@@ -36,9 +37,10 @@ SPECS = (
         ("stage",),
     ),
     Spec(
-        "worker_idle_seconds_total",
-        "counter",
-        "time the model thread waited for a step although rows were open: what scheduling and network cost",
+        "worker_idle_seconds",
+        "histogram",
+        "time the model stood still before a step although rows that were open wanted to go on: what scheduling and "
+        "network cost",
         "seconds",
     ),
 )
@@ -53,24 +55,26 @@ class StepMeter:
         self.rows = Buckets(ROW_COUNTS)
         self.prefill_tokens = 0
         self.decode_tokens = 0
-        self.idle_s = 0.0
+        self.idle = Buckets(IDLE_TIMES_S)
         self._running_since: float | None = None
-        self._ended_at: float | None = None  # the last step, if it left rows open
+        self._ended_at: float | None = None  # the last step that computed something
 
-    def begin(self, queued_at: float) -> None:
-        """A step leaves the queue. Times are those of time.monotonic."""
+    def begin(self, batch: StepBatch, queued_at: float) -> None:
+        """A step leaves the queue. Times are those of time.monotonic. One that computes nothing is part of a pause."""
         now = time.monotonic()
         self.queue.observe(now - queued_at)
-        if self._ended_at is not None:
-            self.idle_s += now - self._ended_at
+        if self._ended_at is not None and len(batch.rows) > len(batch.opens):
+            self.idle.observe(now - self._ended_at)
         self._running_since = now
 
-    def end(self, batch: StepBatch | None, rows_used: int) -> None:
-        """It ended, with so many rows open now; None: it failed."""
+    def end(self, batch: StepBatch, *, is_done: bool) -> None:
+        """It ended, or failed."""
         now = time.monotonic()
-        if batch is not None and self._running_since is not None:
+        if is_done and self._running_since is not None:
             self._count(batch, now - self._running_since)
-        self._ended_at, self._running_since = now if rows_used else None, None
+        if len(batch.rows):
+            self._ended_at = now
+        self._running_since = None
 
     def _count(self, batch: StepBatch, step_s: float) -> None:
         num_rows = len(batch.rows)
@@ -127,4 +131,4 @@ class WorkerReader:
         yield "worker_step_rows", (), meter.rows
         yield "worker_tokens_total", ("prefill",), meter.prefill_tokens
         yield "worker_tokens_total", ("decode",), meter.decode_tokens
-        yield "worker_idle_seconds_total", (), meter.idle_s
+        yield "worker_idle_seconds", (), meter.idle
