@@ -3,8 +3,11 @@
 
     python bench/core.py [--repeats 5]
 
-A step is schedule() + update() in steady decode, staggered so that N / block_size rows open a block in each step.
-Figures are floors: the lowest of several tenth percentiles of thread CPU time. The last line is one JSON object.
+A step is everything between a worker's answer and its next step: `update()`, the message for the gateway, `schedule()`,
+the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
+`step_us_core` is the same without the messages. `step_us_churn`: in every step one sequence ends and another, whose
+prompt of 64 tokens is new, takes its place. Figures are floors: the lowest of several tenth percentiles of thread CPU
+time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ import json
 import time
 
 import numpy as np
+from quire.v1 import worker_pb2
 
+from scheduler_svc import wire
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 STEPS = 200
+EOS = 2
+FENCE = worker_pb2.Fence(worker_epoch=1, scheduler_epoch=1)
 
 
 def make_scheduler(num_seqs: int, block_size: int, num_workers: int = 1) -> Scheduler:
-    scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset({2}), max_waiting=10_000))
+    scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset({EOS}), max_waiting=10_000))
     for i in range(num_workers):
         scheduler.add_worker(
             WorkerCapacity(f"w{i}", 1, num_seqs * 8192 // block_size, block_size, num_seqs, 1 << 20, 8192, 2), 0.0
@@ -37,28 +44,70 @@ def add(scheduler: Scheduler, name: str, prompt: np.ndarray, max_tokens: int = 4
     scheduler.add_group(SequenceGroup(name, prompt, StopCondition(max_tokens, ignore_eos=False)), 0.0)
 
 
-def step_us(num_seqs: int, block_size: int, repeats: int) -> float:
-    """Floor of schedule() + update() with `num_seqs` sequences in steady decode and two steps in flight."""
-    rng = np.random.default_rng(0)
-    scheduler = make_scheduler(num_seqs, block_size)
-    for i in range(num_seqs):
-        add(scheduler, str(i), rng.integers(3, 50_000, 512 + i % block_size, dtype=np.uint32))
-    in_flight = scheduler.schedule(0.0)
-    tokens = np.full(num_seqs, 7, dtype=np.uint32)
+class SteadyDecode:
+    """`num_seqs` sequences in steady decode with two steps in flight, of which `step` answers the oldest."""
+
+    def __init__(self, num_seqs: int, block_size: int) -> None:
+        self._rng = np.random.default_rng(0)
+        self.scheduler = make_scheduler(num_seqs, block_size)
+        for i in range(num_seqs):
+            self._add(str(i), 512 + i % block_size)
+        self._in_flight = self.scheduler.schedule(0.0)
+        self._num_added = num_seqs
+
+    def _add(self, name: str, num_tokens: int) -> None:
+        add(self.scheduler, name, self._rng.integers(3, 50_000, num_tokens, dtype=np.uint32))
+
+    def answer(self, ending_row: int | None = None) -> StepOutput:
+        """What the worker says to the oldest step; the row that ends samples EOS."""
+        batch = self._in_flight.pop(0)
+        rows = batch.rows[batch.sample_mask]
+        token_ids = np.full(len(rows), 7, dtype=np.uint32)
+        if ending_row is not None:
+            token_ids[rows == ending_row] = EOS
+        return StepOutput(batch.worker_id, batch.step_id, rows, token_ids)
+
+    def replace_one(self) -> None:
+        """A request arrives for the place that the next answer frees."""
+        self._num_added += 1
+        self._add(str(self._num_added), 64)
+
+    def step(self, answer: StepOutput, *, has_messages: bool) -> None:
+        deltas = self.scheduler.update(answer, 0.0)
+        if has_messages:
+            for part in wire.split_deltas(deltas).values():
+                wire.deltas_to_proto([part])
+        batches = self.scheduler.schedule(0.0)
+        if has_messages:
+            for batch in batches:
+                wire.step_batch_to_proto(batch, FENCE)
+        self._keep(batches)
+
+    def _keep(self, batches: list[StepBatch]) -> None:
+        self._in_flight += batches
+
+
+def floor_us(spent_ns: list[int]) -> float:
+    return float(np.percentile(spent_ns, 10)) / 1000
+
+
+def step_us(num_seqs: int, block_size: int, repeats: int, *, has_messages: bool, has_churn: bool = False) -> float:
+    """Floor of one step."""
+    decode = SteadyDecode(num_seqs, block_size)
     floors = []
     gc.collect()
     gc.freeze()
     for _ in range(repeats):
         spent = []
-        for _ in range(STEPS):
-            batch = in_flight.pop(0)
-            answer = StepOutput("w0", batch.step_id, batch.rows, tokens)
+        for i in range(STEPS):
+            if has_churn:
+                decode.replace_one()
+            answer = decode.answer(ending_row=i % num_seqs if has_churn else None)
             start = time.thread_time_ns()
-            scheduler.update(answer, 0.0)
-            in_flight += scheduler.schedule(0.0)
+            decode.step(answer, has_messages=has_messages)
             spent.append(time.thread_time_ns() - start)
-        floors.append(np.percentile(spent, 10) / 1000)
-    return float(min(floors))
+        floors.append(floor_us(spent))
+    return round(min(floors), 1)
 
 
 def admit_us(cached_tokens: int, repeats: int) -> float:
@@ -75,30 +124,39 @@ def admit_us(cached_tokens: int, repeats: int) -> float:
             add(scheduler, str(i), prompt, max_tokens=1)
             batches = scheduler.schedule(0.0)
             spent.append(time.thread_time_ns() - start)
-            while batches:
-                for batch in batches:
-                    rows = batch.rows[batch.sample_mask]
-                    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, rows), 0.0)
-                batches = scheduler.schedule(0.0)
-        floors.append(np.percentile(spent[1:], 10) / 1000)
-    return float(min(floors))
+            answer_all(scheduler, batches)
+        floors.append(floor_us(spent[1:]))
+    return round(min(floors), 1)
+
+
+def answer_all(scheduler: Scheduler, batches: list[StepBatch]) -> None:
+    while batches:
+        for batch in batches:
+            rows = batch.rows[batch.sample_mask]
+            scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, rows), 0.0)
+        batches = scheduler.schedule(0.0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="repeats whose lowest figure counts")
     repeats = parser.parse_args().repeats
-    figures: dict[str, dict[str, float]] = {"step_us": {}, "step_us_block_256": {}, "admit_us": {}}
+    names = ("step_us", "step_us_block_256", "step_us_core", "step_us_churn")
+    figures: dict[str, dict[str, float]] = {name: {} for name in names}
     for num_seqs in (1, 32, 256, 1024):
-        figures["step_us"][str(num_seqs)] = round(step_us(num_seqs, 16, repeats), 1)
-        figures["step_us_block_256"][str(num_seqs)] = round(step_us(num_seqs, 256, repeats), 1)
+        key = str(num_seqs)
+        figures["step_us"][key] = step_us(num_seqs, 16, repeats, has_messages=True)
+        figures["step_us_block_256"][key] = step_us(num_seqs, 256, repeats, has_messages=True)
+        figures["step_us_core"][key] = step_us(num_seqs, 16, repeats, has_messages=False)
+        figures["step_us_churn"][key] = step_us(num_seqs, 16, repeats, has_messages=True, has_churn=True)
         print(
-            f"N={num_seqs}: {figures['step_us'][str(num_seqs)]} us a step at block 16, "
-            f"{figures['step_us_block_256'][str(num_seqs)]} at block 256",
+            f"N={num_seqs}: {figures['step_us'][key]} us a step at block 16, {figures['step_us_block_256'][key]} at "
+            f"block 256, {figures['step_us_core'][key]} without messages, {figures['step_us_churn'][key]} with churn",
             flush=True,
         )
-    figures["admit_us"] = {"cold": round(admit_us(0, repeats), 1), "hit90": round(admit_us(3680, repeats), 1)}
-    print(json.dumps(figures))
+    per_sequence = (figures["step_us"]["1024"] - figures["step_us"]["256"]) / (1024 - 256)
+    figures["admit_us"] = {"cold": admit_us(0, repeats), "hit90": admit_us(3680, repeats)}
+    print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3)}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Hot messages are columns: one `tobytes` or `frombuffer` per column, nothing per 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -28,6 +29,8 @@ from svc_common.errors import InvalidRequestError, QuireError, UnimplementedErro
 
 U32 = npt.NDArray[np.uint32]
 
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
+LITTLE_U32 = np.dtype("<u4")
 DIGEST_BYTES = 16
 MAX_REQUEST_ID_CHARS = 256
 MAX_TENANT_ID_CHARS = 256
@@ -64,14 +67,14 @@ class WireError(Exception):
 
 def u32_to_bytes(column: U32) -> bytes:
     """A column as packed little-endian u32."""
-    return column.astype("<u4", copy=False).tobytes()
+    return column.tobytes() if IS_LITTLE_ENDIAN else column.astype(LITTLE_U32).tobytes()
 
 
 def u32_from_bytes(data: bytes, name: str) -> U32:
     """Packed little-endian u32 as a read-only column; raises WireError when the length is not a multiple of 4."""
     if len(data) % 4:
         raise WireError(f"{name} has {len(data)} bytes, which is no whole number of u32")
-    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+    return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -92,9 +95,9 @@ def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2
         commit_blocks=u32_to_bytes(batch.commit_blocks),
         commit_hashes=b"".join(batch.commit_digests),
         rows=u32_to_bytes(batch.rows),
-        query_lens=b"" if (batch.query_lens == 1).all() else u32_to_bytes(batch.query_lens),
+        query_lens=u32_to_bytes(batch.query_lens) if np.count_nonzero(batch.query_lens != 1) else b"",
         context_lens=u32_to_bytes(batch.context_lens),
-        sample_mask=b"" if batch.sample_mask.all() else batch.sample_mask.astype(np.uint8).tobytes(),
+        sample_mask=b"" if np.count_nonzero(batch.sample_mask) == len(batch.rows) else batch.sample_mask.tobytes(),
         slot_mapping=u32_to_bytes(batch.slot_mapping),
         fork_rows=u32_to_bytes(batch.fork_rows),
         fork_parents=u32_to_bytes(batch.fork_parents),
@@ -327,7 +330,7 @@ def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
     deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
     return scheduler_pb2.Deltas(
         handles=u32_to_bytes(deltas.handles),
-        sample_indices=u32_to_bytes(deltas.sample_indices) if deltas.sample_indices.any() else b"",
+        sample_indices=u32_to_bytes(deltas.sample_indices) if np.count_nonzero(deltas.sample_indices) else b"",
         offsets=u32_to_bytes(deltas.offsets),
         token_ids=u32_to_bytes(deltas.token_ids),
         finished=[_finished_to_proto(finished) for finished in deltas.finished],
@@ -349,9 +352,10 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
     """Per owner. With one owner, the usual case, nothing is copied."""
     columns = deltas.owners
-    is_uniform = len(columns) > 0 and bool((columns == columns[0]).all())
+    is_uniform = len(columns) > 0 and not np.count_nonzero(columns != columns[0])
     owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())
-    owners |= {finished.group.owner for finished in deltas.finished}
+    if deltas.finished:
+        owners |= {finished.group.owner for finished in deltas.finished}
     if len(owners) == 1:
         return {owners.pop(): deltas}
     return {owner: _of_owner(deltas, owner) for owner in owners}

@@ -440,8 +440,9 @@ class WorkerState:
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
     ) -> StepBatch:
         closed, self._closed = self._closed, []
-        commits = [(block, digest) for block, digest in self._commits if self.pool.is_committed_as(block, digest)]
-        self._commits = []
+        commits, self._commits = self._commits, []
+        if commits:
+            commits = [(block, digest) for block, digest in commits if self.pool.is_committed_as(block, digest)]
         return StepBatch(
             worker_id=self.capacity.worker_id,
             step_id=flight.step_id,
