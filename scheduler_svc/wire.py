@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from svc_common.errors import InvalidRequestError, QuireError, UnimplementedErro
 
 U32 = npt.NDArray[np.uint32]
 
-IS_LITTLE_ENDIAN = sys.byteorder == "little"
 LITTLE_U32 = np.dtype("<u4")
 DIGEST_BYTES = 16
 MAX_REQUEST_ID_CHARS = 256
@@ -65,9 +64,12 @@ class WireError(Exception):
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
-def u32_to_bytes(column: U32) -> bytes:
-    """A column as packed little-endian u32."""
-    return column.tobytes() if IS_LITTLE_ENDIAN else column.astype(LITTLE_U32).tobytes()
+def _swapped_bytes(column: U32) -> bytes:
+    return column.astype(LITTLE_U32).tobytes()
+
+
+# A column as packed little-endian u32; without a Python call where memory looks like that already.
+u32_to_bytes: Callable[[U32], bytes] = np.ndarray.tobytes if sys.byteorder == "little" else _swapped_bytes
 
 
 def u32_from_bytes(data: bytes, name: str) -> U32:

@@ -118,9 +118,10 @@ class BlockManager:
         self._events += [(digest, True) for _, digest in news]
         return news
 
-    def is_committed_as(self, block: int, digest: bytes) -> bool:
-        """The block's content is acknowledged, and it is this prefix."""
-        return block in self._committed and self._digest_of[block] == digest
+    def still_committed(self, fills: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        """Those whose content is still acknowledged, and still this prefix."""
+        digest_of, committed = self._digest_of, self._committed
+        return [fill for fill in fills if fill[0] in committed and digest_of[fill[0]] == fill[1]]
 
     def forget(self, block: int) -> None:
         """The block does not hold what its digest says (its step failed, or it gets new content)."""
@@ -160,7 +161,7 @@ class BlockManager:
         """One more sequence uses these blocks (a hit, a fork)."""
         refs = self.refs[blocks]
         for block in blocks[refs == 0].tolist():
-            del self._cached[block]
+            self._cached.pop(block, None)
         self.refs[blocks] = refs + 1
 
     def allocate(self, count: int) -> list[int]:

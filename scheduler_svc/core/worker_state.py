@@ -440,28 +440,29 @@ class WorkerState:
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
     ) -> StepBatch:
         closed, self._closed = self._closed, []
-        commits, self._commits = self._commits, []
-        if commits:
-            commits = [(block, digest) for block, digest in commits if self.pool.is_committed_as(block, digest)]
+        commits, self._commits = self.pool.still_committed(self._commits), []
+        fork_rows, fork_parents = _columns(plan.forks)
+        copy_src, copy_dst = _columns(plan.copies)
+        table_rows, table_indices, table_blocks = _joined(plan.tables)
         return StepBatch(
             worker_id=self.capacity.worker_id,
             step_id=flight.step_id,
-            rows=flight.rows.astype(np.uint32),
+            rows=flight.sampled if flight.run is not None else flight.rows.astype(np.uint32),
             query_lens=flight.query_lens.astype(np.uint32),
             context_lens=flight.context_lens.astype(np.uint32),
             sample_mask=sample_mask,
             slot_mapping=slot_mapping,
-            fork_rows=_column([row for row, _ in plan.forks]),
-            fork_parents=_column([parent for _, parent in plan.forks]),
-            close_rows=_column(closed),
+            fork_rows=fork_rows,
+            fork_parents=fork_parents,
+            close_rows=np.array(closed, dtype=np.uint32) if closed else EMPTY,
             opens=plan.opens,
-            table_rows=_joined([rows for rows, _, _ in plan.tables]),
-            table_indices=_joined([indices for _, indices, _ in plan.tables]),
-            table_blocks=_joined([blocks for _, _, blocks in plan.tables]),
-            copy_src=_column([src for src, _ in plan.copies]),
-            copy_dst=_column([dst for _, dst in plan.copies]),
-            commit_blocks=_column([block for block, _ in commits]),
-            commit_digests=[digest for _, digest in commits],
+            table_rows=table_rows,
+            table_indices=table_indices,
+            table_blocks=table_blocks,
+            copy_src=copy_src,
+            copy_dst=copy_dst,
+            commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
+            commit_digests=[digest for _, digest in commits] if commits else [],
         )
 
     # -- after an answer ----------------------------------------------------------------------------------------------
@@ -615,12 +616,15 @@ class WorkerState:
         assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 
 
-def _column(values: list[int]) -> U32:
-    return np.array(values, dtype=np.uint32) if values else EMPTY
+def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
+    if not pairs:
+        return EMPTY, EMPTY
+    first, second = np.array(pairs, dtype=np.uint32).T
+    return first, second
 
 
-def _joined(columns: list[I64]) -> U32:
-    if not columns:
-        return EMPTY
-    column = columns[0] if len(columns) == 1 else np.concatenate(columns)
-    return column.astype(np.uint32)
+def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
+    if not tables:
+        return EMPTY, EMPTY, EMPTY
+    rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
+    return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
