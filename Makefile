@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test chaos chart bench-wire check format protos clean
+.PHONY: help demo test chaos bench-core chart bench-wire check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ test: $(STAMP)  ## checks and all tests
 
 chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
 	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)
+
+bench-core: $(STAMP)  ## what the scheduler costs: microseconds per step and per admission
+	$(BIN)/python bench/core.py
 
 chart: $(STAMP)  ## the chart alone: lint, schemas, rendering, and its pods as local processes
 	$(BIN)/python -m pytest -q tests/chart
