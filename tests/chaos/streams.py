@@ -100,6 +100,7 @@ class StreamLoad:
         self._seed = seed
         self._lanes = lanes
         self._at_least = at_least
+        self._is_stopped = False
         self.records: list[StreamRecord] = []
         self.counts: Counter[str] = Counter()  # of the streams that have ended, as far as they are known
 
@@ -107,6 +108,10 @@ class StreamLoad:
         async with asyncio.TaskGroup() as group:
             for _ in range(self._lanes):
                 group.create_task(self._lane(until))
+
+    def stop(self) -> None:
+        """Begin no more streams; `run` returns when those under way have ended."""
+        self._is_stopped = True
 
     async def verify_unseeded(self, source: Source) -> None:
         """Learn, with the seeds that the server drew, what could not be known before."""
@@ -121,7 +126,7 @@ class StreamLoad:
 
     async def _lane(self, until: float) -> None:
         loop = asyncio.get_running_loop()
-        while loop.time() < until or len(self.records) < self._at_least:
+        while not self._is_stopped and (loop.time() < until or len(self.records) < self._at_least):
             await self._stream()
 
     async def _stream(self) -> None:

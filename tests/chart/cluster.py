@@ -1,0 +1,224 @@
+"""A cluster of one node: Deployments, StatefulSets and Services of rendered objects, with pods as local processes.
+
+    async with Cluster(folder) as cluster:
+        await cluster.apply(objects)              # install; returns when everything is ready
+        await cluster.apply(changed_objects)      # upgrade: rolls and scales what has changed
+        cluster.address("r-quire-gateway", 50051) # of a Service
+
+A StatefulSet's pod keeps its address for as long as its set lives: the address stands for the pod's DNS name. Pods of a
+Deployment get a new one each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chart.chart import NAMESPACE, Manifest, Objects
+from tests.chart.kubelet import Node, Pod
+
+DOMAIN = f"{NAMESPACE}.svc.cluster.local"
+PIPE_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Workload:
+    """A Deployment or StatefulSet and its pods by name."""
+
+    manifest: Manifest
+    pods: dict[str, Pod] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def replicas(self) -> int:
+        return int(self.manifest["spec"]["replicas"])
+
+    @property
+    def template(self) -> Manifest:
+        return dict(self.manifest["spec"]["template"])
+
+
+class Cluster:
+    """Owns all pods and proxies; leaving the block ends them."""
+
+    def __init__(self, folder: Path, secrets: dict[str, dict[str, str]] | None = None) -> None:
+        self._node = Node(folder, secrets or {})
+        self._workloads: dict[str, Workload] = {}
+        self._proxies: dict[str, ServiceProxy] = {}
+        self._stable_addresses: dict[str, str] = {}
+        self._addresses = (f"127.{64 + os.getpid() % 128}.{i // 250}.{i % 250 + 2}" for i in itertools.count())
+        self._serial = itertools.count()
+
+    async def __aenter__(self) -> Cluster:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for proxy in self._proxies.values():
+            await proxy.close()
+        for pod in self.pods():
+            pod.kill()
+
+    @property
+    def problems(self) -> list[str]:
+        """What a cluster's events would complain about."""
+        return self._node.problems
+
+    def pods(self, part: str = "") -> list[Pod]:
+        """All pods, or those whose name holds `part`."""
+        return [pod for w in self._workloads.values() for pod in w.pods.values() if part in pod.name]
+
+    def address(self, service: str, port: int) -> str:
+        """Where clients find a Service."""
+        return f"{self._node.dns[f'{service}.{DOMAIN}']}:{port}"
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {pod.name}\n{pod.log()}" for pod in self.pods())
+
+    async def apply(self, objects: Objects) -> None:
+        """Make it so, all workloads at the same time."""
+        for service in objects.all("Service"):
+            await self._apply_service(service)
+        for manifest in (*objects.all("Deployment"), *objects.all("StatefulSet")):
+            self._name_pods(manifest)
+        async with asyncio.TaskGroup() as group:
+            for manifest in (*objects.all("Deployment"), *objects.all("StatefulSet")):
+                group.create_task(self._apply_workload(manifest))
+
+    async def run_pod(self, manifest: Manifest) -> tuple[int, str]:
+        """A pod that does one thing: its exit code and its log."""
+        pod = Pod(manifest["metadata"]["name"], next(self._addresses), manifest, self._node)
+        return await pod.run_to_end(), pod.log()
+
+    # -- services and names ------------------------------------------------------------------------------------------
+
+    async def _apply_service(self, service: Manifest) -> None:
+        name = service["metadata"]["name"]
+        if service["spec"].get("clusterIP") == "None" or name in self._proxies:
+            return
+        proxy = ServiceProxy(service, self.pods)
+        self._node.dns[f"{name}.{DOMAIN}"] = ip = next(self._addresses)
+        self._proxies[name] = proxy
+        await proxy.start(ip)
+
+    def _name_pods(self, manifest: Manifest) -> None:
+        """The names that a StatefulSet's pods will have exist before the pods do."""
+        if manifest["kind"] != "StatefulSet":
+            return
+        for i in range(manifest["spec"]["replicas"]):
+            pod = f"{manifest['metadata']['name']}-{i}"
+            if pod not in self._stable_addresses:
+                self._stable_addresses[pod] = next(self._addresses)
+            self._node.dns[f"{pod}.{manifest['spec']['serviceName']}.{DOMAIN}"] = self._stable_addresses[pod]
+
+    # -- workloads ---------------------------------------------------------------------------------------------------
+
+    async def _apply_workload(self, manifest: Manifest) -> None:
+        workload = self._workloads.setdefault(manifest["metadata"]["name"], Workload(manifest))
+        workload.manifest = manifest
+        await self._scale(workload)
+        for name, pod in sorted(workload.pods.items(), reverse=True):
+            if pod.template != workload.template:
+                await self._replace(workload, name)
+
+    async def _scale(self, workload: Workload) -> None:
+        """podManagementPolicy Parallel: all at once, the highest numbers leave."""
+        names = list(workload.pods)
+        missing = [self._new_name(workload, i) for i in range(len(names), workload.replicas)]
+        async with asyncio.TaskGroup() as group:
+            for name in missing:
+                group.create_task(self._start(workload, name))
+            for name in sorted(names)[workload.replicas :]:
+                group.create_task(self._stop(workload, name))
+
+    async def _replace(self, workload: Workload, name: str) -> None:
+        """A Deployment starts the new pod first (maxSurge 1), a StatefulSet ends the old one first."""
+        if workload.kind == "Deployment":
+            await self._start(workload, self._new_name(workload, 0))
+            await self._stop(workload, name)
+        else:
+            await self._stop(workload, name)
+            await self._start(workload, name)
+
+    def _new_name(self, workload: Workload, ordinal: int) -> str:
+        return f"{workload.name}-{ordinal if workload.kind == 'StatefulSet' else f'x{next(self._serial)}'}"
+
+    async def _start(self, workload: Workload, name: str) -> None:
+        ip = self._stable_addresses.get(name) or next(self._addresses)
+        pod = workload.pods[name] = Pod(name, ip, workload.template, self._node)
+        await pod.start()
+        await pod.wait_ready()
+
+    async def _stop(self, workload: Workload, name: str) -> None:
+        await workload.pods[name].terminate()
+        del workload.pods[name]
+
+
+class ServiceProxy:
+    """kube-proxy for one Service: each new connection goes to the next ready pod, and stays with it."""
+
+    def __init__(self, service: Manifest, pods: Callable[[], list[Pod]]) -> None:
+        self._selector = service["spec"]["selector"].items()
+        self._ports = service["spec"]["ports"]
+        self._pods = pods
+        self._turn = itertools.count()
+        self._servers: list[asyncio.Server] = []
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, ip: str) -> None:
+        for port in self._ports:
+            self._servers.append(await asyncio.start_server(self._serve(port["targetPort"]), ip, port["port"]))
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _serve(self, port_name: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = asyncio.ensure_future(self._connect(reader, writer, port_name))
+            self._connections.add(connection)
+            connection.add_done_callback(self._connections.discard)
+
+        return accept
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port_name: str) -> None:
+        endpoints = [pod for pod in self._pods() if pod.is_endpoint and pod.labels.items() >= self._selector]
+        try:
+            pod = endpoints[next(self._turn) % len(endpoints)]
+            there, back = await asyncio.open_connection(pod.ip, _port(pod, port_name))
+        except (OSError, ZeroDivisionError):
+            writer.transport.abort()  # nobody is there: as a refused connection
+            return
+        pipes = [asyncio.ensure_future(_pipe(reader, back)), asyncio.ensure_future(_pipe(there, writer))]
+        try:
+            await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pipe, end in zip(pipes, (writer, back), strict=True):
+                pipe.cancel()
+                end.close()
+
+
+def _port(pod: Pod, name: str) -> int:
+    container = pod.template["spec"]["containers"][0]
+    return next(int(port["containerPort"]) for port in container["ports"] if port["name"] == name)
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(PIPE_BYTES):
+            writer.write(data)
+            await writer.drain()

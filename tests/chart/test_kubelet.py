@@ -1,0 +1,142 @@
+"""The chart's pods as local processes: they get ready, answer, scale, and roll under load without losing a token."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_client import AsyncClient
+from quire_client.demo import demo_model_dir
+
+from tests.chaos.cluster import BUG_WORDS
+from tests.chaos.reference import Catalogue, SimRule
+from tests.chaos.streams import StreamLoad
+from tests.chart.chart import CHART, Objects, Values, read_values, render
+from tests.chart.cluster import Cluster
+from tests.chart.test_values import merged
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives every process 127.0.0.0/8")
+
+PORTS = {"gateway": 7051, "scheduler": 7052, "worker": 7061, "health": 7090, "metrics": 7091}
+PASSWORD = "tell-nobody"
+LANES = 8
+ROLLED: Values = {part: {"podAnnotations": {"rolled": "yes"}} for part in ("gateway", "scheduler", "workerDefaults")}
+
+# Quick to leave and quick to answer; everything else is what ci/cpu-values.yaml says.
+BASE: Values = {
+    "ports": PORTS,
+    "log": {"format": "text"},
+    "gateway": {"drainSeconds": 3},
+    "scheduler": {"drainSeconds": 2},
+    "redis": {"auth": {"existingSecret": "redis-password"}},
+    "models": [
+        {
+            "name": "demo",
+            "path": "/models/demo",
+            "storage": {"emptyDirSize": "1Gi"},
+            "download": {"command": ["cp", "-r", "/opt/quire/demo-model", "/models/demo"]},
+        }
+    ],
+    "workerDefaults": {
+        "executor": "sim",
+        "numBlocks": 1024,
+        "kvCacheMemory": "",
+        "drainSeconds": 10,
+        "extraArgs": ["--sim-step-ms", "10"],
+    },
+}
+
+
+def objects(*changes: Values) -> Objects:
+    values = merged(read_values(CHART / "ci" / "cpu-values.yaml"), BASE)
+    for change in changes:
+        values = merged(values, change)
+    return render(values)
+
+
+def pool(replicas: int) -> Values:
+    """The scenario's only pool with so many pods."""
+    (entry,) = read_values(CHART / "ci" / "cpu-values.yaml")["workers"]
+    return {"workers": [entry | {"replicas": replicas}]}
+
+
+async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, {"redis-password": {"password": PASSWORD}}) as cluster:
+        await cluster.apply(objects())
+        client = await AsyncClient.connect(cluster.address("r-quire-gateway", PORTS["gateway"]), timeout_s=120.0)
+        async with client:
+            await until_ready(client, 2)
+            code, log = await cluster.run_pod(objects().get("Pod", "test"))
+            assert code == 0, log
+            await check_metrics(cluster)
+            load = await start_load(client)
+            running = asyncio.create_task(load.run(float("inf")))
+            await cluster.apply(objects(pool(3)))
+            await until_ready(client, 3)
+            await cluster.apply(objects(pool(3), ROLLED))
+            await cluster.apply(objects(pool(1), ROLLED))
+            await until_ready(client, 1)
+            await finish(load, running)
+        assert cluster.problems == [], cluster.logs()  # an exit, a failed probe, an end by SIGKILL
+        assert [pod.name for pod in cluster.pods("worker")] == ["r-quire-worker-cpu-0"]
+        assert all(pod.template["metadata"].get("annotations") for pod in cluster.pods() if "redis" not in pod.name)
+        assert [words for words in BUG_WORDS if words in cluster.logs()] == []
+
+
+async def start_load(client: AsyncClient) -> StreamLoad:
+    """Streams whose every token is known beforehand."""
+    vocab_size = (await client.model()).vocab_size
+    catalogue = await Catalogue.build(SimRule(client, demo_model_dir()), seed=1, count=12, vocab_size=vocab_size)
+    return StreamLoad(client, catalogue, seed=1, lanes=LANES, at_least=0)
+
+
+async def finish(load: StreamLoad, running: asyncio.Task[None]) -> None:
+    """Let running streams end, begin no others, and look at all of them."""
+    load.stop()
+    await asyncio.wait_for(running, 60.0)
+    bad = [f"{record.request}: {record.difference()}" for record in load.records if record.is_bad]
+    assert bad == []
+    assert len(load.records) > LANES
+
+
+async def until_ready(client: AsyncClient, num_workers: int) -> None:
+    """Until the schedulers lease so many workers together."""
+    async with asyncio.timeout(60.0):
+        while True:
+            workers = [w for s in (await client.status()).schedulers for w in s.workers if w.state == "ready"]
+            if len(workers) == num_workers:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def check_metrics(cluster: Cluster) -> None:
+    """Every pod has the port that the ServiceMonitor scrapes, and schedulers the numbers that KEDA asks for."""
+    pods = [pod for pod in cluster.pods() if "redis" not in pod.name]
+    urls = {pod.name: f"http://{pod.ip}:{PORTS['metrics']}/metrics" for pod in pods}
+    texts = {name: await asyncio.to_thread(scrape, url) for name, url in urls.items()}
+    assert [name for name, text in texts.items() if "quire_build_info" not in text] == []
+    # A scheduler that leases no worker yet has no model either.
+    of_schedulers = "".join(text for name, text in texts.items() if "scheduler" in name)
+    for series in (
+        'quire_num_requests_waiting{model_name="demo"} 0',
+        'quire_workers{model_name="demo",state="ready"}',
+        'quire_rows_used{model_name="demo",worker_id="r-quire-worker-cpu-0"} 0',
+    ):
+        assert series in of_schedulers
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+async def test_a_pod_that_fails_to_start_says_why(tmp_path: Path) -> None:
+    wrong: Any = objects({"gateway": {"extraArgs": ["--max-streams=0"]}})
+    async with Cluster(tmp_path, {"redis-password": {"password": PASSWORD}}) as cluster:
+        with pytest.raises(ExceptionGroup) as failed:
+            await cluster.apply(Objects(tuple(m for m in wrong.manifests if m["kind"] != "StatefulSet"), ""))
+        assert failed.group_contains(LookupError, match="the cluster has no name r-quire-scheduler-demo-0")
