@@ -43,6 +43,7 @@ from scheduler_svc.core.messages import (
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.metrics import SchedulerTimes
+from scheduler_svc.request_log import log_finished, log_queued
 from scheduler_svc.wire import split_deltas
 from svc_common.errors import (
     AlreadyExistsError,
@@ -285,6 +286,7 @@ class StepLoop:
     def _forget_finished(self, deltas: Deltas, now: float) -> None:
         for finished in deltas.finished:
             group = finished.group
+            log_finished(finished, now)
             if all(sequence.is_finished for sequence in group.sequences):
                 self._requests.pop((group.owner, group.handle), None)
                 self._advice.note_end(now)
@@ -327,6 +329,7 @@ class StepLoop:
         except SchedulerError as error:
             raise self._as_refusal(error, self._scheduler, now) from error
         self._requests[key] = group
+        log_queued(group)
         self._produce(finished, now)
 
     def _as_refusal(self, error: SchedulerError, scheduler: Scheduler, now: float) -> QuireError:

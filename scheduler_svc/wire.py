@@ -116,6 +116,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         sampling=row_open.group.sampling,
         sample_index=row_open.sample_index,
         fork_of_row=row_open.fork_of_row,
+        request_id=row_open.group.request_id,
     )
 
 

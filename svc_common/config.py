@@ -180,12 +180,14 @@ def _check_name(parser: argparse.ArgumentParser, name: str, value: object, where
 
 
 def _line_of(text: str, table: str, name: str) -> int:
-    """The line where a table sets `name`."""
-    here, key = "", re.compile(rf"""\s*\[?\s*["']?{re.escape(name)}["']?\s*[=\].]""")
+    """The line where a table sets `name`, or where the table `name` begins."""
+    here, key = "", re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*[=.]""")
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"""\s*\[\s*["']?([^"'\]]+?)["']?\s*\]""", line):
             here = header[1]
-        if key.match(line) and here in (table, name):
+            if not table and here == name:
+                return number
+        elif here == table and key.match(line):
             return number
     return 1
 
@@ -280,17 +282,18 @@ def _toml(value: Any) -> str:
 
 def in_range(kind: Callable[[str], N], low: N, high: N) -> Kind[N]:
     """An argparse type: a number from low to high, both included."""
+    span = " to ".join(str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high))
 
     def convert(text: str) -> N:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number; write {low} to {high}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number; write {span}") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is outside {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text} is outside {span}")
         return value
 
-    return Kind(convert, f"{low} to {high}")
+    return Kind(convert, span)
 
 
 def _address(text: str) -> str:

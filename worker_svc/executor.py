@@ -21,6 +21,7 @@ from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, 
 from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import StepMeter
+from worker_svc.row_log import RowLog
 from worker_svc.wire import blocks_to_proto, step_batch_from_proto, step_output_to_proto
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class StepExecutor:
         self.num_orders = 0  # leases and steps so far
         self.num_leases = 0
         self.meter = StepMeter()
+        self._row_log = RowLog()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._runner: Runner | None = None
@@ -170,6 +172,7 @@ class StepExecutor:
             older.end(_superseded(older, lease))
         self.num_orders += 1
         self.num_leases += 1
+        self._row_log.reset()
         self.rows_used = 0
         self._thread.submit(self._reset_rows, runner)
         return lease
@@ -229,6 +232,7 @@ class StepExecutor:
         if known is not None:
             return known
         batch = step_batch_from_proto(message)
+        self._row_log.note(message, batch)
         queued_at = time.monotonic()
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))

@@ -163,10 +163,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def addresses(text: str) -> list[str]:
-    """An argparse type: host:port, or several with commas between them."""
+def _addresses(text: str) -> list[str]:
     return [config.address(part.strip()) for part in text.split(",")]
 
+
+addresses = config.Kind(_addresses, "host:port")
 
 _at_least_0 = config.in_range(float, 0.0, 1e9)
 _at_least_1 = config.in_range(int, 1, 2**31 - 1)

@@ -56,6 +56,7 @@ class ServiceSpec:
     arguments: tuple[str, ...]
     address: str
     stop_phase: int  # lower ones are stopped first
+    metrics: str = ""  # host:port of /metrics, if it is served
 
 
 class StartFailedError(Exception):

@@ -14,13 +14,14 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from quire_client.channel import DEFAULT_TARGET
 from quire_client.cli.output import complain
 from quire_client.cli.stack import (
+    Service,
     ServiceSpec,
     Stack,
     StartFailedError,
@@ -92,10 +93,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         ),
         *(_gateway_spec(name, args.host, port, schedulers, args.redis) for name, port in _named("gateway", ports)),
     ]
+    specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
         _backend_note(args.workers, threads),
         _index_note(args.redis, args.schedulers),
+        *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
     return Plan(tuple(specs), target, name, notes, log_dir)
@@ -105,6 +108,20 @@ def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
     """Names of the services of one kind: the kind, numbered where there are several."""
     for i, item in enumerate(items):
         yield (kind if len(items) == 1 else f"{kind}-{i}"), item
+
+
+def _quiet(spec: ServiceSpec) -> ServiceSpec:
+    """Without metrics, whatever the environment says: it cannot be meant for several processes."""
+    return replace(spec, arguments=(*spec.arguments, "--metrics-listen", "off", "--health-listen", "off"))
+
+
+def _with_metrics(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> list[ServiceSpec]:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(specs), excluded=excluded)]
+    flags = [("--metrics-listen", address, "--health-listen", "off") for address in addresses]
+    return [
+        replace(spec, arguments=(*spec.arguments, *flag), metrics=address)
+        for spec, flag, address in zip(specs, flags, addresses, strict=True)
+    ]
 
 
 def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
@@ -278,15 +295,19 @@ async def _either(running: asyncio.Task[None], stopping: asyncio.Event) -> None:
 
 
 def _announce(plan: Plan, stack: Stack, ready_file: str | None, narrator: Narrator) -> None:
-    services = [
-        {"name": s.spec.name, "address": s.spec.address, "pid": s.pid, "log": str(s.log_path)} for s in stack.services
-    ]
+    services = [_facts_of(service) for service in stack.services]
     facts = {"target": plan.target, "model": plan.model, "log_dir": str(plan.log_dir), "services": services}
     if ready_file:
         scratch = Path(f"{ready_file}.{os.getpid()}")
         scratch.write_text(json.dumps(facts))
         scratch.replace(ready_file)  # whoever waits for the file finds it whole
     narrator.serving(plan, facts)
+
+
+def _facts_of(service: Service) -> dict[str, Any]:
+    spec = service.spec
+    facts = {"name": spec.name, "address": spec.address, "pid": service.pid, "log": str(service.log_path)}
+    return facts | ({"metrics": f"http://{spec.metrics}/metrics"} if spec.metrics else {})
 
 
 class Narrator(Protocol):

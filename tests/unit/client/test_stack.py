@@ -210,9 +210,18 @@ def test_plan_wires_the_services_together(model, tmp_path):
     assert (first["--scheduler"], first["--advertise"], first["--dtype"]) == (scheduler, first["--listen"], "float32")
     assert (first["--model"], first["--model-name"], first["--worker-id"]) == (model, "Tiny-1", "worker-0")
     assert flags_of(made, "worker-1")["--listen"] != first["--listen"]
-    assert flags_of(made, "gateway") == {"--listen": made.target, "--scheduler": scheduler}
+    quiet = {"--metrics-listen": "off", "--health-listen": "off"}
+    assert flags_of(made, "gateway") == {"--listen": made.target, "--scheduler": scheduler} | quiet
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
+
+
+def test_every_service_gets_its_own_metrics_port_on_request(model, tmp_path):
+    made = plan("--model", model, "--workers", "2", "--port", "0", "--metrics", "--log-dir", str(tmp_path))
+    addresses = [spec.metrics for spec in made.specs]
+    assert [flags_of(made, spec.name)["--metrics-listen"] for spec in made.specs] == addresses
+    assert len({*addresses, *(spec.address for spec in made.specs)}) == 8
+    assert f"metrics    http://{addresses[1]}/metrics (worker-0)" in made.notes
 
 
 def test_plan_of_replicas(model, tmp_path):

@@ -1,0 +1,105 @@
+"""Writes the tables of docs/configuration.md and docs/metrics.md from the code. `--check`: only say whether they fit.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`; everything around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import gateway_svc.metrics
+import gateway_svc.server
+import scheduler_svc.metrics
+import scheduler_svc.server
+import worker_svc.metrics
+import worker_svc.server
+from svc_common.config import allowed_values, environment_name, make_parser, settings_of
+from svc_common.metrics import COMMON, PREFIX, Spec
+
+ROOT = Path(__file__).resolve().parents[1]
+PARSERS = {
+    "all": make_parser("all", ""),
+    "gateway": gateway_svc.server.make_parser(),
+    "scheduler": scheduler_svc.server.make_arguments(),
+    "worker": worker_svc.server.make_parser(),
+}
+SPECS = {
+    "every": COMMON,
+    "gateway": gateway_svc.metrics.SPECS,
+    "scheduler": scheduler_svc.metrics.SPECS,
+    "worker": worker_svc.metrics.SPECS,
+}
+
+
+def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def settings_rows() -> Iterator[list[str]]:
+    """One row per setting and service; those that every service has come first, once."""
+    common = {name for name, _ in settings_of(PARSERS["all"])}
+    for service, parser in PARSERS.items():
+        for name, action in settings_of(parser):
+            if service == "all" or name not in common:
+                yield [
+                    f"`--{name}`",
+                    f"`{environment_name(name)}`",
+                    service,
+                    _default_of(action),
+                    allowed_values(action).replace("|", r"\|"),
+                    (action.help or "") + (" **Required.**" if action.required else ""),
+                ]
+
+
+def _default_of(action: argparse.Action) -> str:
+    if action.default is None or action.default == []:
+        return ""
+    return f"`{str(action.default).lower() if isinstance(action.default, bool) else action.default}`"
+
+
+def metrics_rows(specs: Sequence[Spec]) -> Iterator[list[str]]:
+    """One row per metric."""
+    for spec in specs:
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        compat = ", ".join(f"`vllm:{name}`" for name in spec.vllm)
+        yield [f"`{PREFIX}{spec.name}`", spec.kind, spec.unit, labels, spec.meaning, compat]
+
+
+def written() -> dict[Path, str]:
+    """The pages as they should be."""
+    settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
+    head = ("metric", "type", "unit", "labels", "meaning", "vLLM's name")
+    tables = {"settings": settings} | {
+        f"metrics of {service}": table(head, metrics_rows(specs)) for service, specs in SPECS.items()
+    }
+    pages = [ROOT / "docs" / name for name in ("configuration.md", "metrics.md")]
+    return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}
+
+
+def _fill(page: str, tables: dict[str, str]) -> str:
+    def put(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- ([a-z ]+) -->\n.*?<!-- end -->", put, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is out of date")
+    is_check = parser.parse_args().check
+    stale = [page for page, text in written().items() if page.read_text(encoding="utf-8") != text]
+    for page in stale:
+        print(f"{page.relative_to(ROOT)} {'is out of date: run scripts/docs_tables.py' if is_check else 'written'}")
+        if not is_check:
+            page.write_text(written()[page], encoding="utf-8")
+    return 1 if stale and is_check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The pages and the dashboard speak of what the code has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from svc_common.metrics import PREFIX
+from tests.promql import names_in
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "deploy/k8s/quire/dashboards/quire.json"
+SUFFIXES = ("_bucket", "_sum", "_count")
+VARIABLES = {"$namespace": ".*", "$model": ".*", "$__rate_interval": "5m"}
+
+
+def load_docs_tables() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "scripts/docs_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def dashboard_expressions() -> list[str]:
+    """All of the dashboard's, with its variables filled in."""
+    expressions = [target["expr"] for panel in _panels() for target in panel.get("targets", ())]
+    for name, value in VARIABLES.items():
+        expressions = [expression.replace(name, value) for expression in expressions]
+    return expressions
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    yield from json.loads(DASHBOARD.read_text())["panels"]
+
+
+def test_the_tables_of_settings_and_metrics_fit_the_code() -> None:
+    for page, text in load_docs_tables().written().items():
+        assert page.read_text() == text, f"{page.name} is out of date: run scripts/docs_tables.py"
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    specs = load_docs_tables().SPECS
+    known = {PREFIX + spec.name for service in specs.values() for spec in service}
+    histograms = {
+        PREFIX + spec.name + end for service in specs.values() for spec in service if spec.kind == "histogram"
+        for end in SUFFIXES
+    }  # fmt: skip
+    asked = {name for expression in dashboard_expressions() for name in names_in(expression)}
+    assert {name for name in asked if name.startswith(PREFIX)} <= known | histograms
+    assert {name for name in asked if not name.startswith(PREFIX)} == {
+        "process_cpu_seconds_total",
+        "process_resident_memory_bytes",
+    }
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    panels = list(_panels())
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(panel["title"] and (panel["type"] == "row" or panel["description"]) for panel in panels)
+    assert not re.search(r"TODO|FIXME", DASHBOARD.read_text())
