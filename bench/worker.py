@@ -159,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("w1", "w2", "w3"), default="w1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--quantize", choices=("int8",), default=None)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
@@ -183,6 +184,7 @@ def main() -> None:
                 determinism=args.determinism,
                 threads=args.threads,
                 backend=args.backend,
+                quantize=args.quantize,
                 kv_cache_memory=2 << 30,
             )
         )

@@ -38,6 +38,7 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 # What all workers of a scheduler agree in; num_blocks and max_num_seqs may differ.
 SHARED_FACTS = (
     "model",
+    "quantization",  # before the revision, which differs with it but tells nobody why
     "revision",
     "block_size",
     "max_model_len",
@@ -417,4 +418,6 @@ def _show(name: str, value: object) -> str:
         return value.hex()
     if name == "determinism" and isinstance(value, int):
         return types_pb2.Determinism.Name(types_pb2.Determinism.ValueType(value)).removeprefix("DETERMINISM_").lower()
+    if value == "":
+        return "none"
     return repr(value) if isinstance(value, str) else str(value)

@@ -65,6 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV; auto: the model's"
     )
     model.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="int8: round weights, and what they are multiplied with, to 8 bits: faster, less exact; all workers of a "
+        "model must agree; unset: not at all",
+    )
+    model.add_argument(
         "--determinism",
         choices=("exact", "best_effort"),
         default="exact",
@@ -193,6 +199,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         determinism=args.determinism,
         threads=args.threads,
         backend=args.backend,
+        quantize=args.quantize,
     )
 
 
@@ -387,8 +394,9 @@ def _every(step: float, tell: Callable[[float], None]) -> Callable[[float], None
 
 def describe(info: EngineInfo) -> str:
     """One line about a loaded model."""
+    numbers = f"{info.dtype}, weights {info.quantize}" if info.quantize else info.dtype
     return (
-        f"{info.model} ({info.dtype}, {info.determinism}), max_model_len {info.max_model_len}, "
+        f"{info.model} ({numbers}, {info.determinism}), max_model_len {info.max_model_len}, "
         f"{info.num_blocks} blocks of {info.block_size} tokens, {info.max_num_seqs} rows, backend {info.backend}"
     )
 

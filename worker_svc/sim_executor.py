@@ -293,7 +293,7 @@ def _make_info(config: EngineConfig) -> EngineInfo:
     dtype: Literal["float32", "bfloat16"] = "float32" if config.dtype == "auto" else config.dtype
     return EngineInfo(
         model=config.model_name or folder.resolve().name,
-        revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps(model, sort_keys=True).encode()),
+        revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps([model, config.quantize], sort_keys=True).encode()),
         max_model_len=config.max_model_len or min(limit, num_blocks * config.block_size),
         vocab_size=model["vocab_size"],
         num_blocks=num_blocks,
@@ -305,6 +305,7 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         dtype=dtype,
         determinism=config.determinism,
         backend="sim",
+        quantize=config.quantize,
     )
 
 

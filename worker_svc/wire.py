@@ -201,6 +201,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         determinism=DETERMINISM[info.determinism],
         dtype=info.dtype,
         max_num_seqs=info.max_num_seqs,
+        quantization=info.quantize or "",
     )
 
 

@@ -81,6 +81,7 @@ def model_info(model: pb.Model) -> ModelInfo:
         max_num_seqs=info.max_num_seqs,
         dtype=info.dtype,
         determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
+        quantization=info.quantization or None,
     )
 
 

@@ -126,6 +126,7 @@ class ModelInfo:
     max_num_seqs: int  # largest n of one request
     dtype: str  # float32 or bfloat16
     determinism: str  # exact or best_effort
+    quantization: str | None = None  # int8: weights are rounded to 8 bits
 
 
 @dataclass(frozen=True, slots=True)

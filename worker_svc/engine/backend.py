@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.config import Determinism
+from worker_svc.engine.config import Determinism, Quantization
 
 if TYPE_CHECKING:
     import torch  # rows and plans, which need the types of this file, are used without it too
@@ -136,7 +136,7 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(name: str, threads: int, determinism: Determinism) -> Backend:
+def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:
     """The backend of that name. `cpu` falls back to `reference` where no compiler is found.
 
     Raises BackendUnavailableError for one that this build or machine cannot run.
@@ -146,11 +146,11 @@ def make_backend(name: str, threads: int, determinism: Determinism) -> Backend:
     from worker_svc.engine.reference_backend import ReferenceBackend
 
     if name == "reference":
-        return ReferenceBackend(determinism)
+        return ReferenceBackend(determinism, quantize)
     if name != "cpu":
         raise BackendUnavailableError(f"backend {name!r} is not available in this build; use cpu (or reference)")
     try:
-        return CpuBackend(threads, determinism)
+        return CpuBackend(threads, determinism, quantize)
     except KernelBuildError as error:
         logger.warning("CPU kernels are not available, running on plain torch operations (slower): %s", error)
-        return ReferenceBackend(determinism)
+        return ReferenceBackend(determinism, quantize)

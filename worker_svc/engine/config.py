@@ -10,8 +10,10 @@ from worker_svc.engine.batch import SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "auto"]
 Determinism = Literal["exact", "best_effort"]
+Quantization = Literal["int8"]
 
 MAX_BLOCK_SIZE = 256
+QUANTIZING_BACKENDS = ("cpu", "reference")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class EngineConfig:
     num_blocks None: as many as fit `kv_cache_memory` bytes; that None: 1 GiB, or half of the free RAM if that is less.
     max_model_len None: the model's own, capped by what the pool can hold.
     threads None: one per core this process may use.
+    quantize None: weights stay in `dtype`; int8: weights and what they are multiplied with are (docs/adr/0009-int8.md).
     """
 
     model_dir: Path
@@ -33,7 +36,7 @@ class EngineConfig:
     determinism: Determinism = "exact"
     threads: int | None = None
     backend: str = "cpu"
-    quantize: str | None = None
+    quantize: Quantization | None = None
     kv_cache_memory: int | None = None
     model_name: str | None = None
 
@@ -51,7 +54,8 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.quantize is not None:
-            raise ValueError(f"quantize={self.quantize!r} is not available in this build; leave it unset")
+            _check_choice("quantize", self.quantize, ("int8",))
+            _check_choice(f"backend with quantize={self.quantize}", self.backend, QUANTIZING_BACKENDS)
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -64,7 +68,7 @@ class EngineInfo:
     """What a loaded engine is: announced at registration, and what callers may rely on."""
 
     model: str
-    revision: str  # hex digest of configuration, tensor names, shapes and the dtype in use
+    revision: str  # hex digest of configuration, tensor names, shapes, the dtype in use and quantization
     max_model_len: int
     vocab_size: int
     num_blocks: int
@@ -76,3 +80,4 @@ class EngineInfo:
     dtype: Literal["float32", "bfloat16"]
     determinism: Determinism
     backend: str
+    quantize: Quantization | None = None

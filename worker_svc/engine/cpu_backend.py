@@ -1,4 +1,4 @@
-"""The CPU backend: compiled kernels between oneDNN matrix products."""
+"""The CPU backend: compiled kernels, and oneDNN for the matrix products that these do not have."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import torch
 from worker_svc.engine.backend import (
     I64,
     U32,
+    BackendUnavailableError,
     ForwardBatch,
     HeadShape,
     Linear,
     RotaryTable,
     SamplingColumns,
 )
-from worker_svc.engine.config import Determinism
+from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.kernels.build import load_kernels
-from worker_svc.engine.linear import PackedLinear, RowRules
+from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+BFLOAT16, INT8 = 0, 1  # kinds of linear.cpp
+PANEL = 32  # outputs that linear.cpp packs together
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
@@ -36,6 +39,8 @@ _SIGNATURES = {
     "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 9, _INT],
+    "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
+    "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 
@@ -46,6 +51,9 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = argtypes
         function.restype = None
+    library.quire_linear_supports.argtypes = [_INT]
+    library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
+    library.quire_linear_packed_bytes.restype = _LONG
     return library
 
 
@@ -70,13 +78,67 @@ class _Addresses:
         self.context_lens = _address(batch.context_lens)
 
 
+class KernelLinear:
+    """A weight [out, in] with its bias, packed for linear.cpp; in bfloat16 or int8. Rows are independent as such."""
+
+    def __init__(
+        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
+    ) -> None:
+        self._out_features, self._in_features = weight.shape
+        self._multiply = kernels.quire_linear
+        self._kind = kind
+        self._threads = threads
+        self._bias = bias
+        num_bytes = kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features)
+        self._packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
+        weight = weight.contiguous()
+        kernels.quire_linear_pack(
+            kind,
+            _is_bf16(weight),
+            weight.data_ptr(),
+            self._out_features,
+            self._in_features,
+            self._scales.data_ptr(),
+            self._packed.data_ptr(),
+            threads,
+        )
+        self._addresses = (
+            self._packed.data_ptr(),
+            self._scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        y = x.new_empty(n, self._out_features)
+        self._multiply(
+            self._kind,
+            _is_bf16(x),
+            x.data_ptr(),
+            *self._addresses,
+            y.data_ptr(),
+            n,
+            self._in_features,
+            self._out_features,
+            self._threads,
+        )
+        return y
+
+
 class CpuBackend:
-    """Kernels of cpu.cpp. Raises KernelBuildError where they cannot be compiled."""
+    """Kernels of cpu.cpp and linear.cpp. Raises KernelBuildError where they cannot be compiled, BackendUnavailableError
+    where the processor cannot multiply what `quantize` asks for."""
 
     name = "cpu"
 
-    def __init__(self, threads: int, determinism: Determinism) -> None:
+    def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
+        self._quantize = quantize
+        if quantize == "int8" and not self._kernels.quire_linear_supports(INT8):
+            raise BackendUnavailableError(
+                "quantize=int8 needs a processor with AVX512-VNNI, and a compiler that knows it; leave it unset here"
+            )
         self._threads = threads
         self._row_rules = RowRules() if determinism == "exact" else None
         self._addresses: _Addresses | None = None
@@ -87,10 +149,21 @@ class CpuBackend:
         return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        kind = self._kind_of(weight)
+        if kind is not None:
+            return KernelLinear(self._kernels, kind, weight, bias, self._threads)
         linear = PackedLinear(weight, bias)
         if self._row_rules is not None:
             self._row_rules.apply(linear, weight, bias is not None)
         return linear
+
+    def _kind_of(self, weight: torch.Tensor) -> int | None:
+        """What our own kernels multiply this weight as; None where they do not, or not faster than oneDNN."""
+        if self._quantize == "int8":
+            check_int8_width(weight.shape[1])
+            return INT8
+        is_supported = weight.dtype is torch.bfloat16 and self._kernels.quire_linear_supports(BFLOAT16)
+        return BFLOAT16 if is_supported else None
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU: weights packed for oneDNN once, rows independent of how many there are.
+"""Linear layers in torch: over weights packed for oneDNN once, and in int8.
 
 A matrix product may add in another order when it has fewer rows: oneDNN does for one row. In exact mode every weight
 shape is probed at load, and its calls are shaped so that a row's result never depends on the other rows.
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
+INT8_MAX = 127.0
+MAX_INT8_INPUTS = 65_536  # more products of 255 * 127 could overflow 32 bits
 PROBE_ROWS = (4, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128, 130)
 LARGE_WEIGHT = 1 << 24  # elements; a few row counts must do for these
 LARGE_PROBE_ROWS = (4, 5, 8, 17, 33, 64)
@@ -75,6 +77,40 @@ class RowRules:
         if key not in self._rules:
             self._rules[key] = find_exact_rule(linear, weight)
         linear.rule = self._rules[key]
+
+
+class Int8Linear:
+    """A weight [out, in] as int8 with one scale per output, called on [n, in] of any float type: what linear.cpp
+    computes, bit for bit. Each row of x gets its own scale, or it would depend on its neighbours.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        check_int8_width(weight.shape[1])
+        steps, self._scales = _quantize_rows(weight)
+        self._weight = steps.to(torch.int8)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        q, scales = _quantize_rows(x)
+        sums = (q.double() @ self._weight.double().T).float()  # exact: integers below 2^53
+        y = sums * (scales[:, None] * self._scales)
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
+
+
+def check_int8_width(in_features: int) -> None:
+    """Raises ValueError for a layer that is too wide to be summed in 32 bits."""
+    if in_features > MAX_INT8_INPUTS:
+        raise ValueError(
+            f"quantize=int8 sums at most {MAX_INT8_INPUTS} inputs, a layer has {in_features}; leave it unset"
+        )
+
+
+def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of [n, dim] in steps of its own scale: steps [n, dim] from -127 to 127, scales [n]."""
+    wide = x.float()
+    top = wide.abs().amax(dim=1)
+    inverse = torch.where(top > 0, torch.div(torch.tensor(INT8_MAX), top), 0.0)
+    return (wide * inverse[:, None]).round(), top / INT8_MAX
 
 
 def find_exact_rule(linear: PackedLinear, weight: torch.Tensor) -> RowRule:

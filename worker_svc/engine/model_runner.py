@@ -45,7 +45,7 @@ class ModelRunner:
         self._bind_thread()
         checkpoint = Checkpoint(config.model_dir)
         model = parse_config(checkpoint.config)
-        self._backend = make_backend(config.backend, self._threads, config.determinism)
+        self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
         max_model_len = choose_max_model_len(config, model, num_blocks)
@@ -63,7 +63,7 @@ class ModelRunner:
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(DTYPES[dtype]),
+            revision=checkpoint.revision(DTYPES[dtype], config.quantize),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             num_blocks=num_blocks,
@@ -75,6 +75,7 @@ class ModelRunner:
             dtype=dtype,
             determinism=config.determinism,
             backend=self._backend.name,
+            quantize=config.quantize,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # steps in a row

@@ -21,8 +21,8 @@ from worker_svc.engine.backend import (
     SamplingColumns,
 )
 from worker_svc.engine.batch import SamplingParams
-from worker_svc.engine.config import Determinism
-from worker_svc.engine.linear import PackedLinear, RowRules
+from worker_svc.engine.config import Determinism, Quantization
+from worker_svc.engine.linear import Int8Linear, PackedLinear, RowRules
 from worker_svc.engine.noise import sample_token
 
 KEY_TILE = 128
@@ -34,10 +34,13 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def __init__(self, determinism: Determinism) -> None:
+    def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
+        self._quantize = quantize
         self._row_rules = RowRules() if determinism == "exact" else None
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self._quantize == "int8":
+            return Int8Linear(weight, bias)
         linear = PackedLinear(weight, bias)
         if self._row_rules is not None:
             self._row_rules.apply(linear, weight, bias is not None)

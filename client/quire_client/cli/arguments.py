@@ -125,6 +125,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     workers = parser.add_argument_group("handed to every worker (default: the worker's own)")
     add = workers.add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="numeric type of weights and KV cache")
+    add("--quantize", choices=("int8",), help="round weights to 8 bits: faster, less exact")
     add("--block-size", type=_at_least(1), metavar="N", help="tokens per KV block, a power of two")
     add("--num-blocks", type=_at_least(1), metavar="N", help="KV blocks of the pool")
     add("--kv-cache-memory", metavar="SIZE", help="memory of the pool instead, e.g. 2G")

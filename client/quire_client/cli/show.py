@@ -109,4 +109,5 @@ def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
 
 def _model_row(model: ModelInfo) -> tuple[object, ...]:
     sizes = (model.ready_workers, model.max_model_len, model.vocab_size)
-    return (model.name, *sizes, model.dtype, model.determinism)
+    numbers = f"{model.dtype}, {model.quantization}" if model.quantization else model.dtype
+    return (model.name, *sizes, numbers, model.determinism)

@@ -192,6 +192,7 @@ def _worker_spec(
         ("threads", threads),
         ("drain-timeout-s", args.drain_timeout_s),
         ("dtype", args.dtype),
+        ("quantize", args.quantize),
         ("block-size", args.block_size),
         ("num-blocks", args.num_blocks),
         ("kv-cache-memory", args.kv_cache_memory),

@@ -14,7 +14,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.checkpoint import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.kernels.build import load_kernels
+from worker_svc.engine.kernels.build import ABI_VERSION, load_kernels
 from worker_svc.engine.model_runner import ModelRunner
 
 
@@ -186,7 +186,7 @@ def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_p
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(load_kernels) for _ in range(2)]:
-            assert future.result().quire_abi_version() == 1
+            assert future.result().quire_abi_version() == ABI_VERSION
     (built,) = tmp_path.iterdir()  # one library and no leftovers
     first = built.stat().st_mtime_ns
     load_kernels()
@@ -196,7 +196,7 @@ def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("field", "value"),
     [("block_size", 12), ("block_size", 512), ("num_blocks", 0), ("max_num_seqs", 0), ("dtype", "float16"),
-     ("determinism", "sometimes"), ("threads", 0), ("quantize", "int8")],
+     ("determinism", "sometimes"), ("threads", 0), ("quantize", "int4")],
 )  # fmt: skip
 def test_bad_setting_is_named(tmp_path, field, value):
     with pytest.raises(ValueError, match=field):

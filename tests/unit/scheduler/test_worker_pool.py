@@ -87,6 +87,7 @@ async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack
     ("field", "changes", "shown"),
     [
         ("model", {"model": "other"}, ("'toy'", "'other'")),
+        ("quantization", {"revision": "r2", "quantization": "int8"}, ("'int8'", "none")),
         ("revision", {"revision": "r2"}, ("'r1'", "'r2'")),
         ("block_size", {"block_size": 8}, ("4", "8")),
         ("max_model_len", {"max_model_len": 128}, ("256", "128")),

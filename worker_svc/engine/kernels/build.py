@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp once per source, compiler and processor, and loads it with ctypes.
+"""Compiles the kernels once per source, compiler and processor, and loads them with ctypes.
 
 The library leaves OpenMP's symbols undefined on purpose. They are bound to the OpenMP runtime that torch has loaded, so
 that kernels and oneDNN run on one pool of threads; two runtimes would each keep spinning threads on the same cores.
@@ -20,8 +20,9 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-ABI_VERSION = 1
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "linear.cpp"))
+HEADERS = (Path(__file__).with_name("vec.h"),)
+ABI_VERSION = 2
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order and a multiply-add is fused only where the source says so: results must not depend on how a
@@ -104,10 +105,12 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
         raise KernelBuildError(f"cannot write to {target.parent} ({error}); set QUIRE_CACHE_DIR") from error
     try:
         logger.info("compiling CPU kernels with %s into %s", compiler, target)
-        object_file, library = Path(scratch, "cpu.o"), Path(scratch, "cpu.so")
-        _run([compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)])
+        library = Path(scratch, "cpu.so")
+        objects = [Path(scratch, source.name).with_suffix(".o") for source in SOURCES]
+        for source, target_object in zip(SOURCES, objects, strict=True):
+            _run([compiler, *flags, "-c", str(source), "-o", str(target_object)])
         undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-        _run([compiler, "-shared", *undefined, str(object_file), "-o", str(library)])
+        _run([compiler, "-shared", *undefined, *map(str, objects), "-o", str(library)])
         os.replace(library, target)  # processes that build at the same time put the same file there
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -116,7 +119,8 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
 
 def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), compiler, version, " ".join(flags), platform.machine(), _cpu_features()]
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
+    parts = [*texts, compiler, version, " ".join(flags), platform.machine(), _cpu_features()]
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
 

@@ -1,0 +1,146 @@
+// Vectors of 16 floats, and storage as float or bfloat16: what every kernel file works with.
+//
+// Sums of 16 lanes have one fixed tree, and a multiply-add is fused exactly where `fma16` and `fma1` say so.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE float fma1(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE v16 fma16(v16 a, v16 b, v16 c) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  union { v16 v; __m256 h[2]; } x{a}, y{b}, z{c};
+  z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
+  z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
+  return z.v;
+#elif defined(__ARM_NEON)
+  union { v16 v; float32x4_t q[4]; } x{a}, y{b}, z{c};
+  for (int i = 0; i < 4; i++) z.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
+  return z.v;
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE v16 splat(float x) { return x - v16{}; }
+INLINE v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(uint16_t x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+template <typename T> INLINE T from_float(float x);
+template <> INLINE float from_float<float>(float x) { return x; }
+// Round to nearest even; a NaN stays a NaN.
+template <> INLINE uint16_t from_float<uint16_t>(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return x == x ? uint16_t(rounded) : uint16_t(0x7fc0);
+}
+
+// What a value becomes by being stored as T and read back.
+template <typename T> INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
+
+INLINE v16 load16(const float* p) {
+  v16 x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE v16 load16(const uint16_t* p) {
+  h16 h;
+  memcpy(&h, p, sizeof h);
+  u16v bits = __builtin_convertvector(h, u16v) << 16;
+  return (v16)bits;
+}
+INLINE void store16(float* p, v16 x) { memcpy(p, &x, sizeof x); }
+INLINE void store16(uint16_t* p, v16 x) {
+  u16v bits = (u16v)x;
+  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  i16 is_number = x == x;
+  u16v result = (rounded & (u16v)is_number) | (0x7fc0u & ~(u16v)is_number);
+  h16 h = __builtin_convertvector(result, h16);
+  memcpy(p, &h, sizeof h);
+}
+
+// One fixed tree over 16 lanes.
+INLINE float sum_lanes(v16 x) {
+  float a[kLanes];
+  memcpy(a, &x, sizeof a);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] += a[i + half];
+  return a[0];
+}
+INLINE float max_lanes(v16 x) {
+  float a[kLanes];
+  memcpy(a, &x, sizeof a);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+  return a[0];
+}
+
+// exp to about 1 ulp; NaN stays NaN, below -87.3 it is 0.
+INLINE v16 exp16(v16 x) {
+  const v16 hi = splat(88.3f), lo = splat(-87.3f);
+  i16 is_zero = x < lo;
+  x = x > hi ? hi : x;
+  x = x < lo ? lo : x;
+  const v16 magic = splat(12582912.f);  // adding it rounds to an integer
+  v16 n = fma16(x, splat(1.44269504088896341f), magic) - magic;
+  v16 r = fma16(n, splat(-0.693145751953125f), x);
+  r = fma16(n, splat(-1.428606765330187045e-06f), r);
+  v16 p = splat(1.9875691500e-4f);
+  p = fma16(p, r, splat(1.3981999507e-3f));
+  p = fma16(p, r, splat(8.3334519073e-3f));
+  p = fma16(p, r, splat(4.1665795894e-2f));
+  p = fma16(p, r, splat(1.6666665459e-1f));
+  p = fma16(p, r, splat(5.0000001201e-1f));
+  v16 e = fma16(p * r, r, r + 1.f);
+  i16 shift = (__builtin_convertvector(n, i16) + 127) << 23;
+  e = e * (v16)shift;
+  return (v16)((i16)e & ~is_zero);
+}
+
+template <typename T> INLINE float sum_of_squares(const T* x, int64_t dim) {
+  v16 acc{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    v16 v = load16(x + i);
+    acc = fma16(v, v, acc);
+  }
+  float sum = sum_lanes(acc);
+  for (; i < dim; i++) sum = fma1(to_float(x[i]), to_float(x[i]), sum);
+  return sum;
+}
+
+}  // namespace
