@@ -1,0 +1,288 @@
+#!/usr/bin/env python
+"""The whole stack under the shared workloads, beside its own engine driven in-process and beside peers, in one run.
+
+    make bench-serving
+    python bench/serving.py --workloads w1,w2,w3 --peers vllm,transformers,llama
+
+Stack: `quire up` (gateway, scheduler, one worker) and one client process (`quire bench`), bf16, all on --cores cores.
+In-process: bench/worker.py, the same engine with the same threads, no scheduler and no RPC. Peers run in their own
+virtual environment ($PEERS_VENV, default .peers; made by scripts/install_peers), on the same cores; one that is missing
+is reported as null. Figures are the best of --repeats runs after one that is not counted; stack and engine take turns,
+as the mood of a machine changes. `cpu` is the part of a core that each process used. The last line is one JSON object:
+W1's figures, the others under their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire_client.cli.stack import free_ports
+
+from bench.workloads import WORKLOADS, Workload, make_model
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 120.0
+PEER_TIMEOUT_S = 600.0
+PEERS = ("vllm", "transformers", "llama")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="w1,w2,w3")
+    parser.add_argument("--peers", default="vllm,transformers,llama", help="comma separated; none: only ourselves")
+    parser.add_argument("--cores", type=int, default=2, help="cores for everything")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of worker, engine and peers")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="of worker and engine")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers-venv", default=os.environ.get("PEERS_VENV", str(ROOT / ".peers")))
+    parser.add_argument("--log-dir", help="keep the services' logs here")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    names = [] if args.peers == "none" else args.peers.split(",")
+    if unknown := (set(names) - set(PEERS)) | (set(args.workloads.split(",")) - set(WORKLOADS)):
+        parser.error(
+            f"unknown: {', '.join(sorted(unknown))}; peers are {', '.join(PEERS)}, workloads {list(WORKLOADS)}"
+        )
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.workloads.split(","):
+            found[name] = measure(name, args, names, Path(scratch))
+    first = found.pop("w1", {})
+    print(json.dumps({**first, **found, "machine": machine(), "cores": args.cores, "threads": args.threads}))
+
+
+def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: Path) -> dict[str, Any]:
+    """All figures of one workload."""
+    workload = WORKLOADS[name]()
+    model = scratch / f"model-{workload.model['hidden_size']}"
+    if not model.exists():
+        make_model(model, workload.model)
+    requests = write_requests(scratch / f"{name}.jsonl", workload)
+    tell(f"{name}: {len(workload.requests)} requests, {workload.num_output} output tokens")
+    stack, inproc = [], []
+    with running_stack(model, args, scratch) as services:
+        ask_stack(services, requests, "warm-up")
+        for i in range(args.repeats):
+            stack.append(ask_stack(services, requests, str(i)))
+            inproc.append(engine_tok_s(name, args))
+    best = max(stack, key=lambda result: float(result["output_tokens_per_s"]))
+    figures = {
+        "stack_tok_s": round(best["output_tokens_per_s"], 1),
+        "inproc_tok_s": max(inproc),
+        "ratio": round(best["output_tokens_per_s"] / max(inproc), 3),
+        "cpu": best["cpu"],
+        "ttft_p50_ms": best["ttft_ms"]["p50"],
+    }
+    if workload.shared_len:
+        with running_stack(model, args, scratch, "--no-prefix-caching") as services:
+            ask_stack(services, requests, "warm-up")
+            cold = ask_stack(services, requests, "cold")
+        figures["no_cache_tok_s"] = round(cold["output_tokens_per_s"], 1)
+        figures["no_cache_ttft_p50_ms"] = cold["ttft_ms"]["p50"]
+        figures["ttft_gain"] = round(cold["ttft_ms"]["p50"] / best["ttft_ms"]["p50"], 2)
+    for peer in peers:
+        figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
+    for key, value in figures.items():
+        tell(f"  {key:24} {value}")
+    return figures
+
+
+def write_requests(path: Path, workload: Workload) -> Path:
+    """The workload as `quire bench --dataset file` and the peers read it."""
+    lines = [json.dumps({"token_ids": r.prompt, "max_tokens": r.num_output}) for r in workload.requests]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@contextmanager
+def running_stack(model: Path, args: argparse.Namespace, scratch: Path, *flags: str) -> Iterator[dict[str, Any]]:
+    """`quire up` on free ports; gives its ready file: target and services."""
+    ready = scratch / "ready.json"
+    command = [
+        "-m",
+        "quire_client.cli",
+        "up",
+        "--model",
+        model,
+        "--dtype",
+        "bfloat16",
+        "--port",
+        "0",
+        "--ready-file",
+        ready,
+    ]
+    command += [
+        "--threads",
+        args.threads,
+        "--max-num-seqs",
+        64,
+        "--max-num-batched-tokens",
+        args.max_num_batched_tokens,
+    ]
+    command += ["--kv-cache-memory", "2G", "--max-model-len", 2048, *flags]
+    if args.log_dir:
+        command += ["--log-dir", args.log_dir]
+    with (scratch / "up.log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log, cwd=ROOT)
+    try:
+        yield _when_ready(process, ready, scratch / "up.log")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(START_TIMEOUT_S)
+
+
+def _when_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the stack did not start:\n{log.read_text()}")
+        time.sleep(0.05)
+    return dict(json.loads(ready.read_text()))
+
+
+def ask_stack(services: dict[str, Any], requests: Path, salt: str) -> dict[str, Any]:
+    """One run of the client; its result, and the part of a core that each process used. A salt each: no run finds
+    another's cache.
+    """
+    pids = {service["name"]: service["pid"] for service in services["services"]}
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    result = quire_bench(requests, "--target", services["target"], "--cache-salt", salt)
+    used = {name: round((cpu_s(pid) - before[name]) / result["duration_s"], 2) for name, pid in pids.items()}
+    return result | {"cpu": used | {"client": round(result["client_cpu"], 2)}}
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
+    """`quire bench` over all requests at once."""
+    command = [
+        "-m",
+        "quire_client.cli",
+        "bench",
+        "--dataset",
+        "file",
+        "--path",
+        str(requests),
+        "--warmup",
+        "0",
+        "--json",
+    ]
+    return last_json([sys.executable, *command, *flags])
+
+
+def engine_tok_s(name: str, args: argparse.Namespace) -> float:
+    """The same engine without scheduler and RPC."""
+    flags = ["--workload", name, "--dtype", "bfloat16", "--threads", str(args.threads), "--repeat", "1"]
+    flags += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    return float(last_json([sys.executable, "bench/worker.py", *flags])["best_output_tokens_per_s"])
+
+
+def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:
+    """Output tokens per second of a peer; None when it is not installed or fails, and why on stderr."""
+    try:
+        return float(RUN_PEER[peer](model, requests, args))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        tell(f"  {peer} is not measured: {error}")
+        return None
+
+
+def vllm_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
+    """vLLM's CPU backend in-process: compiled for the small model, eager for the large one, where that is as fast."""
+    flags = ["--repeats", str(args.repeats)] if model.name.endswith("256") else ["--repeats", "1", "--eager"]
+    return _peer_script("vllm_offline.py", model, requests, args, *flags)
+
+
+def transformers_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
+    """Continuous batching of transformers, in-process."""
+    return _peer_script("transformers_cb.py", model, requests, args)
+
+
+def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namespace, *flags: str) -> float:
+    venv = Path(args.peers_venv)
+    command = [venv / "bin/python", ROOT / "bench/peers" / script, model, requests, "--threads", args.threads, *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["VLLM_CACHE_ROOT"] = str(venv / "cache")  # what torch.compile made is there for the next time
+    return float(last_json([str(word) for word in command], environment, PEER_TIMEOUT_S)["tok_s"])
+
+
+def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
+    """llama.cpp's server with a slot per request, measured over HTTP by the same `quire bench`."""
+    venv = Path(args.peers_venv)
+    server = venv / "bin/llama-server"
+    if not server.exists():
+        raise RuntimeError(f"{server} is not there (scripts/install_peers --llama builds it)")
+    gguf = model.with_suffix(".gguf")
+    if not gguf.exists():
+        make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf]
+        subprocess.run([str(word) for word in make], check=True, capture_output=True, timeout=PEER_TIMEOUT_S)
+    port = free_ports(1)[0]
+    num_slots = len(requests.read_text().splitlines())
+    command = [server, "-m", gguf, "--port", port, "-t", args.threads, "-np", num_slots, "-c", 1280 * num_slots]
+    command += ["--no-webui", "-b", 2048, "-ub", 512]
+    with (model.parent / "llama.log").open("w") as log:
+        process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_http(process, f"{url}/health", model.parent / "llama.log")
+        flags = ("--backend", "openai", "--base-url", url, "--extra-body", json.dumps({"cache_prompt": True}))
+        quire_bench(requests, *flags, "--num-prompts", "4")
+        return float(quire_bench(requests, *flags)["output_tokens_per_s"])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_http(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"llama-server did not start: {log.read_text()[-500:]}") from None
+            time.sleep(0.1)
+
+
+def last_json(command: Sequence[str], environment: dict[str, str] | None = None, timeout_s: float | None = None) -> Any:
+    """Run a program; the JSON object in the last line of its output. Raises RuntimeError with its last words."""
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"{command[1]} ended with {done.returncode}: {(done.stderr or done.stdout)[-600:].strip()}")
+    return json.loads(lines[-1])
+
+
+def machine() -> str:
+    """The processor's name and the date: no figure without them."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {time.strftime('%Y-%m-%d')}"
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+RUN_PEER = {"vllm": vllm_tok_s, "transformers": transformers_tok_s, "llama": llama_tok_s}
+PEER_KEYS = {"vllm": "vllm_cpu_tok_s", "transformers": "transformers_cb_tok_s", "llama": "llama_cpp_tok_s"}
+
+if __name__ == "__main__":
+    main()
