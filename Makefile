@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test chaos bench-core chart bench-wire bench-serving peers check format protos clean
+.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-serving peers check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,9 @@ demo: $(STAMP)  ## install, start the whole stack, stream one chat answer, stop
 test: $(STAMP)  ## checks and all tests
 	scripts/check $(BIN)
 	scripts/test $(BIN)
+
+kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel
+	$(BIN)/python -m pytest tests/gpu
 
 chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
 	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)

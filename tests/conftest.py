@@ -1,6 +1,13 @@
 """Options of the whole suite."""
 
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, and something else may import it first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

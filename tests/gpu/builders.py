@@ -1,0 +1,87 @@
+"""Random batches over a pool that is poisoned wherever nothing was stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Queries, WorkList
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# tl.dot of bfloat16 computes nonsense in the interpreter.
+DTYPES = [torch.float32, torch.float16] if DEVICE.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """NaN counts as infinite."""
+    found, expected = found.double().cpu(), expected.double().cpu()
+    error = ((found - expected).norm() / expected.norm()).item()
+    return error if error == error else float("inf")
+
+
+@dataclass
+class AttentionCase:
+    """A batch of rows with their keys and values in shuffled blocks; all else in the pool is NaN."""
+
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    queries: Queries
+    num_rows: torch.Tensor
+    shape: HeadShape
+
+    @classmethod
+    def make(
+        cls,
+        shape: HeadShape,
+        rows: list[tuple[int, int]],  # (context, queries)
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        padding: int = 0,
+        seed: int = 0,
+    ) -> AttentionCase:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [context + count for context, count in rows]
+        blocks = [-(-length // block_size) for length in lengths]
+        order = torch.randperm(sum(blocks) + 2, generator=generator).tolist()
+        tables = torch.full((len(rows) + 3, max(blocks) + 1), -1, dtype=torch.int32)
+        lines = torch.randperm(len(tables), generator=generator)[: len(rows)].int()
+        size = (len(order), block_size, shape.num_kv_heads, shape.head_dim)
+        cache = (torch.full(size, torch.nan), torch.full(size, torch.nan))
+        for line, length, count in zip(lines.tolist(), lengths, blocks, strict=True):
+            tables[line, :count] = torch.tensor([order.pop() for _ in range(count)])
+            keys = torch.arange(length)
+            for pool in cache:
+                values = torch.randn(length, *size[2:], generator=generator)
+                pool[tables[line].long()[keys // block_size], keys % block_size] = values
+        starts = torch.tensor([0] + [count for _, count in rows]).cumsum(0)
+        q = torch.randn(int(starts[-1]) + padding, shape.num_q_heads, shape.head_dim, generator=generator)
+        # Lines of a batch that do not exist hold what an earlier step left.
+        stale = torch.randint(0, 9, (padding,), generator=generator)
+        queries = Queries(
+            rows=torch.cat((lines, stale)).int().to(DEVICE),
+            starts=torch.cat((starts, stale)).int().to(DEVICE),
+            contexts=torch.cat((torch.tensor([context for context, _ in rows]), stale)).int().to(DEVICE),
+            tables=tables.to(DEVICE),
+        )
+        placed = tuple(pool.to(dtype).to(DEVICE) for pool in cache)
+        return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape)
+
+    def empty_work(self, items: int = 4096) -> WorkList:
+        return WorkList(torch.full((items, ITEM_WORDS), -1, dtype=torch.int32, device=DEVICE), ints(-1))
+
+    def empty_parts(self, max_splits: int) -> Parts:
+        lines, (_, heads, dim) = len(self.queries.rows) * max_splits, self.q.shape
+        nan = float("nan")
+        return Parts(
+            torch.full((lines, heads, dim), nan, device=DEVICE),
+            torch.full((lines, heads), nan, device=DEVICE),
+            max_splits,
+        )

@@ -1,0 +1,197 @@
+"""The sampler on the device against the one specification, `worker_svc/engine/noise.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.gpu.builders import DEVICE, ints
+from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
+from worker_svc.engine.gpu.kernels import noise, sample, threshold
+from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
+from worker_svc.engine.noise import gumbel_noise
+
+VOCAB = 4500  # two chunks of the thresholds, three of the scores
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
+
+
+def state_of(params, sample_indices):
+    """Rows as they lie on the device, in reverse order, with a line between that is never asked for."""
+    state = np.full((len(params) + 1, HEAD_WORDS + 2), 7, np.int32)
+    for i, (row, index) in enumerate(zip(params, sample_indices, strict=True)):
+        state[len(params) - i, :HEAD_WORDS] = sampling_words(row, index)
+    return torch.from_numpy(state).to(DEVICE), torch.arange(len(params), 0, -1, dtype=torch.int32, device=DEVICE)
+
+
+def run(logits, params, positions, *, sample_indices=None, has_filters=True):
+    state, rows = state_of(params, sample_indices or [0] * len(params))
+    count = len(params)
+    lowest = find_thresholds(logits, state, rows, Scratch.make(count, logits.shape[1], DEVICE)) if has_filters else None
+    out = (ints(*[-5] * count), ints(*[-5] * count))
+    scratch = sample.scratch_for(count, logits.shape[1], DEVICE)
+    sample.sample(logits, state, rows, ints(*positions), lowest, scratch, out)
+    return out[0].tolist(), out[1].tolist(), state[rows.long(), 0].tolist()
+
+
+def expected(logits, params, positions, sample_indices=None):
+    indices = sample_indices or [0] * len(params)
+    rows = zip(logits.cpu(), params, indices, positions, strict=True)
+    return [sample.reference(row, p, index, position) for row, p, index, position in rows]
+
+
+def randn(rows, vocab=VOCAB, seed=0, dtype=torch.float32):
+    return (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": VOCAB + 1},
+    {"top_p": 0.9},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.95},
+    {"top_k": 100, "top_p": 0.5, "min_p": 0.01},
+]
+
+
+def params_of(seed, temperature=0.8, **filters):
+    fields = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    return SamplingParams(temperature=temperature, seed=seed, **fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_the_specified_ones(dtype):
+    chosen = [FILTERS[0], FILTERS[2], FILTERS[4], FILTERS[-1]]
+    params = [params_of(2**63 + 5 + i, **filters) for i, filters in enumerate(chosen)] + [GREEDY]
+    positions = [(17 * i) % 40 for i in range(len(params))]
+    indices = [i % 3 for i in range(len(params))]
+    logits = randn(len(params), dtype=dtype)
+    tokens, statuses, left = run(logits, params, positions, sample_indices=indices)
+    assert tokens == left == expected(logits, params, positions, indices)
+    assert not any(statuses)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_thresholds(filters):
+    params = [params_of(1, temperature, **filters) for temperature in (0.7, 1.3)]
+    logits = randn(2, seed=3)
+    logits[1] = (logits[1] * 2).round() / 2  # many equal values
+    state, rows = state_of(params, [0, 0])
+    found = find_thresholds(logits, state, rows, Scratch.make(2, VOCAB, DEVICE)).tolist()
+    assert found == [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
+
+
+def test_without_filters_nothing_is_searched():
+    params = [params_of(seed, 1.0) for seed in range(6)] + [GREEDY]
+    logits = randn(7, seed=1)
+    tokens, *_ = run(logits, params, range(7), has_filters=False)
+    assert tokens == expected(logits, params, range(7))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rows_without_numbers_are_told_and_harm_no_other():
+    params = [params_of(3), GREEDY, params_of(4), params_of(5), GREEDY, params_of(6, top_p=0.5)]
+    logits = randn(6)
+    logits[0, 9], logits[1, 4400], logits[2] = float("nan"), float("inf"), -float("inf")
+    logits[5, 17] = float("nan")
+    logits[3, :4000] = -float("inf")
+    tokens, statuses, _ = run(logits, params, [1] * 6)
+    wanted = expected(logits, params, [1] * 6)
+    assert statuses == [int(token is None) for token in wanted] == [1, 1, 1, 0, 0, 1]
+    assert [token for token, bad in zip(tokens, statuses, strict=True) if not bad] == [
+        t for t in wanted if t is not None
+    ]
+
+
+def test_ties_go_to_the_lowest_id():
+    logits = randn(1)
+    logits[0, [3000, 700, 4400, 701]] = 99.0
+    assert run(logits, [GREEDY], [0])[0] == [700]
+
+
+def test_padding_is_left_alone():
+    logits = randn(2)
+    state, rows = state_of([GREEDY, GREEDY], [0, 0])
+    rows[0] = -1
+    before = state.clone()
+    out = (ints(-5, -5), ints(-5, -5))
+    lowest = find_thresholds(logits, state, rows, Scratch.make(2, VOCAB, DEVICE))
+    sample.sample(logits, state, rows, ints(0, 0), lowest, sample.scratch_for(2, VOCAB, DEVICE), out)
+    assert out[0].tolist() == [-5, int(logits[1].argmax())]
+    assert torch.equal(state[2], before[2])
+
+
+@triton.jit
+def noise_kernel(seed_ptr, position, index, exact_ptr, rough_ptr, first, BLOCK: tl.constexpr):
+    position = tl.full([], position, tl.int32)
+    words = noise.philox_words(
+        tl.load(seed_ptr),
+        tl.load(seed_ptr + 1),
+        position,
+        tl.full([], index, tl.int32),
+        tl.full([], first, tl.int32),
+        BLOCK,
+    )
+    id = tl.arange(0, BLOCK)
+    tl.store(exact_ptr + id, noise.exact_noise(words))
+    tl.store(rough_ptr + id, noise.approximate_noise(words))
+
+
+@pytest.mark.parametrize(("seed", "position", "index"), [(0, 0, 0), (2**64 - 1, 2**20, 3), (0x123456789ABCDEF, 17, 1)])
+def test_noise_is_the_specified_one(seed, position, index):
+    exact, rough = torch.empty(512, device=DEVICE), torch.empty(512, device=DEVICE)
+    words = torch.from_numpy(np.array([seed], np.uint64).view(np.int32)).to(DEVICE)
+    noise_kernel[(1,)](words, position, index, exact, rough, 1024, BLOCK=512)
+    wanted = torch.from_numpy(gumbel_noise(seed, position, index, np.arange(1024, 1536, dtype=np.uint32)))
+    assert torch.equal(exact.cpu(), wanted)
+    assert (rough.cpu() - wanted).abs().max() < noise.APPROXIMATION_ERROR / 4
+
+
+@triton.jit
+def word_kernel(word_ptr, exact_ptr, rough_ptr, BLOCK: tl.constexpr):
+    id = tl.arange(0, BLOCK)
+    word = tl.load(word_ptr + id).to(tl.uint32, bitcast=True)
+    tl.store(exact_ptr + id, noise.exact_noise(word))
+    tl.store(rough_ptr + id, noise.approximate_noise(word))
+
+
+def test_the_bound_of_the_approximation_holds_at_the_ends():
+    words = np.concatenate(
+        [np.arange(256), 2**32 - 1 - np.arange(256), 2**27 - 128 + np.arange(256), 2**31 - 128 + np.arange(256)]
+    )
+    exact, rough = torch.empty(1024, device=DEVICE), torch.empty(1024, device=DEVICE)
+    word_kernel[(1,)](torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(DEVICE), exact, rough, BLOCK=1024)
+    u = (words.astype(np.float64) + 0.5) * 2.0**-32
+    assert np.array_equal(exact.cpu().numpy(), (-np.log(-np.log1p(-u))).astype(np.float32))
+    assert (rough - exact).abs().max() < noise.APPROXIMATION_ERROR / 4
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (sample, "if top > best:", "if top < best:"),
+        (sample, "tl.load(score_ptr + sample * chunks + index) >= enough", "index == 0"),
+        (threshold, "tl.where(from_here >= need,", "tl.where(from_here > need,"),
+        (threshold, "tl.where(value > digit, sums", "tl.where(value >= digit, sums"),
+        (threshold, "tl.where(bits < 0, ~bits,", "tl.where(bits < 0, bits,"),
+    ],
+)  # fmt: skip
+def test_mutants_are_caught(plant_mutant, module, old, new):
+    params = [params_of(0), params_of(1, top_k=50), params_of(2, top_p=0.9)]
+    logits = randn(3, seed=5)
+    logits[:, 2048:] += 4  # the winners are not in the first chunk
+    wanted = expected(logits, params, [3] * 3)
+    thresholds = [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
+    plant_mutant(module, old, new)
+    state, rows = state_of(params, [0] * 3)
+    lowest = find_thresholds(logits, state, rows, Scratch.make(3, VOCAB, DEVICE))
+    out, scratch = (ints(*[-5] * 3), ints(*[-5] * 3)), sample.scratch_for(3, VOCAB, DEVICE)
+    sample.sample(logits, state, rows, ints(3, 3, 3), lowest, scratch, out)
+    assert lowest.tolist() != thresholds or out[0].tolist() != wanted

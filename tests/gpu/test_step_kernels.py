@@ -1,0 +1,167 @@
+"""The kernels around attention against their references, and faults that the comparison must see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
+from worker_svc.engine.backend import HeadShape, RotaryTable
+from worker_svc.engine.gpu.kernels import activation, deltas, linear, prepare, rms_norm, rope_store
+
+EPS = 1e-6
+
+
+def randn(*size, dtype=torch.float32, seed=0):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (9, 100), (3, 1024)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_rms_norm(rows, dim, dtype, adds):
+    x, residual, weight = (
+        randn(rows, dim, dtype=dtype),
+        randn(rows, dim, dtype=dtype, seed=1),
+        randn(dim, dtype=dtype, seed=2),
+    )
+    total, expected = rms_norm.reference(x, residual if adds else None, weight, EPS)
+    out = torch.full_like(x, float("nan"))
+    rms_norm.add_rms_norm(x, residual if adds else None, weight, out, EPS)
+    assert torch.equal(x, total)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_gated_activation(name, dtype):
+    gate_up = randn(5, 2 * 1100, dtype=dtype)
+    out = torch.full((5, 1100), float("nan"), dtype=dtype, device=DEVICE)
+    activation.gated_activation(gate_up, out, name)
+    assert relative_error(out, activation.reference(gate_up, name)) < TOLERANCE[dtype]
+
+
+def run_rope(shape, dtype, *, has_norms):
+    """Found and expected q, k, v of seven tokens, one of which has no slot, and the pool around them."""
+    dim, block_size, num_blocks = shape.head_dim, 4, 5
+    qkv = randn(7, (shape.num_q_heads + 2 * shape.num_kv_heads) * dim, dtype=dtype)
+    angles = torch.arange(50, device=DEVICE).float()[:, None] * 1e4 ** -(torch.arange(0, dim, 2, device=DEVICE) / dim)
+    rotary = RotaryTable(angles.cos(), angles.sin())
+    norms = (randn(dim, dtype=dtype, seed=1), randn(dim, dtype=dtype, seed=2)) if has_norms else None
+    positions, slots = ints(0, 7, 49, 3, 8, 1, 30), ints(3, 19, 0, -1, 7, 8, 12)
+    size = (block_size, shape.num_kv_heads, dim)
+    guarded = [torch.full((num_blocks + 2, *size), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    pools = tuple(blocks[1:-1] for blocks in guarded)
+    q = torch.full((7, shape.num_q_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+    rope_store.rope_store(qkv, norms, rotary, positions, slots, pools, q, shape, EPS)
+    expected = rope_store.reference(qkv, norms, rotary, positions, shape, EPS)
+    return q, guarded, slots + block_size, expected
+
+
+def rope_error(q, guarded, slots, expected):
+    """Infinite if a store went astray; the pools have a block of guard on either side."""
+    flat = [pool.flatten(0, 1) for pool in guarded]
+    stored = slots >= 4
+    written = torch.zeros(len(flat[0]), dtype=torch.bool, device=DEVICE)
+    written[slots[stored].long()] = True
+    found = [q, *(pool[slots[stored].long()] for pool in flat)]
+    wanted = [expected[0], expected[1][stored], expected[2][stored]]
+    untouched = all(torch.isnan(pool[~written]).all() for pool in flat)
+    return max(map(relative_error, found, wanted)) if untouched else float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [HeadShape(4, 2, 16), HeadShape(7, 1, 32), HeadShape(3, 3, 64)])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_rope_store(shape, dtype, has_norms):
+    assert rope_error(*run_rope(shape, dtype, has_norms=has_norms)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("turned_b = (b * cos + a * sin)", "turned_b = (b * cos - a * sin)"),
+        ("cos_ptr + position * HALF", "cos_ptr + (position + 1) * HALF"),
+        ("slot * HKV + head - HQ) * D", "slot * HKV + head - HQ + 1) * D"),
+        ("if slot >= 0:", "if slot >= -1:"),
+        ("tl.store(target, first, mask=is_v)", "tl.store(target, turned_a, mask=is_v)"),
+    ],
+)
+def test_rope_mutants_are_caught(plant_mutant, old, new):
+    plant_mutant(rope_store, old, new)
+    assert rope_error(*run_rope(HeadShape(4, 2, 16), torch.float32, has_norms=True)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "in_size", "out_size"), [(1, 64, 128), (70, 100, 130)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear(n, in_size, out_size, dtype, has_bias):
+    x, weight = randn(n, in_size, dtype=dtype), randn(out_size, in_size, dtype=dtype, seed=1)
+    bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
+    expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    assert relative_error(linear.linear(x, weight, bias), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_linear_do_not_know_each_other(dtype):
+    x, weight = randn(130, 96, dtype=dtype), randn(64, 96, dtype=dtype, seed=1)
+    expected = linear.linear(x, weight, None)
+    for start, end in [(0, 1), (77, 78), (3, 130), (60, 125)]:
+        assert torch.equal(linear.linear(x[start:end].contiguous(), weight, None), expected[start:end])
+
+
+def run_prepare(num_rows, block_size=4, padding=6):
+    """Three of four lines in use, a bucket of `padding` more tokens and two more rows."""
+    generator = torch.Generator().manual_seed(1)
+    state = torch.randint(0, 99, (5, prepare.TABLE + 40), generator=generator).int().to(DEVICE)
+    rows, starts, contexts = [4, 0, 2], [0, 1, 134, 137], [9, 3, 0]
+    known = torch.randint(0, 99, (137 + padding,), generator=generator).int()
+    known[[0, 133, 136]] = -1
+    out = tuple(torch.full((137 + padding,), -7, dtype=torch.int32, device=DEVICE) for _ in range(3))
+    prepare.prepare(
+        state,
+        ints(num_rows),
+        ints(*rows, 3, 3),
+        ints(*starts, 9, 9),
+        ints(*contexts, 5, 5),
+        known.to(DEVICE),
+        out,
+        block_size,
+    )
+    count = starts[num_rows]
+    expected = prepare.reference(state, rows[:num_rows], starts[: num_rows + 1], contexts[:num_rows], known.tolist(), 4)
+    found = list(zip(*(column.tolist() for column in out), strict=True))
+    return found, expected + [(0, 0, -1)] * (137 + padding - count)
+
+
+@pytest.mark.parametrize("num_rows", [3, 2, 0])
+@pytest.mark.parametrize("padding", [0, 6, 200])
+def test_prepare(num_rows, padding):
+    found, expected = run_prepare(num_rows, padding=padding)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("position = context + token - first", "position = context + token"),
+        ("tl.where(known < 0,", "tl.where(known <= -2,"),
+        ("block * PAGE + position % PAGE", "block * PAGE + token % PAGE"),
+        ("token * 0 - 1, mask=is_token)", "token * 0, mask=is_token)"),
+        ("TABLE + position // PAGE", "TABLE + (position + 1) // PAGE"),
+    ],
+)
+def test_prepare_mutants_are_caught(plant_mutant, old, new):
+    plant_mutant(prepare, old, new)
+    found, expected = run_prepare(3)
+    assert found != expected
+
+
+@pytest.mark.parametrize("count", [1, 256, 300])
+def test_deltas(count):
+    state = torch.arange(60 * 20, dtype=torch.int32, device=DEVICE).view(60, 20)
+    index = torch.randperm(state.numel(), generator=torch.Generator().manual_seed(0))[:count].to(DEVICE)
+    changes = torch.stack((index, index + 5000), 1).int().contiguous()
+    expected = deltas.reference(state, changes)
+    deltas.apply_deltas(state, changes)
+    assert torch.equal(state, expected)

@@ -1,0 +1,220 @@
+"""Compiles every kernel for a GPU that is not here, and reads registers, spills and shared memory from the result.
+
+    python -m worker_svc.engine.gpu.aot            # a table and, last, one line of JSON; exit 1 beyond the bounds
+    python -m worker_svc.engine.gpu.aot --short    # one model, two block sizes
+
+Finds errors of shape and type that the interpreter accepts. Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.kernels import (
+    activation,
+    attention,
+    deltas,
+    linear,
+    noise,
+    prepare,
+    rms_norm,
+    rope_store,
+    sample,
+    threshold,
+    work_list,
+)
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES = 227 * 1024
+MAX_REGISTERS = 255
+
+SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel with the types and constants it is launched with."""
+
+    name: str
+    kernel: Any
+    types: str  # of the arguments that are no constants, in order
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: tuple[str, ...] = ()  # numbers that 16 divides in every model
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the compiler made of a variant."""
+
+    name: str
+    registers: int
+    spill_instructions: int
+    shared_bytes: int
+    mma: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def is_within_bounds(self) -> bool:
+        return (
+            self.spill_instructions == 0 and self.shared_bytes <= MAX_SHARED_BYTES and self.registers <= MAX_REGISTERS
+        )
+
+
+def variants(
+    dtype: str = "bf16", models: Iterable[str] = SHAPES, pages: Iterable[int] = (16, 64, 256)
+) -> Iterator[Variant]:
+    """Every kernel in the configurations that a worker launches for these models and block sizes."""
+    t, i, f = f"*{dtype}", "*i32", "*fp32"
+    yield Variant(
+        "rms_norm", rms_norm.rms_norm_kernel, f"{t} {t} {t} {t} fp32", {"N": 1024, "BLOCK": 1024, "ADD": True}, 2
+    )
+    yield Variant(
+        "rms_norm 4096", rms_norm.rms_norm_kernel, f"{t} {t} {t} {t} fp32", {"N": 4096, "BLOCK": 4096, "ADD": True}, 8
+    )
+    for kind, name in enumerate(activation.ACTIVATIONS):
+        constants = {"BLOCK": activation.BLOCK, "KIND": kind}
+        yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
+    for bias in (False, True):
+        constants = {"BIAS": bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": linear.BLOCK_K}
+        yield Variant(
+            f"linear bias={bias}", linear.linear_kernel, f"{t} {t} {t} {t} i32 i32 i32", constants, 4, 4, ("N", "K")
+        )
+    yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
+    constants = {"TABLE": prepare.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
+    yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
+    for model in models:
+        yield from _head_variants(model, SHAPES[model], dtype, pages)
+    yield from _sampling_variants(t, i, f)
+
+
+def _head_variants(model: str, shape: HeadShape, dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
+    t, i, f = f"*{dtype}", "*i32", "*fp32"
+    heads = {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
+    lines = triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads)
+    for has_norm in (False, True):
+        yield Variant(
+            f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
+            f"{t} {t} {t} {f} {f} {i} {i} {t} {t} {t} fp32", heads | {"HEADS": lines, "NORM": has_norm},
+        )  # fmt: skip
+    for use, tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
+        for page in pages:
+            constants = heads | {
+                "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n, "SPLIT": tiles.split, "ONE_LOOP": tiles.one_loop,
+            }  # fmt: skip
+            types = f"{t} {t} {t} {i} i32 {i} {i} {i} {i} {i} {t} {f} {f} i32 fp32 i32"
+            name = f"attention {model} {use} page {page}"
+            yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
+        constants = {
+            "QUERIES": tiles.queries(shape), "SPLIT": tiles.split, "ROWS": 256, "BLOCK": 64,
+        }  # fmt: skip
+        yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, f"{i} {i} {i} {i} {i} i32 i32", constants)
+    constants = {"HQ": shape.num_q_heads, "D": shape.head_dim, "SPLIT": DECODE_TILES.split}
+    yield Variant(f"combine {model}", attention.combine_kernel, f"{f} {f} {i} {i} {i} {t} i32", constants, 1)
+
+
+def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
+    source = f"{t} i32 i32 {i} i32 {i}"
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, threshold.CHUNK))
+    yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
+    yield Variant("start", threshold.start_kernel, f"{i} i32 {i} {f} {f} i32", {"CHUNKS": chunks}, 1)
+    for kind in (threshold.COUNT, threshold.WEIGH):
+        for shift in (28, 0):
+            constants = {"KIND": kind, "SHIFT": shift}
+            yield Variant(
+                f"digit_sums {kind} {shift}", threshold.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32",
+                constants | {"CHUNK": threshold.CHUNK}, 8,
+            )  # fmt: skip
+            yield Variant(
+                f"descend {kind} {shift}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32",
+                constants | {"CHUNKS": chunks}, 1,
+            )  # fmt: skip
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
+    for is_filtered in (False, True):
+        chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}
+        types = f"{source} {i} {f} {f} {i} i32"
+        yield Variant(f"scores filter={is_filtered}", sample.chunk_scores_kernel, types, chosen)
+        chosen |= {"ERROR": noise.APPROXIMATION_ERROR, "CHUNKS": chunks}
+        yield Variant(f"pick filter={is_filtered}", sample.pick_kernel, f"{types} {i} {i}", chosen)
+
+
+def compile_variant(variant: Variant) -> Report:
+    """Compiles one variant. Raises what the compiler raises."""
+    started = time.perf_counter()
+    types = iter(variant.types.split())
+    names = variant.kernel.arg_names
+    signature = {name: "constexpr" if name in variant.constants else next(types) for name in names}
+    aligned = [["tt.divisibility", 16]]
+    attrs = {
+        (n,): aligned for n, name in enumerate(names) if signature[name].startswith("*") or name in variant.divisible
+    }
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    compiled = triton.compile(source, target=TARGET, options=options)
+    usage, sass = _disassemble(compiled.asm["cubin"])
+    found = re.search(r"REG:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {usage[:200]}")
+    return Report(
+        name=variant.name,
+        registers=int(found[1]),
+        spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        shared_bytes=int(compiled.metadata.shared),
+        mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "HMMA", "LDGSTS")},
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return usage, sass
+
+
+def main() -> None:
+    """Prints the table; ends with 1 if a kernel is beyond the bounds or does not compile."""
+    reports, failed = [], []
+    print(f"triton {triton.__version__}, sm_{TARGET.arch}")
+    is_short = "--short" in sys.argv
+    for variant in variants(models=["0.6b"], pages=[16, 256]) if is_short else variants():
+        report = compile_variant(variant)
+        reports.append(report)
+        verdict = "" if report.is_within_bounds else "  BEYOND THE BOUNDS"
+        failed += [] if report.is_within_bounds else [report.name]
+        print(
+            f"{report.name:32s} {report.registers:4d} registers {report.spill_instructions:4d} spills "
+            f"{report.shared_bytes:7d} B shared {report.mma}{verdict}",
+            flush=True,
+        )
+    print(
+        json.dumps({"triton": triton.__version__, "failed": failed, "kernels": [asdict(report) for report in reports]})
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Paged attention over a work list: decode, chunks of a prompt, and both in one batch.
+
+A work item is (row of the batch, first query of a tile, split of its keys). A fixed number of programs walks over
+items x KV heads, so one launch, and one CUDA graph, serves every length. Query heads that share a KV head are packed
+into one tile: line m of a tile is query m // GROUP, head m % GROUP of the group.
+
+A split has a fixed number of keys, so a row's result does not depend on the rows around it. Only rows with a single
+query are split; `combine_kernel` merges their parts in order. SPLIT 0 is never split.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.engine.backend import HeadShape
+
+LOG2_E = math.log2(math.e)
+ITEM_WORDS = 4  # row, first query, split, unused: 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Fixed sizes of one use of the kernel. No autotuning: it cannot run inside a capture, and differs by machine."""
+
+    block_m: int  # lines of a tile: queries x heads of a group
+    block_n: int  # keys of a tile
+    split: int  # keys of a split; 0: all
+    num_warps: int
+    num_stages: int
+    one_loop: bool = False  # for all key tiles: half the code, and cutting a prompt up changes no instruction
+
+    def queries(self, shape: HeadShape) -> int:
+        """Queries of a tile."""
+        return self.block_m // group_lines(shape)
+
+
+def group_lines(shape: HeadShape) -> int:
+    """Lines of a tile that one query takes."""
+    return int(triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Items [n, ITEM_WORDS] int32 and their number [1], both on the device."""
+
+    items: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Which row of the table each row of the batch is, its first token, its tokens in the pool before this step."""
+
+    rows: torch.Tensor  # int32 [B]
+    starts: torch.Tensor  # int32 [B + 1]
+    contexts: torch.Tensor  # int32 [B]
+    tables: torch.Tensor  # int32 [rows, blocks], any stride between rows
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What splits leave: float32 outputs [B * max_splits, q_heads, dim] and log-sums [B * max_splits, q_heads]."""
+
+    out: torch.Tensor
+    log_sum: torch.Tensor
+    max_splits: int
+
+
+@triton.jit
+def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys [BLOCK_N] of one head lie in units of D. `key` is their sequence position, from `start` on."""
+    if PAGE % BLOCK_N == 0:  # a tile lies in one page: one scalar load
+        block = tl.load(table_ptr + start // PAGE).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key // PAGE, mask=is_in, other=0).to(tl.int64)
+    return (block * PAGE + key % PAGE) * HKV + kv_head
+
+
+@triton.jit
+def _attend_tile(
+    q, best, total, acc, table_ptr, k_ptr, v_ptr, start, end, query_position, kv_head, scale_log2,
+    MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the running softmax."""
+    key = start + tl.arange(0, BLOCK_N)
+    is_in = key < end
+    column = tl.arange(0, D)
+    offsets = _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE, HKV, BLOCK_N)[:, None] * D + column[None, :]
+    if MASKED:
+        k = tl.load(k_ptr + offsets, mask=is_in[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=is_in[:, None], other=0.0)
+    else:
+        k = tl.load(k_ptr + offsets)
+        v = tl.load(v_ptr + offsets)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        is_visible = is_in[None, :] & (key[None, :] <= query_position[:, None])
+        scores = tl.where(is_visible, scores, -float("inf"))
+    top = tl.maximum(best, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - top[:, None])
+    shrink = tl.exp2(best - top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def paged_attention_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, count_ptr,
+    out_ptr, part_ptr, log_sum_ptr, max_splits, scale_log2, num_programs,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = HQ // HKV
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, D)
+    for unit in range(tl.program_id(0), tl.load(count_ptr) * HKV, num_programs):
+        item = item_ptr + (unit // HKV) * 4
+        kv_head = unit % HKV
+        batch_row, first_query, split = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        first_token = tl.load(start_ptr + batch_row)
+        num_queries = tl.load(start_ptr + batch_row + 1) - first_token
+        context = tl.load(context_ptr + batch_row)
+        table = table_ptr + tl.load(row_ptr + batch_row).to(tl.int64) * table_stride
+
+        query = first_query + line // GROUP
+        head = kv_head * G + line % GROUP
+        is_line = (query < num_queries) & (line % GROUP < G)
+        q_offsets = ((first_token + query).to(tl.int64) * HQ + head)[:, None] * D + column[None, :]
+        q = tl.load(q_ptr + q_offsets, mask=is_line[:, None], other=0.0)
+
+        begin = split * SPLIT
+        end = context + tl.minimum(first_query + BLOCK_M // GROUP, num_queries)
+        if SPLIT > 0:
+            end = tl.minimum(end, begin + SPLIT)
+        seen_by_all = tl.minimum(end, context + first_query + 1)
+        unmasked = begin if ONE_LOOP else begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
+
+        best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        for start in range(begin, unmasked, BLOCK_N):
+            best, total, acc = _attend_tile(
+                q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
+                False, HKV, D, PAGE, BLOCK_N,
+            )  # fmt: skip
+        for start in range(unmasked, end, BLOCK_N):
+            best, total, acc = _attend_tile(
+                q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
+                True, HKV, D, PAGE, BLOCK_N,
+            )  # fmt: skip
+
+        result = acc / total[:, None]
+        if (SPLIT > 0) and (context + num_queries > SPLIT):
+            part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
+            tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_line[:, None])
+            tl.store(log_sum_ptr + part, best + tl.log2(total), mask=is_line)
+        else:
+            tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_line[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr, log_sum_ptr, num_rows_ptr, start_ptr, context_ptr, out_ptr, max_splits,
+    HQ: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    batch_row, head = tl.program_id(0), tl.program_id(1)
+    if batch_row >= tl.load(num_rows_ptr):
+        return
+    first_token = tl.load(start_ptr + batch_row)
+    num_keys = tl.load(context_ptr + batch_row) + 1
+    if (tl.load(start_ptr + batch_row + 1) - first_token != 1) | (num_keys <= SPLIT):
+        return
+    column = tl.arange(0, D)
+    best = -float("inf")
+    total = 0.0
+    acc = tl.zeros([D], tl.float32)
+    for split in range((num_keys + SPLIT - 1) // SPLIT):
+        part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
+        log_sum = tl.load(log_sum_ptr + part)
+        top = tl.maximum(best, log_sum)
+        shrink, weight = tl.exp2(best - top), tl.exp2(log_sum - top)
+        acc = acc * shrink + weight * tl.load(part_ptr + part * D + column)
+        total = total * shrink + weight
+        best = top
+    target = out_ptr + (first_token.to(tl.int64) * HQ + head) * D + column
+    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    queries: Queries,
+    work: WorkList,
+    parts: Parts,
+    out: torch.Tensor,
+    shape: HeadShape,
+    tiles: Tiles,
+    num_programs: int,
+) -> None:
+    """Causal attention of the items' queries in q [T, q_heads, dim], into out, or into parts where keys are split."""
+    paged_attention_kernel[(num_programs,)](
+        q, *cache, queries.tables, queries.tables.stride(0), queries.rows, queries.starts, queries.contexts,
+        work.items, work.count, out, parts.out, parts.log_sum, parts.max_splits,
+        shape.head_dim**-0.5 * LOG2_E, num_programs,
+        HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim, PAGE=cache[0].shape[1],
+        GROUP=group_lines(shape), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, SPLIT=tiles.split,
+        ONE_LOOP=tiles.one_loop, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def combine(
+    queries: Queries,
+    num_rows: torch.Tensor,
+    parts: Parts,
+    out: torch.Tensor,
+    shape: HeadShape,
+    tiles: Tiles,
+) -> None:
+    """Merges the splits of rows with one query. `num_rows` [1] int32 says how many rows of `queries` are real."""
+    combine_kernel[(len(queries.rows), shape.num_q_heads)](
+        parts.out, parts.log_sum, num_rows, queries.starts, queries.contexts, out, parts.max_splits,
+        HQ=shape.num_q_heads, D=shape.head_dim, SPLIT=tiles.split, num_warps=1,
+    )  # fmt: skip
+
+
+def reference(
+    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], queries: Queries, num_rows: int, shape: HeadShape
+) -> torch.Tensor:
+    """Attention row by row over gathered pages, in float64."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    block_size, group = cache[0].shape[1], shape.num_q_heads // shape.num_kv_heads
+    for i in range(num_rows):
+        first, last = int(queries.starts[i]), int(queries.starts[i + 1])
+        num_keys = int(queries.contexts[i]) + last - first
+        keys = torch.arange(num_keys, device=q.device)
+        blocks = queries.tables[int(queries.rows[i])].long()[keys // block_size]
+        k, v = (pool[blocks, keys % block_size].double().repeat_interleave(group, 1) for pool in cache)
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * shape.head_dim**-0.5
+        is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=q.device)[:, None]
+        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v).to(out.device)
+    return out

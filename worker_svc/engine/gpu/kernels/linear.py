@@ -1,0 +1,54 @@
+"""A matrix product whose rows do not know each other: one tile shape for every number of rows, K in one order.
+
+Libraries choose tiles, and splits of K, by the number of rows. Exact mode cannot use them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: the same MMA instruction for one row as for thousands
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + row.to(tl.int64) * K + k[None, :]
+    weight_ptrs = weight_ptr + column.to(tl.int64) * K + k[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = tl.load(x_ptrs, mask=(row < M) & (start + k[None, :] < K), other=0.0)
+        weight = tl.load(weight_ptrs, mask=(column < N) & (start + k[:, None] < K), other=0.0)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    target = out_ptr + row.to(tl.int64) * N + column
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < M) & (column < N))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [n, in] times weight [out, in], plus bias."""
+    n, in_size = x.shape
+    out_size = weight.shape[0]
+    out = x.new_empty(n, out_size)
+    if n == 0:
+        return out
+    linear_kernel[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M))](
+        x, weight, weight if bias is None else bias, out, n, out_size, in_size,
+        BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)

@@ -1,0 +1,79 @@
+"""The first kernel of a step: from what was uploaded and the rows on the device to the columns of the forward pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 128
+LAST_TOKEN = 0  # word of a row's record
+TABLE = 8  # where its block table starts
+
+
+@triton.jit(do_not_specialize=["num_tokens_padded"])
+def prepare_kernel(
+    state_ptr, state_stride, num_rows_ptr, row_ptr, start_ptr, context_ptr, known_ptr,
+    token_ptr, position_ptr, slot_ptr, num_tokens_padded,
+    TABLE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    batch_row = tl.program_id(0)
+    num_rows = tl.load(num_rows_ptr)
+    if batch_row == tl.num_programs(0) - 1:  # the last program: tokens that only fill the bucket
+        first = tl.load(start_ptr + num_rows)
+        for begin in range(first, num_tokens_padded, BLOCK):
+            token = begin + tl.arange(0, BLOCK)
+            is_token = token < num_tokens_padded
+            tl.store(token_ptr + token, token * 0, mask=is_token)
+            tl.store(position_ptr + token, token * 0, mask=is_token)
+            tl.store(slot_ptr + token, token * 0 - 1, mask=is_token)
+    elif batch_row < num_rows:
+        first = tl.load(start_ptr + batch_row)
+        last = tl.load(start_ptr + batch_row + 1)
+        context = tl.load(context_ptr + batch_row)
+        state = state_ptr + tl.load(row_ptr + batch_row).to(tl.int64) * state_stride
+        sampled_last = tl.load(state)
+        for begin in range(first, last, BLOCK):
+            token = begin + tl.arange(0, BLOCK)
+            is_token = token < last
+            known = tl.load(known_ptr + token, mask=is_token, other=0)
+            position = context + token - first
+            block = tl.load(state + TABLE + position // PAGE, mask=is_token, other=0)
+            tl.store(token_ptr + token, tl.where(known < 0, sampled_last, known), mask=is_token)
+            tl.store(position_ptr + token, position, mask=is_token)
+            tl.store(slot_ptr + token, block * PAGE + position % PAGE, mask=is_token)
+
+
+def prepare(
+    state: torch.Tensor,
+    num_rows: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+    known: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_size: int,
+) -> None:
+    """Token ids, positions and slots (all int32 [T]) of a batch.
+
+    `known` [T] are the token ids that the host knows; below 0 it is the row's last sampled token. Tokens beyond the
+    batch get slot -1.
+    """
+    prepare_kernel[(len(rows) + 1,)](
+        state, state.stride(0), num_rows, rows, starts, contexts, known, *out, len(out[0]),
+        TABLE=TABLE, PAGE=block_size, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def reference(
+    state: torch.Tensor, rows: list[int], starts: list[int], contexts: list[int], known: list[int], block_size: int
+) -> list[tuple[int, int, int]]:
+    """(token, position, slot) of every token of the batch."""
+    result = []
+    for i, row in enumerate(rows):
+        for token in range(starts[i], starts[i + 1]):
+            position = contexts[i] + token - starts[i]
+            value = known[token] if known[token] >= 0 else int(state[row, LAST_TOKEN])
+            slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
+            result.append((value, position, slot))
+    return result

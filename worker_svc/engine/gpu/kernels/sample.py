@@ -1,0 +1,135 @@
+"""Picks tokens: argmax of z + noise over what the threshold lets through. The specification is `engine/noise.py`.
+
+The first kernel finds each chunk's best score with approximate noise. The second looks again, with the specified noise
+in float64, at the few chunks that can hold the winner, and leaves the token where the row's next step finds it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
+from worker_svc.engine.gpu.kernels.threshold import load_z
+from worker_svc.engine.noise import sample_token
+
+CHUNK = 2048
+
+
+@triton.jit
+def chunk_scores_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
+    chunks, FILTER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    sample, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    is_greedy = temperature < 1e-5
+    id = chunk * CHUNK + tl.arange(0, CHUNK)
+    score = load_z(logits_ptr, stride, sample, vocab_size, id, tl.where(is_greedy, 1.0, temperature))
+    is_bad = (score != score) | (score == float("inf"))
+    tl.store(bad_ptr + sample * chunks + chunk, tl.max(is_bad.to(tl.int32), 0))
+    if not is_greedy:
+        words = philox_words(
+            tl.load(state + 5),
+            tl.load(state + 6),
+            tl.load(position_ptr + sample),
+            tl.load(state + 7),
+            chunk * CHUNK,
+            CHUNK,
+        )
+        if FILTER:
+            score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
+        score += approximate_noise(words)
+    tl.store(score_ptr + sample * chunks + chunk, tl.max(score, 0))
+
+
+@triton.jit
+def pick_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
+    chunks, token_ptr, status_ptr, ERROR: tl.constexpr, FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    is_greedy = temperature < 1e-5
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    chunk = tl.arange(0, CHUNKS)
+    scores = tl.load(score_ptr + sample * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
+    best = tl.max(scores, 0)
+    is_bad = (tl.max(tl.load(bad_ptr + sample * chunks + chunk, mask=chunk < chunks, other=0), 0) > 0) | (
+        best == -float("inf")
+    )
+    enough = best - 2 * ERROR - 1e-6 * tl.abs(best)
+    best = -float("inf")
+    token = 0
+    if not is_bad:
+        for index in range(chunks):
+            if tl.load(score_ptr + sample * chunks + index) >= enough:
+                id = index * CHUNK + tl.arange(0, CHUNK)
+                score = load_z(logits_ptr, stride, sample, vocab_size, id, temperature)
+                if not is_greedy:
+                    words = philox_words(
+                        tl.load(state + 5), tl.load(state + 6), tl.load(position_ptr + sample), tl.load(state + 7),
+                        index * CHUNK, CHUNK,
+                    )  # fmt: skip
+                    if FILTER:
+                        score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
+                    score += exact_noise(words)
+                top = tl.max(score, 0)
+                if top > best:  # chunks come in order: ties go to the lowest id
+                    best = top
+                    token = index * CHUNK + tl.argmax(score, 0)
+    tl.store(token_ptr + sample, token)
+    tl.store(status_ptr + sample, is_bad.to(tl.int32))
+    tl.store(state, token)
+
+
+def sample(
+    logits: torch.Tensor,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    lowest: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Tokens and statuses (1: no usable numbers), int32 [S], for logits [S, vocab] of lines `rows` of `state`.
+
+    `positions` are output positions, `lowest` the thresholds if any row filters, `scratch` float32 and int32
+    [S, chunks]. Lines of -1 are padding. The token becomes the row's last one.
+    """
+    num_samples, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    is_filtered = lowest is not None
+    source = (
+        logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,
+        logits if lowest is None else lowest, *scratch, chunks,
+    )  # fmt: skip
+    chunk_scores_kernel[(num_samples, chunks)](*source, FILTER=is_filtered, CHUNK=CHUNK, num_warps=4)
+    pick_kernel[(num_samples,)](
+        *source, *out, ERROR=APPROXIMATION_ERROR, FILTER=is_filtered, CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
+
+
+def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the chunks' best scores and their faults."""
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    return torch.zeros(num_samples, chunks, device=device), torch.zeros(
+        num_samples, chunks, dtype=torch.int32, device=device
+    )
+
+
+def reference(logits: torch.Tensor, params: SamplingParams, sample_index: int, position: int) -> int | None:
+    """The token of one row of logits [vocab]; None where they hold no usable numbers."""
+    return sample_token(logits.float().numpy().astype(np.float32), params, sample_index, position)

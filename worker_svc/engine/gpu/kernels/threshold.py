@@ -1,0 +1,201 @@
+"""What min_p, top_k and top_p let through, without sorting: a threshold on z = logits / temperature per row.
+
+The threshold is found by descending through the bits of the float order, four at a time. Each pass counts ids (top_k)
+or adds their weights (top_p), integers both, per chunk of the vocabulary; then one program per row picks the digit. The
+specification is in `worker_svc/engine/noise.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.noise import keep_threshold
+
+CHUNK = 4096
+DIGITS = 8  # of 4 bits
+COUNT, WEIGH = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where the search of S rows lives. `lowest` [S] float32 is its result."""
+
+    lowest: torch.Tensor
+    top: torch.Tensor  # float32 [S, chunks], then the row's in column 0
+    prefix: torch.Tensor  # int64 [S] digits found so far
+    need: torch.Tensor  # int64 [S] what must still be reached; 0: not searched
+    sums: torch.Tensor  # int64 [S, chunks, 16]
+
+    @classmethod
+    def make(cls, num_rows: int, vocab_size: int, device: torch.device) -> Scratch:
+        chunks = triton.cdiv(vocab_size, CHUNK)
+        return cls(
+            lowest=torch.zeros(num_rows, device=device),
+            top=torch.zeros(num_rows, chunks, device=device),
+            prefix=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            need=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            sums=torch.zeros(num_rows, chunks, 16, dtype=torch.int64, device=device),
+        )
+
+
+@triton.jit
+def load_z(logits_ptr, stride, sample, vocab_size, id, temperature):
+    """z of ids; -inf beyond the vocabulary."""
+    logits = tl.load(logits_ptr + sample.to(tl.int64) * stride + id, mask=id < vocab_size, other=-float("inf"))
+    return tl.div_rn(logits.to(tl.float32), temperature)
+
+
+@triton.jit
+def _order(z):
+    """Bits that sort as the floats do, in an int64."""
+    bits = z.to(tl.int32, bitcast=True)
+    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
+    return flipped.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def chunk_top_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, chunks, CHUNK: tl.constexpr
+):
+    sample, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    temperature = tl.load(state_ptr + row.to(tl.int64) * state_stride + 1).to(tl.float32, bitcast=True)
+    if temperature < 1e-5:
+        return
+    z = load_z(logits_ptr, stride, sample, vocab_size, chunk * CHUNK + tl.arange(0, CHUNK), temperature)
+    tl.store(top_ptr + sample * chunks + chunk, tl.max(z, 0))
+
+
+@triton.jit
+def start_kernel(state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, chunks, CHUNKS: tl.constexpr):
+    sample = tl.program_id(0)
+    row = tl.load(row_ptr + sample)
+    lowest = -float("inf")
+    if row >= 0:
+        state = state_ptr + row.to(tl.int64) * state_stride
+        if tl.load(state + 1).to(tl.float32, bitcast=True) >= 1e-5:
+            chunk = tl.arange(0, CHUNKS)
+            top = tl.max(tl.load(top_ptr + sample * chunks + chunk, mask=chunk < chunks, other=-float("inf")), 0)
+            tl.store(top_ptr + sample * chunks, top)
+            lowest = top + tl.load(state + 4).to(tl.float32, bitcast=True)
+    tl.store(lowest_ptr + sample, lowest)
+
+
+@triton.jit
+def _is_searched(state, KIND: tl.constexpr):
+    """Whether this row asks for this filter."""
+    if KIND == 0:
+        is_on = tl.load(state + 2) > 0
+    else:
+        is_on = tl.load(state + 3).to(tl.float32, bitcast=True) < 1.0
+    return is_on & (tl.load(state + 1).to(tl.float32, bitcast=True) >= 1e-5)
+
+
+@triton.jit
+def digit_sums_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, prefix_ptr, sums_ptr, chunks,
+    KIND: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    sample, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    if not _is_searched(state, KIND):
+        return
+    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    z = load_z(logits_ptr, stride, sample, vocab_size, chunk * CHUNK + tl.arange(0, CHUNK), temperature)
+    is_in = chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size
+    order = _order(z)
+    is_kept = is_in & (z >= tl.load(lowest_ptr + sample))
+    if SHIFT < 28:
+        is_kept = is_kept & ((order >> (SHIFT + 4)) == tl.load(prefix_ptr + sample))
+    if KIND == 0:
+        weight = is_kept.to(tl.int64)
+    else:
+        distance = z.to(tl.float64) - tl.load(top_ptr + sample * chunks).to(tl.float64)
+        mass = tl.floor(tl.exp(tl.where(is_kept, distance, -100.0)) * 1099511627776.0 + 0.5)
+        weight = mass.to(tl.int64)
+    digit = (order >> SHIFT) & 15
+    sums = sums_ptr + (sample * chunks + chunk) * 16
+    for value in tl.static_range(16):
+        tl.store(sums + value, tl.sum(tl.where(digit == value, weight, 0), 0))
+
+
+@triton.jit
+def descend_kernel(
+    state_ptr, state_stride, row_ptr, lowest_ptr, prefix_ptr, need_ptr, sums_ptr, chunks,
+    KIND: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    if not _is_searched(state, KIND):
+        return
+    chunk = tl.arange(0, CHUNKS)[:, None]
+    value = tl.arange(0, 16)
+    found = tl.load(sums_ptr + (sample * chunks + chunk) * 16 + value[None, :], mask=chunk < chunks, other=0)
+    sums = tl.sum(found, 0)
+    from_here = tl.sum(
+        tl.where(value[None, :] >= value[:, None], sums[None, :], 0), 1
+    )  # weight of this digit and above
+    if SHIFT == 28:
+        total = tl.sum(sums, 0)
+        if KIND == 0:
+            need = tl.load(state + 2).to(tl.int64)
+            need = tl.where(need < total, need, 0)
+        else:
+            part = tl.load(state + 3).to(tl.float32, bitcast=True).to(tl.float64) * total.to(tl.float64)
+            need = tl.maximum(tl.ceil(part).to(tl.int64), 1)
+        prefix = total * 0
+    else:
+        need = tl.load(need_ptr + sample)
+        prefix = tl.load(prefix_ptr + sample)
+    if need > 0:
+        digit = tl.max(tl.where(from_here >= need, value, 0), 0)
+        need -= tl.sum(tl.where(value > digit, sums, 0), 0)
+        prefix = prefix * 16 + digit
+    tl.store(need_ptr + sample, need)
+    tl.store(prefix_ptr + sample, prefix)
+    if (SHIFT == 0) & (need > 0):
+        flipped = prefix.to(tl.uint32).to(tl.int32, bitcast=True)
+        bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
+        tl.store(lowest_ptr + sample, bits.to(tl.float32, bitcast=True))
+
+
+def find_thresholds(logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """The smallest z that each of the S rows keeps, float32 [S]. `rows` are lines of `state`, -1 for padding."""
+    num_samples, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    grid = (num_samples, chunks)
+    lines = triton.next_power_of_2(chunks)
+    common = (state, state.stride(0), rows)
+    source = (logits, logits.stride(0), vocab_size, *common)
+    chunk_top_kernel[grid](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=8)
+    start_kernel[(num_samples,)](*common, scratch.top, scratch.lowest, chunks, CHUNKS=lines, num_warps=1)
+    for kind in (COUNT, WEIGH):
+        for shift in range(28, -1, -4):
+            digit_sums_kernel[grid](
+                *source, scratch.top, scratch.lowest, scratch.prefix, scratch.sums, chunks,
+                KIND=kind, SHIFT=shift, CHUNK=CHUNK, num_warps=8,
+            )  # fmt: skip
+            descend_kernel[(num_samples,)](
+                *common, scratch.lowest, scratch.prefix, scratch.need, scratch.sums, chunks,
+                KIND=kind, SHIFT=shift, CHUNKS=lines, num_warps=1,
+            )  # fmt: skip
+    return scratch.lowest
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> np.float32:
+    """For one row of logits [vocab]."""
+    return keep_threshold((logits.float().numpy() / np.float32(params.temperature)).astype(np.float32), params)

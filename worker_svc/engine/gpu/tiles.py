@@ -1,0 +1,17 @@
+"""Tile sizes, by use. A table and no autotuning: that needs a device, cannot run in a capture, and differs by machine.
+
+Registers and shared memory on sm_90 of each are printed by `python -m worker_svc.engine.gpu.aot`.
+"""
+
+from __future__ import annotations
+
+from worker_svc.engine.gpu.kernels.attention import Tiles
+
+# One query a row: bound by memory, so many small programs; a split of 512 keeps all of them busy at any batch.
+DECODE_TILES = Tiles(block_m=16, block_n=64, split=512, num_warps=4, num_stages=3, one_loop=True)
+# Chunks of prompts: bound by the tensor cores.
+PREFILL_TILES = Tiles(block_m=128, block_n=64, split=0, num_warps=8, num_stages=3)
+# Exact mode: the same instructions for a single query as for a prompt, keys in one order.
+EXACT_TILES = Tiles(block_m=64, block_n=64, split=0, num_warps=4, num_stages=3, one_loop=True)
+
+PROGRAMS_PER_SM = 3  # as many as registers let run at once
