@@ -226,7 +226,7 @@ class GatewayReader:
         for model, num_workers in self._directory.models():
             yield "gateway_ready_workers", (model.name,), num_workers
         for name, times in list(self._metrics.models.items()):
-            yield from _model_rows(name, times)
+            yield from model_rows(name, times)
         if self._redis is not None:
             yield "redis_up", (), float(self._redis.is_up)
             yield "redis_errors_total", (), self._redis.num_errors
@@ -236,7 +236,7 @@ def _state_of(client: SchedulerClient) -> str:
     return "ready" if client.is_ready else "attached" if client.is_connected else "away"
 
 
-def _model_rows(model: str, times: ModelTimes) -> Iterator[Row]:
+def model_rows(model: str, times: ModelTimes) -> Iterator[Row]:
     for reason, count in times.ends.items():
         yield "requests_total", (model, reason), count
     yield "requests_resumed_total", (model,), times.num_resumed

@@ -89,7 +89,7 @@ SPECS = (
     Spec(
         "scheduler_step_rows_total",
         "counter",
-        "rows that these steps computed: the bytes per row do not grow",
+        "rows that these steps computed",
         "",
         MODEL,
     ),
@@ -162,12 +162,16 @@ class SchedulerTimes:
 
     def note_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
         """What one answer produced; `find(owner, handle)` gives the request of a first token."""
+        if np.count_nonzero(deltas.offsets) < len(deltas.offsets):
+            self._note_first_tokens(deltas, now, find)
+        for finished in deltas.finished:
+            self._note_end(finished, now)
+
+    def _note_first_tokens(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
         for i in np.flatnonzero(deltas.offsets == 0).tolist():
             group = find(int(deltas.owners[i]), int(deltas.handles[i]))
             if group is not None:
                 self._note_first_token(group, int(deltas.sample_indices[i]), now)
-        for finished in deltas.finished:
-            self._note_end(finished, now)
 
     def _note_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
         seq = _sample(group, sample_index)

@@ -157,11 +157,11 @@ def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[st
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
     own = parser.prog.removeprefix("quire-")
-    for_all = {name: value for name, value in tables.items() if name not in SERVICES}
+    # `scheduler` is a table of that service, or a list of addresses for those that have this setting.
+    of_services = {name: value for name, value in tables.items() if name in SERVICES and isinstance(value, dict)}
+    for_all = {name: value for name, value in tables.items() if name not in of_services}
     given: dict[str, Given] = {}
-    for table, values in (("", for_all), (own, tables.get(own, {}))):
-        if not isinstance(values, dict):
-            parser.error(f"{path}:{_line_of(text, '', table)}: {table} is no setting; write a table [{table}]")
+    for table, values in (("", for_all), (own, of_services.get(own, {}))):
         for name, value in values.items():
             where = f"{path}:{_line_of(text, table, name)}"
             _check_name(parser, name, value, where)
