@@ -15,6 +15,7 @@ from typing import Protocol
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.pacing import WakePacer
 from gateway_svc.wire import continuation_from_outputs
 from svc_common.errors import QuireError
 
@@ -50,6 +51,7 @@ class SchedulerRequest:
 
     The scheduler client delivers. A failure (refusal, patience at an end, internal error) is raised by the waits.
     `resumes`: a client goes on with a request whose stream it lost. `deadline`: the client's, in the loop's time.
+    `pacer`: who says when the handler hears of new tokens; None: at once.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SchedulerRequest:
         *,
         resumes: bool = False,
         deadline: float | None = None,
+        pacer: WakePacer | None = None,
     ) -> None:
         self.samples = [SampleJournal(output[:]) for output in outputs]
         for index, sample in enumerate(self.samples):
@@ -72,7 +75,9 @@ class SchedulerRequest:
         self._is_accepted = False
         self._is_aborted = False
         self._error: QuireError | None = None
+        self._pacer = pacer
         self._news: set[int] = set()
+        self._is_due = False  # the handler should look at the news
         self._waiter: asyncio.Future[None] | None = None
         self._owner: RequestOwner | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -116,10 +121,11 @@ class SchedulerRequest:
 
     async def wait(self) -> list[int]:
         """Until some samples have new tokens or an end; returns their indices in order. Raises a failure."""
-        while not self._news and self._error is None:
+        while not self._is_due and self._error is None:
             await self._sleep()
         if not self._news and self._error is not None:
             raise self._error
+        self._is_due = False
         news = sorted(self._news)
         self._news.clear()
         return news
@@ -211,8 +217,7 @@ class SchedulerRequest:
                 self.fail(self._internal(f"output position {have} is missing, the scheduler sent {offset}"))
             return
         sample.outputs.append(token_id)
-        self._news.add(sample_index)
-        self._wake()
+        self._note_news(sample_index)
 
     def on_finished(self, finish: pb.SampleFinished) -> None:
         if finish.sample_index >= len(self.samples):
@@ -221,8 +226,7 @@ class SchedulerRequest:
         sample = self.samples[finish.sample_index]
         if sample.finish is None:
             sample.finish = finish
-            self._news.add(finish.sample_index)
-            self._wake()
+            self._note_news(finish.sample_index)
 
     def fail(self, error: QuireError) -> None:
         """The stream ends with this error, after what has already arrived."""
@@ -233,6 +237,18 @@ class SchedulerRequest:
     def _internal(self, problem: str) -> QuireError:
         log.error("request %s: %s", self.request_id, problem)
         return QuireError(f"internal error: {problem}")
+
+    def _note_news(self, sample_index: int) -> None:
+        self._news.add(sample_index)
+        if self._pacer is None:
+            self.wake()
+        else:
+            self._pacer.wake(self)
+
+    def wake(self) -> None:
+        """The handler should look at the news."""
+        self._is_due = bool(self._news)
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

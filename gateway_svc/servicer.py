@@ -18,6 +18,7 @@ from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
+from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_request import SchedulerRequest
@@ -101,6 +102,7 @@ class InferenceServicer(InferenceServiceServicer):
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
         self._metrics = metrics or GatewayMetrics()
+        self._pacer = WakePacer()
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
@@ -154,7 +156,7 @@ class InferenceServicer(InferenceServiceServicer):
         size = 4 * sum(len(output) for output in plan.outputs)
         generation = await self._prompts.run(size, GenerationStream, plan)
         scheduler_request = SchedulerRequest(
-            submit_from_plan(plan), plan.outputs, plan.finished, resumes=resumes, deadline=deadline
+            submit_from_plan(plan), plan.outputs, plan.finished, resumes=resumes, deadline=deadline, pacer=self._pacer
         )
         for finish in generation.ends:
             if finish is not None:
