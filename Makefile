@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-serving peers check format protos clean
+.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-gateway bench-serving peers check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ chart: $(STAMP)  ## the chart alone: lint, schemas, rendering, and its pods as l
 
 bench-wire: $(STAMP)  ## what messages between the services cost, and whether workers wait for their scheduler
 	$(BIN)/python bench/wire.py
+
+bench-gateway: $(STAMP)  ## how many streamed tokens one gateway process delivers to 256 clients
+	$(BIN)/python bench/gateway.py
 
 bench-serving: $(STAMP)  ## the whole stack beside its own engine and beside peers (PEERS_VENV; see scripts/install_peers)
 	$(BIN)/python bench/serving.py $(BENCH_FLAGS)

@@ -28,7 +28,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer
+from svc_common.serve import BindError, GrpcServer, settle_gc
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ async def serve(args: argparse.Namespace, gateway_id: str) -> None:
     add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
     await admin.start()
     await server.start()
+    settle_gc()
     if reader is not None:
         reader.start()
     log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))

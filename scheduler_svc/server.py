@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import secrets
 import socket
@@ -27,7 +26,7 @@ from svc_common.config import address, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer
+from svc_common.serve import BindError, GrpcServer, settle_gc
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +228,7 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
     loop_task = asyncio.create_task(parts.step_loop.run())
     loop_task.add_done_callback(lambda _: server.stopping.set())
     await server.set_serving(True)
-    _settle_gc()
+    settle_gc()
     log.info("listening on %s, prefix index in %s", servicer.address, "redis" if args.redis else "memory")
     await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))
     exit_code = await _finish(parts, loop_task)
@@ -272,15 +271,6 @@ async def _finish(parts: Parts, loop_task: asyncio.Task[None]) -> int:
         return 0
     log.critical("the step loop failed; this is a bug", exc_info=result)
     return 1
-
-
-def _settle_gc() -> None:
-    """Modules and code live as long as the process: collections need not walk them. What steps create is columns,
-    freed by reference counts, so full collections can be rare; each one is a pause for every stream.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ await server.run_until_stopped(drain) # SIGTERM or SIGINT: NOT_SERVING, drain(),
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable
@@ -52,6 +53,15 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel between our own services, with their keepalive and message limits."""
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+def settle_gc() -> None:
+    """Modules, code and a loaded model live as long as the process: collections need not walk them. What requests and
+    steps create is mostly freed by reference counts, so full collections can be rare; each is a pause for every stream.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class BindError(RuntimeError):

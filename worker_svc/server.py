@@ -21,7 +21,7 @@ from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer
+from svc_common.serve import BindError, GrpcServer, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
@@ -322,6 +322,7 @@ class Worker:
         started_at = loop.time()
         info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
         self._info = info
+        settle_gc()
         depth = self._args.pipeline_depth
         self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
         if not self._lifecycle.is_draining:

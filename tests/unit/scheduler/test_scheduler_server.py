@@ -146,7 +146,7 @@ async def test_a_bug_in_the_step_loop_ends_the_process_loudly(
     def broken(_: float) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(server, "_settle_gc", lambda: None)
+    monkeypatch.setattr(server, "settle_gc", lambda: None)
     args = parse(make_arguments(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
     parts = build(args)
     parts.step_loop._post(broken)

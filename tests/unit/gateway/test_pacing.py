@@ -1,0 +1,92 @@
+"""Handlers are woken in rounds, and a round waits until the one before is worked off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from gateway_svc.pacing import MAX_REST_S, WakePacer
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time moves only when a test says so, or when all that is left is to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Handler:
+    """Notes when it is woken, and takes `cost_s` of the loop's time for it."""
+
+    def __init__(self, loop: Clock, cost_s: float = 0.0) -> None:
+        self._loop = loop
+        self._cost_s = cost_s
+        self.woken_at: list[float] = []
+
+    def wake(self) -> None:
+        self.woken_at.append(self._loop.now)
+        self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        self._loop.now += self._cost_s
+
+
+@pytest.fixture
+def loop() -> Iterator[Clock]:
+    loop = Clock()
+    yield loop
+    loop.close()
+
+
+def test_an_idle_gateway_wakes_at_once(loop: Clock) -> None:
+    async def run() -> None:
+        pacer, handler = WakePacer(), Handler(loop)
+        for _ in range(3):
+            pacer.wake(handler)
+            pacer.wake(handler)  # no second time
+            await asyncio.sleep(1.0)
+        assert handler.woken_at == [0.0, 1.0, 2.0]
+
+    loop.run_until_complete(run())
+
+
+def test_a_busy_gateway_gathers_until_it_has_worked_off_and_rested(loop: Clock) -> None:
+    async def run() -> None:
+        pacer = WakePacer()
+        handlers = [Handler(loop, cost_s=0.01) for _ in range(4)]
+        for handler in handlers:
+            pacer.wake(handler)
+        await asyncio.sleep(0.001)
+        assert [handler.woken_at for handler in handlers] == [[0.0]] * 4
+        for handler in handlers:  # tokens of two steps, one round
+            pacer.wake(handler)
+            pacer.wake(handler)
+        await asyncio.sleep(1.0)
+        second = handlers[0].woken_at[1]
+        assert second == pytest.approx(0.04 * 1.25)
+        assert [len(handler.woken_at) for handler in handlers] == [2] * 4
+
+    loop.run_until_complete(run())
+
+
+def test_a_process_that_was_stopped_does_not_rest_for_long(loop: Clock) -> None:
+    async def run() -> None:
+        pacer, handler = WakePacer(), Handler(loop, cost_s=60.0)
+        pacer.wake(handler)
+        await asyncio.sleep(0.001)
+        pacer.wake(handler)
+        await asyncio.sleep(1.0)
+        assert handler.woken_at[1] <= 60.0 + MAX_REST_S + 0.001
+
+    loop.run_until_complete(run())
