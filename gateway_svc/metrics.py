@@ -65,7 +65,7 @@ SPECS = (
     Spec("gateway_request_bytes", "gauge", "requests open now, all together", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_ready_workers", "gauge", "workers that schedulers have ready", "", MODEL),
-    Spec("redis_up", "gauge", "1 if Redis answers; absent without --redis"),
+    Spec("redis_up", "gauge", "1 if Redis answered when it was last asked; absent without --redis"),
     Spec("redis_errors_total", "counter", "calls to Redis that failed; absent without --redis"),
 )
 

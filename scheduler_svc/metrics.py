@@ -119,7 +119,7 @@ SPECS = (
         MODEL,
         ("request_decode_time_seconds",),
     ),
-    Spec("redis_up", "gauge", "1 if Redis answers; absent without --redis"),
+    Spec("redis_up", "gauge", "1 if Redis answered when it was last asked; absent without --redis"),
     Spec("redis_errors_total", "counter", "calls to Redis that failed; absent without --redis"),
     Spec("redis_pending_entries", "gauge", "index entries still to be written: its lag; absent without --redis"),
 )

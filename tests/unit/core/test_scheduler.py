@@ -13,7 +13,15 @@ from scheduler_svc.core.errors import (
     UnexpectedStepError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.messages import EMPTY, CachedBlock, RowFailure, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import (
+    EMPTY,
+    CachedBlock,
+    MigrationReason,
+    RowFailure,
+    StepBatch,
+    StepOutput,
+    WorkerCapacity,
+)
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import (
     TRANSITIONS,
@@ -238,6 +246,7 @@ def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
     assert fail_all(scheduler, batch) == []
     batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
     assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("other", "a")]
+    assert scheduler.stats().migrations == {MigrationReason.FAILED: 1}
     assert fail_all(scheduler, batches[0]) == [("a", FinishReason.ERROR)]
     assert not scheduler.has_work
 
