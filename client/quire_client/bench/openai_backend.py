@@ -160,7 +160,7 @@ class OpenAIBackend:
             async with self._http.get(url) as response:
                 if response.status != 200:
                     raise BackendError(f"{url}: HTTP {response.status}: {_message(await response.text())}")
-                entries = (await response.json())["data"]
+                entries = (await response.json(content_type=None))["data"]
         except (TimeoutError, aiohttp.ClientError) as error:
             raise BackendError(f"no answer from {url}: {error or 'timeout'}; check --base-url") from None
         except (ValueError, KeyError, TypeError):
@@ -208,17 +208,13 @@ def _word(token: int) -> str:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
-    """The objects of a server-sent event stream, up to [DONE]."""
+    """The objects of a server-sent event stream, read to its end: then the connection can be used again."""
     rest = b""
     async for data in content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            payload = line[5:].strip()
-            if payload == b"[DONE]":
-                return
-            yield _object(payload)
+            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                yield _object(payload)
 
 
 def _object(payload: bytes) -> Mapping[str, Any]:
