@@ -82,7 +82,8 @@ class Linear(Protocol):
 class Backend(Protocol):
     """Operations of the decoder. Tensors are contiguous, of the engine's dtype unless said otherwise.
 
-    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim].
+    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]; in
+    which order a block's numbers lie within these is the backend's own affair.
     """
 
     name: str

@@ -51,6 +51,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = argtypes
         function.restype = None
+    library.quire_kv_is_paired.argtypes = [_INT, _LONG]
     library.quire_linear_supports.argtypes = [_INT]
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG

@@ -59,6 +59,26 @@ def test_gated_activation(backends, randn, dtype, dim, activation):
     assert_close(outs[0], outs[1], dtype)
 
 
+def kernel_layout(kernels, keys, values):
+    """Keys [.., dim, block] and values [.., block, dim] as the kernels lay them out."""
+    *lead, dim, block = keys.shape
+    if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
+        return keys, values
+    keys = keys.reshape(*lead, dim // 2, 2, block).transpose(-1, -2).reshape(keys.shape)
+    values = values.reshape(*lead, block // 2, 2, dim).transpose(-1, -2).reshape(values.shape)
+    return keys, values
+
+
+def plain_layout(kernels, keys, values):
+    """The other way round."""
+    *lead, dim, block = keys.shape
+    if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
+        return keys, values
+    keys = keys.reshape(*lead, dim // 2, block, 2).transpose(-1, -2).reshape(keys.shape)
+    values = values.reshape(*lead, block // 2, dim, 2).transpose(-1, -2).reshape(values.shape)
+    return keys, values
+
+
 def mixed_batch(pool, shape, query_lens, context_lens, seed=0):
     """A batch over scattered blocks whose past tokens are in the pool already."""
     rng = np.random.default_rng(seed)
@@ -103,25 +123,28 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
     batch = mixed_batch(pool, shape, query_lens, context_lens)
     q = randn(len(batch.positions), shape.num_q_heads, shape.head_dim).to(dtype)
     outs = [torch.empty_like(q) for _ in backends]
-    for backend, out in zip(backends, outs, strict=True):
-        backend.paged_attention(q, (keys, values), batch, out, shape)
+    kernels, reference = backends
+    kernels.paged_attention(q, kernel_layout(kernels, keys, values), batch, outs[0], shape)
+    reference.paged_attention(q, (keys, values), batch, outs[1], shape)
     assert_close(outs[0], outs[1], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 18)], ids=["32", "18"])
-def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape):
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size):
     norms = (randn(shape.head_dim).to(dtype), randn(shape.head_dim).to(dtype)) if has_norms else None
     table = rotary_table(1.0 / 1e4 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim), 256)
     results = []
     qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     for backend in backends:
-        pool = KVCachePool(1, 64, 8, shape.num_kv_heads, shape.head_dim, dtype)
+        pool = KVCachePool(1, 512 // block_size, block_size, shape.num_kv_heads, shape.head_dim, dtype)
         batch = mixed_batch(pool, shape, [1, 100, 19], [50, 0, 131])
         q = qkv.new_empty(120, shape.num_q_heads, shape.head_dim)
         backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape, 1e-6)
-        results.append((q, pool.keys, pool.values))
+        pools = pool.keys, pool.values
+        results.append((q, *(plain_layout(backend, *pools) if backend is backends[0] else pools)))
     assert_close(results[0][0], results[1][0], dtype)
     assert_close(results[0][1], results[1][1], dtype)
     assert torch.equal(results[0][2], results[1][2])

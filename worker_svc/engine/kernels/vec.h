@@ -95,18 +95,26 @@ INLINE void store16(uint16_t* p, v16 x) {
 
 // One fixed tree over 16 lanes.
 INLINE float sum_lanes(v16 x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);  // halves, as below
+#else
   float a[kLanes];
   memcpy(a, &x, sizeof a);
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] += a[i + half];
   return a[0];
+#endif
 }
 INLINE float max_lanes(v16 x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float a[kLanes];
   memcpy(a, &x, sizeof a);
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
   return a[0];
+#endif
 }
 
 // exp to about 1 ulp; NaN stays NaN, below -87.3 it is 0.
@@ -129,6 +137,15 @@ INLINE v16 exp16(v16 x) {
   i16 shift = (__builtin_convertvector(n, i16) + 127) << 23;
   e = e * (v16)shift;
   return (v16)((i16)e & ~is_zero);
+}
+
+// Whether a block of the KV pool is laid out in pairs, for the instruction that multiplies two bfloat16 at once.
+template <typename T> INLINE bool is_paired(int64_t block_size) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  return sizeof(T) == 2 && block_size % kLanes == 0;
+#else
+  return false;
+#endif
 }
 
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t dim) {
