@@ -13,6 +13,7 @@ content.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
@@ -80,11 +81,16 @@ class BlockManager:
         return blocks if same.all() else blocks[: int(same.all(axis=1).argmin())]
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
-        """Number of leading digests held here, for placement; `match` decides."""
-        if not max_blocks or not digests or digests[0] not in self._block_of:
+        """Number of leading digests held here, for placement; `match` decides.
+
+        A block outlives what continues it, so what is held is a prefix and can be searched in halves. Where a failure
+        has torn a hole the answer is a guess.
+        """
+        end = min(max_blocks, len(digests))
+        if not end or digests[0] not in self._block_of:
             return 0
-        is_held = list(map(self._block_of.__contains__, digests[:max_blocks]))
-        return is_held.index(False) if False in is_held else len(is_held)
+        held = self._block_of
+        return bisect_left(range(end), True, lo=1, key=lambda i: digests[i] not in held)
 
     def register(self, blocks: Sequence[int], digests: Sequence[bytes], block_tokens: U32) -> list[int]:
         """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now

@@ -14,7 +14,9 @@ class SchedulerConfig:
     watermark: float = 0.01  # part of a pool that admissions leave free
     aging_s: float = 2.0  # a sequence passed over for longer lets nobody pass any more
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
+    aging_tokens_per_s: float = 1000.0  # uncached tokens that a second of waiting makes up for; inf: order of arrival
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
+    leave_part: float = 0.3  # of the wait it saves that recomputing may cost when a request leaves its cached prefix
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
     expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
     eos_token_ids: frozenset[int] = frozenset()
@@ -28,5 +30,11 @@ class SchedulerConfig:
             raise ValueError(f"max_waiting_tokens is {self.max_waiting_tokens}; must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; must be from 0 to below 1")
+        if not self.aging_tokens_per_s > 0:
+            raise ValueError(f"aging_tokens_per_s is {self.aging_tokens_per_s}; must be above 0")
+        if not self.placement_alpha >= 0:
+            raise ValueError(f"placement_alpha is {self.placement_alpha}; must be at least 0")
+        if not self.leave_part >= 0:
+            raise ValueError(f"leave_part is {self.leave_part}; must be at least 0")
         if self.max_pending_prefill_steps < 1:
             raise ValueError(f"max_pending_prefill_steps is {self.max_pending_prefill_steps}; must be at least 1")

@@ -111,8 +111,8 @@ class WaitingQueue:
     """Sequences that wait, in the order in which they are to be served.
 
     Priority comes first; then those that have been under way before, because their streams stand still meanwhile; then
-    the tenant that was served least; then arrival. With one tenant the order is a sorted list, and nothing is compared
-    on the way through.
+    the tenant that was served least; then its own `turn`, an arrival that length delays. With one tenant the order is a
+    sorted list, and nothing is compared on the way through.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -144,9 +144,10 @@ class WaitingQueue:
         """Part of one tenant in `held_tokens`."""
         return self._held.get(slot, 0) if slot is not None else 0
 
-    def add(self, seq: Sequence, held_tokens: int) -> None:
-        """`held_tokens`: what it will have when it is complete, as far as one can tell."""
-        seq.queue_key, seq.held_tokens = seq.order, held_tokens
+    def add(self, seq: Sequence, held_tokens: int, turn: float) -> None:
+        """`held_tokens`: what it will have when it is complete, as far as one can tell. `turn`: its place in line."""
+        seq.queue_key = (seq.group.priority, seq.is_new, turn, seq.seq_id)
+        seq.held_tokens = held_tokens
         insort(self._lines.setdefault(seq.group.tenant_slot, []), seq, key=_key)
         self._count(seq, 1)
 
@@ -161,6 +162,11 @@ class WaitingQueue:
             del self._lines[slot]
         self._count(seq, -1)
 
+    def move(self, seq: Sequence, turn: float) -> None:
+        """Its turn comes earlier or later than was thought."""
+        self.remove(seq)
+        self.add(seq, seq.held_tokens, turn)
+
     def _count(self, seq: Sequence, sign: int) -> None:
         self._size += sign
         self.pending_tokens += sign * seq.data.num_tokens
@@ -174,13 +180,17 @@ class WaitingQueue:
         if slot not in self._lines:
             del self._held[slot]
 
-    def tokens_ahead(self, slot: int | None, priority: int) -> int:
-        """Tokens to compute before a new sequence of this tenant has its turn.
+    def tokens_ahead(self, slot: int | None, priority: int, turn: float | None = None) -> int:
+        """Tokens to compute before a new sequence of this tenant has its turn; without one, it is its tenant's last.
 
         What is as urgent or more; but while its own line is served, every other tenant gets no more than the same.
         """
         urgent = [(owner, tokens) for (owner, level), tokens in self._tokens.items() if level <= priority]
-        mine = sum(tokens for owner, tokens in urgent if owner == slot)
+        if turn is None or slot is None:
+            mine = sum(tokens for owner, tokens in urgent if owner == slot)
+        else:
+            line = self._lines.get(slot, [])
+            mine = sum(seq.data.num_tokens for seq in line[: bisect_left(line, (priority, True, turn, 0), key=_key)])
         return min(sum(tokens for _, tokens in urgent), mine * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -214,10 +224,11 @@ class WaitingQueue:
         assert self._held.keys() == self._lines.keys(), "held tokens of a tenant that waits for nothing"
         for slot, line in self._lines.items():
             assert line, "an empty line"
-            assert line == sorted(line, key=lambda seq: seq.order), "the queue is out of order"
-            assert all(seq.group.tenant_slot == slot and seq.queue_key == seq.order for seq in line), "in a wrong line"
+            assert line == sorted(line, key=_key), "the queue is out of order"
+            assert all(seq.group.tenant_slot == slot for seq in line), "in a wrong line"
+            assert all(seq.queue_key[:2] == seq.order[:2] for seq in line), "a key of other times"
 
 
 def _rank(seq: Sequence, served: int) -> tuple[int, bool, int, float, int]:
-    priority, is_new, arrival, seq_id = seq.queue_key
-    return (priority, is_new, served if is_new else 0, arrival, seq_id)
+    priority, is_new, turn, seq_id = seq.queue_key
+    return (priority, is_new, served if is_new else 0, turn, seq_id)

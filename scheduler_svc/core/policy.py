@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -33,12 +35,44 @@ def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.boo
     return np.where(may_stop, np.minimum(limit, guess), limit)
 
 
-def placement_score(pending_prefill: int, uncached_tokens: int, alpha: float) -> float:
-    """Lower is better: the work that waits on a worker, and the work this request would add there.
+def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
+    """Lower is better: the work that waits on each worker, and the work this request would add there.
 
-    Longest prefix alone is a trap: one block that everybody shares would put all load on one worker.
+    Longest prefix alone is a trap: one block that everybody shares would put all load on one worker. Load alone would
+    compute everything everywhere. Own work counts more than what waits (`alpha` above 1), because what is computed
+    twice also takes the room of something else that was cached.
     """
     return pending_prefill + alpha * uncached_tokens
+
+
+def least_loaded(scores: F64, kv_used: F64, allowed: Bools) -> int:
+    """Position of the best score among the allowed (one at least); among equals, of the emptiest pool: where least
+    would be evicted. Always the first of them would fill one pool after the other.
+    """
+    scores = np.where(allowed, scores, np.inf)
+    return int(np.where(scores == scores.min(), kv_used, np.inf).argmin())
+
+
+def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:
+    """Who comes first: shortest work first, and waiting makes up for length.
+
+    Ordering by `uncached - aging * seconds waited` would change all the time; but it changes equally fast for all, so
+    the order is that of this constant: every uncached token counts like an arrival so much later. Nobody starves: who
+    came late enough never passes, however short. In overload this divides the mean wait, otherwise nothing queues.
+    """
+    return arrival + uncached_tokens / aging_tokens_per_s
+
+
+def is_worth_leaving(extra_tokens: int, waited_s: float, tokens_per_s: float | None, part: float) -> bool:
+    """Whether a request should leave the worker that suits it best and has no room, for one where `extra_tokens` more
+    must be computed: only if that costs less than a part of the wait it saves.
+
+    How long the wait would still be, nobody knows; about as long as it has been is the guess that is never far wrong.
+    Where nothing more has to be computed there is nothing to wait for.
+    """
+    if extra_tokens <= 0 or tokens_per_s is None:
+        return True
+    return extra_tokens / tokens_per_s < part * waited_s
 
 
 def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit: int) -> bool:

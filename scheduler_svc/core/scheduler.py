@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from scheduler_svc.core.errors import (
     WorkerMismatchError,
 )
 from scheduler_svc.core.fairness import FairShare, WaitingQueue
+from scheduler_svc.core.fleet import Choice, Fleet
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
@@ -54,7 +56,7 @@ from scheduler_svc.core.policy import (
     held_tokens,
     is_queue_full,
     is_too_late,
-    placement_score,
+    virtual_arrival,
 )
 from scheduler_svc.core.sequence import (
     FinishReason,
@@ -68,6 +70,7 @@ from scheduler_svc.core.worker_state import I64, U32, Flight, StepPlan, WorkerSt
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest answer in the running mean of answer lengths
 RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before
 LEAST_RETRY_S = 0.1
+MAX_REFUSALS = 4  # of one worker in one step: each costs a look at all its rows
 
 
 class Scheduler:
@@ -80,6 +83,12 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._share = FairShare()
         self._waiting = WaitingQueue(self._share)
+        self._fleet = Fleet(config)
+        self._ready: dict[str, WorkerState] = {}  # whose pipeline takes another step
+        self._changed: dict[str, WorkerState] = {}  # may have prefix events
+        self._has_arrivals = False  # something joined the queue since the last pass over it
+        self._priorities: Counter[int] = Counter()  # of live groups
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
         self._expired: list[Finished] = []
         self._queue_pace = Pace()  # tokens that leave the queue
         self._prefill_pace = Pace()  # prompt tokens that one worker computes
@@ -117,9 +126,11 @@ class Scheduler:
         worker = WorkerState(capacity, self.config.root_salt, next_step_id, prefix_caching=self.config.prefix_caching)
         worker.adopt(blocks)
         self._model = self._model or capacity
-        self._workers[capacity.worker_id] = worker
+        self._workers[capacity.worker_id] = self._ready[capacity.worker_id] = worker
+        self._changed[capacity.worker_id] = worker
+        self._fleet.join(worker)
         for seq in self._waiting:
-            seq.refused_by = None  # by an earlier life of this worker, perhaps
+            seq.refused_by.pop(capacity.worker_id, None)  # by an earlier life of this worker, perhaps
         self._move_drained_rows()
 
     def remove_worker(self, worker_id: str, now: float) -> None:
@@ -127,6 +138,9 @@ class Scheduler:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
+        self._fleet.leave(worker)
+        self._ready.pop(worker_id, None)
+        self._changed.pop(worker_id, None)
         for row in worker.rows.active().tolist():
             self._requeue(worker.preempt(row), MigrationReason.LOST)
         epoch = worker.capacity.worker_epoch
@@ -140,6 +154,7 @@ class Scheduler:
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
+            self._fleet.note(self._workers[worker_id])
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
@@ -164,13 +179,14 @@ class Scheduler:
         Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError, DeadlineError; then nothing has
         changed.
         """
-        self._check_group(group)
+        self._check_group(group, now)
         replaced = self.abort_group(group.request_id, FinishReason.ABORTED, now, "another stream took the request over")
         group.arrival = now
         group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
         group.tenant_slot = self._share.join(group.tenant_id)
         group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
         self._groups[group.request_id] = group
+        self._priorities[group.priority] += 1
         finished = [self._end_early(seq) for seq in group.sequences if self._is_complete(seq)]
         fresh = [seq for seq in group.sequences if not seq.is_finished and not len(seq.data.output)]
         if fresh:
@@ -181,7 +197,7 @@ class Scheduler:
         self._forget_if_done(group)
         return _finishes([*replaced.finished, *finished])
 
-    def _check_group(self, group: SequenceGroup) -> None:
+    def _check_group(self, group: SequenceGroup, now: float) -> None:
         live = self._groups.get(group.request_id)
         if live is not None and not _gives_way(live, group):
             raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
@@ -195,7 +211,7 @@ class Scheduler:
         if self._workers:
             self._check_size(group, asked)
         if group.timeout_s is not None and not group.takes_over:
-            self._check_deadline(group, group.timeout_s)
+            self._check_deadline(group, group.timeout_s, now)
 
     def _check_queue(self, group: SequenceGroup) -> None:
         """Bounded by sequences and by tokens. A request that was accepted before must not fall to a queue that is full
@@ -216,7 +232,7 @@ class Scheduler:
                 f"{self.config.max_waiting_tokens}; try later"
             )
 
-    def _check_deadline(self, group: SequenceGroup, timeout_s: float) -> None:
+    def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
         workers = [worker for worker in self._workers.values() if not worker.is_draining]
         if not workers:
             return  # when one comes is anybody's guess
@@ -225,7 +241,11 @@ class Scheduler:
         paces = self._queue_pace.per_s, self._prefill_pace.per_s
         if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
             return
-        own -= max(worker.num_cached(group.prompt, group.root_key) for worker in workers)
+        digests = workers[0].digests_of(group.prompt, group.root_key)
+        num_cached = max(worker.num_cached(digests, len(group.prompt)) for worker in workers)
+        own -= num_cached
+        turn = virtual_arrival(now, len(group.prompt) - num_cached, self.config.aging_tokens_per_s)
+        ahead = self._waiting.tokens_ahead(self._share.slot_of(group.tenant_id), group.priority, turn)
         wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
         if not is_too_late(wait_s, timeout_s):
             return
@@ -314,8 +334,12 @@ class Scheduler:
                     self._workers[leader.worker_id].unreserve_row()
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
-        if all(seq.is_finished for seq in group.sequences) and self._groups.pop(group.request_id, None) is not None:
-            self._share.leave(group.tenant_slot)
+        if not all(seq.is_finished for seq in group.sequences) or self._groups.pop(group.request_id, None) is None:
+            return
+        self._share.leave(group.tenant_slot)
+        self._priorities[group.priority] -= 1
+        if not self._priorities[group.priority]:
+            del self._priorities[group.priority]
 
     def _requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
         self._preemptions += 1
@@ -326,12 +350,24 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
         held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._mean_output)
-        self._waiting.add(seq, held)
+        seq.num_cached_at = None
+        self._waiting.add(seq, held, self._turn(seq, seq.group.arrival))
+        self._has_arrivals = True
+        if seq.group.deadline < math.inf:
+            heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+
+    def _turn(self, seq: Sequence, now: float) -> float:
+        """Its place in line. What was under way before comes by arrival alone: its work is mostly done."""
+        if not seq.is_new or self.config.aging_tokens_per_s == math.inf:
+            return seq.group.arrival
+        uncached = self._fleet.num_uncached(seq, now)
+        return virtual_arrival(seq.group.arrival, uncached, self.config.aging_tokens_per_s)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> list[StepBatch]:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
+        self._expire(now)
         batches: list[StepBatch] = []
         while new := self._schedule_once(now):
             batches += new
@@ -351,17 +387,33 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return _finishes(expired)
 
+    def _expire(self, now: float) -> None:
+        """End what waits after its deadline."""
+        message = "its deadline passed while it waited"
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heappop(self._deadlines)
+            if seq.status is SequenceStatus.WAITING and seq in self._waiting:
+                ended = self.abort_group(seq.group.request_id, FinishReason.ABORTED, now, message)
+                self._expired += ended.finished
+
     def _schedule_once(self, now: float) -> list[StepBatch]:
-        ready = [worker for worker in self._workers.values() if worker.can_send]
-        if not ready:
+        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others."""
+        if not self._ready:
             return []
         placed = self._place(now)
-        batches = [self._schedule_worker(worker, placed.get(worker.capacity.worker_id, []), now) for worker in ready]
-        return [batch for batch in batches if batch is not None]
+        batches = []
+        for name, worker in list(self._ready.items()):
+            batch = self._schedule_worker(worker, placed.get(name, []), now)
+            if batch is not None:
+                batches.append(batch)
+            if not worker.can_send:
+                del self._ready[name]
+        return batches
 
     def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
         if not candidates and not worker.has_news and not worker.rows.num_used:
             return None
+        self._changed[worker.capacity.worker_id] = worker
         self._displace(worker, candidates)
         plan = worker.begin_step()
         has_preempted = not worker.continue_run(plan) and self._plan_running(worker, plan)
@@ -411,20 +463,20 @@ class Scheduler:
             self._preempt_one(worker)
 
     def _admit(self, worker: WorkerState, plan: StepPlan, candidates: list[Sequence], now: float) -> None:
-        num_passed = 0
+        name = worker.capacity.worker_id
+        num_refused = 0
         for seq in candidates:
-            if plan.budget < 1 or num_passed > self.config.max_bypass:
+            if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 return
             is_first = not seq.is_admitted_before
-            refusal = (worker.capacity.worker_id, worker.room_version)
-            if seq.refused_by != refusal and worker.admit(seq, plan, self.config.watermark, self._mean_output):
+            if worker.admit(seq, plan, self.config.watermark, self._mean_output):
                 self._waiting.remove(seq)
                 self._count_hits(seq, is_first)
                 if is_first:
                     seq.admitted_at = now
                 continue
-            seq.refused_by = refusal  # asked again when rows or blocks of this worker became free
-            num_passed += 1
+            seq.refused_by[name] = worker.room_version  # asked again when rows or blocks of this worker became free
+            num_refused += 1
             if self._note_blocked(seq, now):
                 return
 
@@ -444,70 +496,40 @@ class Scheduler:
     # -- placement ----------------------------------------------------------------------------------------------------
 
     def _place(self, now: float) -> dict[str, list[Sequence]]:
-        """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made."""
+        """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made.
+
+        Ends when nobody could take more: a queue of thousands costs no more than one of a few.
+        """
         placed: dict[str, list[Sequence]] = {}
         if not len(self._waiting):
             return placed
-        late: list[Sequence] = []
-        open_workers = [worker for worker in self._workers.values() if not worker.is_draining]
-        load = {w.capacity.worker_id: w.rows.pending_prefill() for w in open_workers}
-        rows = {w.capacity.worker_id: w.num_free_rows for w in open_workers}
+        is_mixed = len(self._priorities) > 1
+        self._fleet.begin(self._ready.values(), is_mixed=is_mixed, has_changed=self._has_arrivals)
+        self._has_arrivals = False
+        moved: list[tuple[Sequence, float]] = []
         num_passed = 0
-        for seq in self._waiting:
-            if seq.group.deadline <= now:
-                late.append(seq)
-                continue
-            worker = self._best_worker(seq, open_workers, load, rows)
-            if worker is not None:
-                name = worker.capacity.worker_id
-                placed.setdefault(name, []).append(seq)
-                load[name] += self._uncached(seq, worker)
-                rows[name] -= 1 + len(seq.forks)
-                continue
-            num_passed += 1
-            if self._note_blocked(seq, now) or num_passed > self.config.max_bypass:
+        for seq in self._waiting if self._fleet.num_takers else ():
+            choice = self._fleet.choose(seq, now, self._prefill_pace.per_s)
+            turn = self._turn(seq, now)
+            if turn != seq.queue_key[2]:
+                moved.append((seq, turn))
+            if choice is not None and choice.is_now:
+                placed.setdefault(choice.worker.capacity.worker_id, []).append(seq)
+            else:
+                num_passed += 1
+            if not self._fleet.num_takers or num_passed > self.config.max_bypass or self._is_stuck(seq, choice, now):
                 break
-        for seq in late:
-            message = "its deadline passed while it waited"
-            self._expired += self.abort_group(seq.group.request_id, FinishReason.ABORTED, now, message).finished
+        for seq, turn in moved:
+            self._waiting.move(seq, turn)
         return placed
 
-    def _best_worker(
-        self, seq: Sequence, workers: list[WorkerState], load: dict[str, int], rows: dict[str, int]
-    ) -> WorkerState | None:
-        if seq.failed_on is not None:  # elsewhere, if there is an elsewhere: it may have been the machine
-            others = [w for w in workers if w.capacity.worker_id != seq.failed_on and _could_run(seq, w)]
-            workers = others or workers
-        able = [w for w in workers if self._has_room(seq, w, load[w.capacity.worker_id], rows[w.capacity.worker_id])]
-        if not able:
-            return None
-        able[0].ensure_digests(seq, seq.data.token_ids())  # block_size is everybody's
-        if len(able) == 1:
-            return able[0]
-        refused_by = seq.refused_by[0] if seq.refused_by else None
-        willing = [w for w in able if w.capacity.worker_id != refused_by]
-
-        def cost(worker: WorkerState) -> tuple[float, float]:
-            pending = load[worker.capacity.worker_id]
-            score = placement_score(pending, self._uncached(seq, worker), self.config.placement_alpha)
-            return score, (worker.pool.num_used + pending / worker.capacity.block_size) / worker.capacity.num_blocks
-
-        return min(willing or able, key=cost)
-
-    def _has_room(self, seq: Sequence, worker: WorkerState, load: int, rows: int) -> bool:
-        if not _could_run(seq, worker):
-            return False
-        if load >= self.config.max_pending_prefill_steps * worker.capacity.max_num_batched_tokens:
-            return False
-        return rows >= 1 + len(seq.forks) or self._may_displace(seq, worker)
+    def _is_stuck(self, seq: Sequence, choice: Choice | None, now: float) -> bool:
+        """It finds no room anywhere, for so long that nobody may pass it any more."""
+        return choice is not None and not choice.has_room and not choice.is_held and self._note_blocked(seq, now)
 
     def _may_displace(self, seq: Sequence, worker: WorkerState) -> bool:
         priorities = worker.rows.priority[worker.rows.active()]
         return bool((priorities > seq.group.priority).any())
-
-    def _uncached(self, seq: Sequence, worker: WorkerState) -> int:
-        num_tokens, bs = seq.data.num_tokens, worker.capacity.block_size
-        return num_tokens - bs * worker.pool.match_len(seq.digests, (num_tokens - 1) // bs)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -526,6 +548,7 @@ class Scheduler:
         flight = worker.flights[0]
         failures = self._check_answer(flight, output)
         worker.flights.popleft()
+        self._ready[output.worker_id] = self._changed[output.worker_id] = worker
         self._note_prefill_pace(worker, flight, now)
         failed = self._fail_rows(worker, flight, failures)
         rows, deltas = self._append_tokens(worker, flight, output)
@@ -665,8 +688,9 @@ class Scheduler:
 
     def take_prefix_events(self) -> list[PrefixEvent]:
         """Blocks that became cached prefixes or ceased to be, since the last call."""
-        for worker in self._workers.values():
+        for worker in self._changed.values():
             self._take_events(worker)
+        self._changed.clear()
         events, self._lost_events = self._lost_events, []
         return events
 
@@ -687,9 +711,9 @@ class Scheduler:
 
     def load(self) -> Load:
         """What is queued and what runs now."""
-        rows = [worker.rows for worker in self._workers.values()]
-        pending = self._waiting.pending_tokens + sum(r.pending_prefill() for r in rows)
-        return Load(len(self._waiting), sum(r.num_used for r in rows), pending)
+        workers = self._workers.values()
+        pending = self._waiting.pending_tokens + sum(worker.pending_prefill for worker in workers)
+        return Load(len(self._waiting), sum(worker.rows.num_used for worker in workers), pending)
 
     def stats(self) -> SchedulerStats:
         load = self.load()
@@ -712,6 +736,9 @@ class Scheduler:
             worker.check_invariants()
         self._waiting.check_invariants()
         self._share.check_invariants(Counter(group.tenant_slot for group in self._groups.values()))
+        ready = {name for name, worker in self._workers.items() if worker.can_send}
+        assert set(self._ready) == ready, "a worker could take a step and is not asked, or the reverse"
+        assert self._priorities == Counter(group.priority for group in self._groups.values()), "priorities are wrong"
         for group in self._groups.values():
             for seq in group.sequences:
                 self._check_place(seq)

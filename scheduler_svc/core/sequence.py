@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 
@@ -100,7 +101,10 @@ class Sequence:
     queue_key: tuple[int, bool, float, int] = (0, True, 0.0, 0)  # its order when it joined the queue
     held_tokens: int = 0  # what the queue counts for it
     blocked_since: float | None = None  # first time it was passed over for lack of room
-    refused_by: tuple[str, int] | None = None  # who had no room for it last, at which room_version
+    refused_by: dict[str, int] = field(default_factory=dict)  # who had no room for it, at which room_version
+    held_since: float | None = None  # first time it waited for room on the worker that suits it best
+    num_cached_at: I64 | None = None  # leading tokens cached on each worker, in the fleet's order
+    looked_at: tuple[int, float] = (0, 0.0)  # the fleet's version and the time of that
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
@@ -113,10 +117,14 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
+    def is_new(self) -> bool:
+        """Nobody has seen anything of it yet."""
+        return not (self.group.takes_over or self.is_admitted_before)
+
+    @property
     def order(self) -> tuple[int, bool, float, int]:
-        """Who comes first: priority, then those whose stream stands still meanwhile, then arrival, then number."""
-        is_new = not (self.group.takes_over or self.is_admitted_before)
-        return (self.group.priority, is_new, self.group.arrival, self.seq_id)
+        """Whose stream matters more: priority, then what stands still meanwhile, then arrival, then number."""
+        return (self.group.priority, self.is_new, self.group.arrival, self.seq_id)
 
 
 @dataclass(slots=True, eq=False)

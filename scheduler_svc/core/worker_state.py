@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,6 +84,7 @@ class WorkerState:
         self._next_step_id = next_step_id
         self._run: DecodeRun | None = None
         self._decoded: tuple[int, I64, I64, U32] | None = None  # what a run could go on from
+        self._pending_prefill: int | None = None  # unknown since rows came, went or computed a chunk
         self._closed: list[int] = []
         self._commits: list[tuple[int, bytes]] = []
 
@@ -108,7 +110,14 @@ class WorkerState:
     def backlog(self) -> int:
         """Prompt tokens that are admitted and not answered."""
         in_flight = sum(int(f.query_lens[f.query_lens > 1].sum()) for f in self.flights)
-        return self.rows.pending_prefill() + in_flight
+        return self.pending_prefill + in_flight
+
+    @property
+    def pending_prefill(self) -> int:
+        """Prompt tokens that are admitted and not yet part of a step."""
+        if self._pending_prefill is None:
+            self._pending_prefill = self.rows.pending_prefill()
+        return self._pending_prefill
 
     @property
     def num_limbo(self) -> int:
@@ -129,12 +138,17 @@ class WorkerState:
                 raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
             self.pool.adopt(block.block_id, block.digest, block.token_ids)
 
-    def num_cached(self, token_ids: U32, root_key: bytes) -> int:
-        """How many leading tokens of a prompt are cached here, at most all but one."""
-        digests: list[bytes] = []
+    def num_cached(self, digests: Seq[bytes], num_tokens: int) -> int:
+        """How many leading tokens of these are cached here, at most all but one."""
         bs = self.capacity.block_size
-        extend_digests(digests, root_digest(self._root_salt, bs, root_key), token_ids, bs)
-        return bs * self.pool.match_len(digests, (len(token_ids) - 1) // bs)
+        return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
+
+    def digests_of(self, token_ids: U32, root_key: bytes) -> list[bytes]:
+        """Digests of all full blocks of a prompt."""
+        digests: list[bytes] = []
+        root = root_digest(self._root_salt, self.capacity.block_size, root_key)
+        extend_digests(digests, root, token_ids, self.capacity.block_size)
+        return digests
 
     def ensure_digests(self, seq: Sequence, token_ids: U32) -> None:
         """Digests of all full blocks of what a waiting sequence knows; computed once."""
@@ -199,7 +213,8 @@ class WorkerState:
     ) -> int:
         row = self.rows.open(seq, token_ids, blocks, num_computed, limit)
         seq.move_to(SequenceStatus.RUNNING)
-        seq.worker_id, seq.row, seq.blocked_since, seq.refused_by = self.capacity.worker_id, row, None, None
+        seq.worker_id, seq.row, seq.blocked_since, seq.held_since = self.capacity.worker_id, row, None, None
+        seq.refused_by.clear()
         plan.opens.append(
             RowOpen(
                 row=row,
@@ -357,6 +372,7 @@ class WorkerState:
         if plan.run is not None and len(plan.rows) == 1:
             return self._finish_run(plan, plan.run)
         r = self.rows
+        self._pending_prefill = None
         rows = np.concatenate(plan.rows) if plan.rows else NO_ROWS
         query_lens = np.concatenate(plan.query_lens) if plan.rows else NO_ROWS
         context_lens = r.computed[rows]
@@ -530,6 +546,7 @@ class WorkerState:
         seq.worker_id = seq.row = None
         self._release(self.rows.blocks(row)[::-1])
         self.rows.close(row)
+        self._pending_prefill = None
         self.room_version += 1
         self._closed.append(row)
 

@@ -29,7 +29,7 @@ class Line:
         group.arrival, group.tenant_slot = arrival, self.share.join(tenant)
         self.num_made += 1
         seq = Sequence(group, 0, SequenceData(group.prompt, EMPTY), self.num_made)
-        self.queue.add(seq, held_tokens=size)
+        self.queue.add(seq, held_tokens=size, turn=arrival)
         return seq
 
     def names(self) -> list[str]:
@@ -45,8 +45,21 @@ def test_one_tenant_is_served_in_order_of_priority_and_arrival() -> None:
     under_way = line.add("under way", arrival=7.0)
     line.queue.remove(under_way)
     under_way.is_admitted_before = True
-    line.queue.add(under_way, 10)
+    line.queue.add(under_way, 10, 7.0)
     assert line.names() == ["urgent", "under way", "early", "late"]
+
+
+def test_turns_can_change_and_tell_what_is_ahead() -> None:
+    line = Line()
+    long_one = line.add("long", size=50, arrival=3.0)
+    line.add("short", size=5, arrival=4.0)
+    line.add("urgent", size=7, priority=-1, arrival=9.0)
+    slot = line.share.slot_of("")
+    assert line.queue.tokens_ahead(slot, 0) == 62
+    assert line.queue.tokens_ahead(slot, 0, 3.5) == 57
+    line.queue.move(long_one, 4.5)
+    assert line.names() == ["urgent", "short", "long"]
+    assert line.queue.tokens_ahead(slot, 0, 4.2) == 12
 
 
 def test_tenants_take_turns_however_much_one_asks_for() -> None:
@@ -66,7 +79,7 @@ def test_priority_and_streams_that_stand_still_come_before_shares() -> None:
     back = line.add("a back", "a")
     line.queue.remove(back)
     back.is_admitted_before = True
-    line.queue.add(back, 10)
+    line.queue.add(back, 10, 0.0)
     line.add("a new", "a")
     assert line.names() == ["a", "a back", "b", "a new"]
 

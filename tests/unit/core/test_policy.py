@@ -13,7 +13,11 @@ from scheduler_svc.core.policy import (
     held_tokens,
     is_queue_full,
     is_too_late,
+    is_worth_leaving,
+    least_loaded,
+    placement_scores,
     projected_peak,
+    virtual_arrival,
 )
 
 SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=8)
@@ -83,3 +87,33 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
     idle = Pace()
     idle.note(0, 100.0)
     assert idle.per_s is None
+
+
+def test_a_prefix_draws_a_request_until_too_much_waits_there() -> None:
+    uncached = np.array([100, 1000])
+    idle, busy = np.array([0, 0]), np.array([2800, 0])
+    allowed, used = np.array([True, True]), np.array([0.5, 0.5])
+    assert least_loaded(placement_scores(idle, uncached, 3.0), used, allowed) == 0
+    assert least_loaded(placement_scores(busy, uncached, 3.0), used, allowed) == 1
+    assert least_loaded(placement_scores(busy, uncached, 4.0), used, allowed) == 0
+
+
+def test_among_equals_the_emptiest_pool_of_those_allowed_is_chosen() -> None:
+    scores, used = np.array([5.0, 5.0, 5.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
+    assert least_loaded(scores, used, np.array([True, True, True, True])) == 2
+    assert least_loaded(scores, used, np.array([True, True, False, True])) == 1
+    assert least_loaded(scores, used, np.array([False, False, False, True])) == 3
+
+
+def test_short_work_comes_first_until_the_long_one_has_waited_enough() -> None:
+    long_one = virtual_arrival(10.0, 3000, 1000.0)
+    assert virtual_arrival(12.0, 500, 1000.0) < long_one < virtual_arrival(13.0, 500, 1000.0)
+    assert virtual_arrival(11.0, 0, float("inf")) > virtual_arrival(10.0, 10_000, float("inf"))
+
+
+def test_a_cached_prefix_is_left_when_the_wait_has_cost_more_than_computing_it_again() -> None:
+    assert not is_worth_leaving(3000, 0.0, 1000.0, 0.3)
+    assert not is_worth_leaving(3000, 9.9, 1000.0, 0.3)
+    assert is_worth_leaving(3000, 10.1, 1000.0, 0.3)
+    assert is_worth_leaving(0, 0.0, 1000.0, 0.3)  # nothing to compute again: nothing to wait for
+    assert is_worth_leaving(3000, 0.0, None, 0.3)  # nobody knows what it costs

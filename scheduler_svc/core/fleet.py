@@ -1,0 +1,186 @@
+"""Where waiting sequences should go: what placement knows of each worker, and the choice.
+
+Facts are columns over workers, refreshed for those to which something has happened, so that a choice costs about the
+same for 8 workers and for 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.policy import is_worth_leaving, least_loaded, placement_scores
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.worker_state import WorkerState
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+LOOK_AGE_S = 0.5  # what is cached where may be so old: pools change slowly
+NOBODY = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a look at one waiting sequence found."""
+
+    worker: WorkerState
+    has_room: bool  # it could go there at once, or at the worker's next step
+    is_now: bool  # that step is being made
+    is_held: bool  # others have room, but waiting for this worker is better
+
+
+class Fleet:
+    """The workers, and during one pass over the queue what the choices so far would add to each.
+
+    `begin` opens a pass; `choose` counts each sequence where it will go, so that those behind it see that load.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.num_takers = 0  # workers that still have room in this pass
+        self._config = config
+        self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
+        self._set([])
+
+    def join(self, worker: WorkerState) -> None:
+        self._set([*self._workers, worker])
+
+    def leave(self, worker: WorkerState) -> None:
+        self._set([other for other in self._workers if other is not worker])
+
+    def _set(self, workers: list[WorkerState]) -> None:
+        self._workers = workers
+        self._version += 1
+        self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
+        sizes = [worker.capacity for worker in workers]
+        self._max_model_len = max((c.max_model_len for c in sizes), default=0)  # the same for all
+        self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
+        self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
+        steps = self._config.max_pending_prefill_steps
+        self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
+        self._is_open = np.zeros(len(workers), dtype=np.bool_)
+        self._pending = np.zeros(len(workers), dtype=np.int64)
+        self._rows = np.zeros(len(workers), dtype=np.int64)
+        self._used = np.zeros(len(workers), dtype=np.int64)
+        self._is_ready = np.zeros(len(workers), dtype=np.bool_)
+        self._least_urgent = np.full(len(workers), NOBODY)
+        self._load, self._free_rows = self._pending, self._rows
+        for worker in workers:
+            self.note(worker)
+
+    def note(self, worker: WorkerState) -> None:
+        """Something has happened to it."""
+        i = self._position[worker.capacity.worker_id]
+        self._is_open[i] = not worker.is_draining
+        self._pending[i] = worker.pending_prefill
+        self._rows[i] = worker.num_free_rows
+        self._used[i] = worker.pool.num_used
+
+    # -- one pass over the queue --------------------------------------------------------------------------------------
+
+    def begin(self, ready: Iterable[WorkerState], *, is_mixed: bool, has_changed: bool) -> None:
+        """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here.
+        `has_changed`: time has passed without passes; look at everybody.
+        """
+        self._is_ready[:] = False
+        for worker in ready:
+            self._is_ready[self._position[worker.capacity.worker_id]] = True
+        for i in range(len(self._workers)) if has_changed else np.flatnonzero(self._is_ready).tolist():
+            self.note(self._workers[i])
+            self._least_urgent[i] = _least_urgent(self._workers[i]) if is_mixed else NOBODY
+        self._load, self._free_rows = self._pending.copy(), self._rows.copy()
+        self._count_takers()
+
+    def _count_takers(self) -> None:
+        has_rows = (self._free_rows > 0) | (self._least_urgent > NOBODY)
+        takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
+        self.num_takers = int(np.count_nonzero(takes))
+
+    def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice | None:
+        """Where the sequence should go, now or later; None if nobody here could ever run it."""
+        able = self._able(seq)
+        if not able.any():
+            return None
+        self._look_again(seq, now)
+        uncached = self._uncached(seq)
+        scores = placement_scores(self._load, uncached, self._config.placement_alpha)
+        kv_used = (self._used + self._load) / self._pool_tokens
+        best = least_loaded(scores, kv_used, able)
+        room = able & self._room(seq)
+        is_held = False
+        if not room[best] and room.any():
+            other = least_loaded(scores, kv_used, room)
+            is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
+            best = best if is_held else other
+        has_room, is_ready = bool(room[best]), bool(self._is_ready[best])
+        self._load[best] += uncached[best]
+        self._free_rows[best] -= 1 + len(seq.forks)
+        if is_ready:
+            self._count_takers()
+        return Choice(self._workers[best], has_room, has_room and is_ready, is_held)
+
+    def _holds(self, seq: Sequence, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
+        if seq.held_since is None:
+            seq.held_since = now
+        return not is_worth_leaving(extra_tokens, now - seq.held_since, tokens_per_s, self._config.leave_part)
+
+    def _able(self, seq: Sequence) -> Bools:
+        """Who could run it if nobody else were there."""
+        num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
+        if num_prompt + max_tokens > self._max_model_len:
+            return np.zeros(len(self._workers), dtype=np.bool_)
+        able = self._is_open & (self._pool_tokens >= num_prompt + max(1, max_tokens) - 1)
+        able &= self._max_rows >= 1 + len(seq.forks)
+        failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
+        if failed is not None and np.count_nonzero(able) > able[failed]:
+            able[failed] = False  # elsewhere, if there is an elsewhere: it may have been the machine
+        return able
+
+    def _room(self, seq: Sequence) -> Bools:
+        """Who has room for it: rows, and not too much prefill before it; or may take them from less urgent ones."""
+        displaces = self._least_urgent > seq.group.priority
+        room: Bools = displaces | (self._free_rows >= 1 + len(seq.forks))
+        room &= self._load < self._max_pending
+        for name, version in seq.refused_by.items():
+            i = self._position.get(name)
+            if i is not None and self._workers[i].room_version == version and not displaces[i]:
+                room[i] = False
+        return room
+
+    # -- what is cached where -----------------------------------------------------------------------------------------
+
+    def num_uncached(self, seq: Sequence, now: float) -> int:
+        """Tokens to compute where most of it is cached."""
+        if not self._workers:
+            return seq.data.num_tokens
+        self._look_again(seq, now)
+        return int(self._uncached(seq).min())
+
+    def _uncached(self, seq: Sequence) -> I64:
+        if seq.num_cached_at is None:
+            raise RuntimeError(f"nobody has looked where sequence {seq.seq_id} is cached: a bug in the fleet")
+        return seq.data.num_tokens - seq.num_cached_at
+
+    def _look_again(self, seq: Sequence, now: float) -> None:
+        """At everybody if that was long ago, else at those that could take it now."""
+        num_tokens = seq.data.num_tokens
+        version, when = seq.looked_at
+        if seq.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
+            self._workers[0].ensure_digests(seq, seq.data.token_ids())  # block_size is everybody's
+            counts = [worker.num_cached(seq.digests, num_tokens) for worker in self._workers]
+            seq.num_cached_at = np.array(counts, dtype=np.int64)
+            seq.looked_at = (self._version, now)
+            return
+        for i in np.flatnonzero(self._is_ready).tolist():
+            seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
+
+
+def _least_urgent(worker: WorkerState) -> int:
+    """Priority of what would have to leave first; NOBODY if nothing runs."""
+    rows = worker.rows.active()
+    return int(worker.rows.priority[rows].max()) if len(rows) else NOBODY

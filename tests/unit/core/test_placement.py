@@ -1,0 +1,165 @@
+"""Where requests go and in which order: on the real core, with steps answered by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler_svc.core.messages import StepBatch
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.worker_state import WorkerState
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.test_scheduler import answer
+
+
+def add(scheduler: Scheduler, name: str, prompt: list[int] | int, now: float = 0.0, **fields: Any) -> None:
+    fields.setdefault("max_tokens", 2)
+    scheduler.add_group(make_group(prompt, name, ignore_eos=True, **fields), now)
+
+
+def opened(batches: list[StepBatch]) -> dict[str, list[str]]:
+    """Which requests got a row where."""
+    return {b.worker_id: [o.group.request_id for o in b.opens] for b in batches if b.opens}
+
+
+def run(scheduler: Scheduler, now: float = 0.0) -> None:
+    """Until everything has ended."""
+    while batches := scheduler.schedule(now):
+        for batch in batches:
+            scheduler.update(answer(batch), now)
+
+
+def know_pace(scheduler: Scheduler, tokens_per_s: float) -> None:
+    scheduler._prefill_pace.note(2 * tokens_per_s, 2.0)
+
+
+def test_the_shortest_uncached_prompt_comes_first_however_long_it_is() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=1))
+    shared = list(range(100, 140))
+    add(scheduler, "warm", shared)
+    run(scheduler)
+    add(scheduler, "long", list(range(200, 230)))
+    add(scheduler, "cached", [*shared, 7, 8])  # longer, but 2 tokens to compute
+    add(scheduler, "short", list(range(300, 310)))
+    order = []
+    while scheduler.has_work:
+        for batch in scheduler.schedule(0.0):
+            order += opened([batch]).get("w0", [])
+            scheduler.update(answer(batch), 0.0)
+    assert order == ["cached", "short", "long"]
+
+
+def test_who_has_waited_is_not_passed_by_who_is_short() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=1), aging_tokens_per_s=10.0)
+    add(scheduler, "long", 50, now=0.0)
+    add(scheduler, "soon", 10, now=3.0)
+    add(scheduler, "late", 10, now=5.0)
+    assert [seq.group.request_id for seq in scheduler._waiting] == ["soon", "long", "late"]
+
+
+def test_order_of_arrival_can_be_asked_for() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=1), aging_tokens_per_s=float("inf"))
+    add(scheduler, "long", 50, now=0.0)
+    add(scheduler, "short", 5, now=0.1)
+    assert [seq.group.request_id for seq in scheduler._waiting] == ["long", "short"]
+
+
+def test_a_prefix_that_came_or_went_while_it_waited_changes_the_turn() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=1, num_blocks=64))
+    add(scheduler, "first", list(range(100, 150)))
+    batches = scheduler.schedule(0.0)
+    add(scheduler, "short", 12)
+    add(scheduler, "same", [*range(100, 150), 1])  # nothing is known to be cached of it yet: its prefix is in flight
+    for _ in range(2):
+        for batch in batches:
+            scheduler.update(answer(batch), 1.0)
+        batches = scheduler.schedule(1.0)
+    assert opened(batches) == {"w0": ["same"]}
+
+
+def test_a_burst_spreads_over_empty_workers_and_a_conversation_returns() -> None:
+    scheduler = make_scheduler(*(make_capacity(f"w{i}") for i in range(4)))
+    for i in range(4):
+        add(scheduler, f"r{i}", [*range(100 * i, 100 * i + 20)])
+    where = opened(scheduler.schedule(0.0))
+    assert sorted(len(names) for names in where.values()) == [1, 1, 1, 1]
+
+
+def test_a_request_waits_for_the_worker_that_holds_its_prefix_and_leaves_when_that_costs_more() -> None:
+    scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=1) for i in range(2)), aging_s=100.0)
+    know_pace(scheduler, 100.0)
+    prefix = list(range(100, 160))
+    add(scheduler, "holder", prefix, max_tokens=100)
+    (batch,) = scheduler.schedule(0.0)
+    home = batch.worker_id
+    scheduler.update(answer(batch), 0.0)
+    add(scheduler, "again", [*prefix, 1], now=0.0)  # 60 tokens more elsewhere: 0.6 s, worth a wait of 2 s
+    add(scheduler, "cold", list(range(300, 350)), now=0.0)  # and may go: nobody has its prefix
+    batches = scheduler.schedule(0.0)
+    assert "again" not in str(opened(batches))
+    assert opened(batches) == {"w1" if home == "w0" else "w0": ["cold"]}
+    scheduler.abort_group("cold", FinishReason.ABORTED, 0.0)
+    for at in (1.9, 2.1):
+        for batch in batches:
+            scheduler.update(answer(batch), at)
+        batches = scheduler.schedule(at)
+        assert bool(opened(batches)) == (at > 2.0)
+
+
+def test_a_few_tokens_of_prefix_hold_nobody() -> None:
+    scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=1) for i in range(2)))
+    know_pace(scheduler, 1e9)
+    add(scheduler, "a", [1, 2, 3, 4, *range(100, 110)], max_tokens=50)
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.update(answer(batch), 0.0)
+    add(scheduler, "b", [1, 2, 3, 4, *range(200, 210)], now=0.0)
+    scheduler.schedule(0.0)
+    assert opened(scheduler.schedule(0.001)) == {"w1" if batch.worker_id == "w0" else "w0": ["b"]}
+
+
+def test_an_answer_of_one_worker_costs_nothing_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=2) for i in range(16)))
+    for i in range(60):
+        add(scheduler, f"r{i}", 9, max_tokens=40)
+    batches = scheduler.schedule(0.0)
+    asked: list[str] = []
+    begin = WorkerState.begin_step
+    monkeypatch.setattr(WorkerState, "begin_step", lambda w: asked.append(w.capacity.worker_id) or begin(w))
+    monkeypatch.setattr(WorkerState, "num_cached", lambda w, *_: pytest.fail("a full fleet looks at no prompt"))
+    scheduler.update(answer(batches[3]), 0.0)
+    scheduler.schedule(0.0)
+    assert set(asked) <= {batches[3].worker_id}
+
+
+def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=16), max_waiting=2000)
+    for i in range(1000):
+        add(scheduler, f"r{i}", 9, max_tokens=3)
+    num_looks = 0
+    look = WorkerState.num_cached
+
+    def count(worker: WorkerState, *args: Any) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return look(worker, *args)
+
+    monkeypatch.setattr(WorkerState, "num_cached", count)
+    for step in range(40):
+        for batch in scheduler.schedule(step / 100):
+            scheduler.update(answer(batch), step / 100)
+    assert num_looks < 40 * 20
+
+
+def test_what_waits_ends_at_its_deadline_wherever_it_stands_in_line() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=1))
+    add(scheduler, "running", 9, max_tokens=100)
+    scheduler.update(answer(scheduler.schedule(0.0)[0]), 0.0)
+    for i in range(50):
+        add(scheduler, f"r{i}", 9, timeout_s=1.0 if i == 49 else None)
+    scheduler.schedule(0.9)
+    assert not scheduler.take_expired().finished
+    scheduler.schedule(1.0)
+    assert [end.group.request_id for end in scheduler.take_expired().finished] == ["r49"]
+    assert scheduler.stats().num_waiting == 49
