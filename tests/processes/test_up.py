@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,8 +99,12 @@ def check_status(status: dict[str, Any]) -> None:
 
 
 def test_the_bundled_model_answers_a_chat_from_the_shell(tmp_path: Path) -> None:
-    with quire_up(tmp_path, "--threads", "1") as (process, ready):
+    with quire_up(tmp_path, "--threads", "1", "--metrics") as (process, ready):
         assert ready["model"] == "demo"
+        for service in ready["services"]:
+            kind = service["name"].partition("-")[0]
+            with urllib.request.urlopen(service["metrics"], timeout=5.0) as page:
+                assert f'quire_build_info{{service="{kind}"' in page.read().decode()
         answer = quire(ready["target"], "chat", "What does os.path.join do?")
         assert answer.strip() == "Join two or more pathname components, inserting '/' as needed."
         in_json = json.loads(quire(ready["target"], "chat", "Who are you?", "--json"))
