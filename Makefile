@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-gateway bench-serving peers check format protos clean
+.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-gateway bench-worker bench-serving peers check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ bench-wire: $(STAMP)  ## what messages between the services cost, and whether wo
 
 bench-gateway: $(STAMP)  ## how many streamed tokens one gateway process delivers to 256 clients
 	$(BIN)/python bench/gateway.py
+
+bench-worker: $(STAMP)  ## the CPU engine alone beside a padded PyTorch loop and the limits of this machine
+	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
 
 bench-serving: $(STAMP)  ## the whole stack beside its own engine and beside peers (PEERS_VENV; see scripts/install_peers)
 	$(BIN)/python bench/serving.py $(BENCH_FLAGS)

@@ -1,11 +1,14 @@
-"""Output tokens per second of the engine alone: a plain loop over ModelRunner, no scheduler, no RPC, greedy.
+"""The CPU worker's engine alone: output tokens per second, no scheduler, no RPC, greedy, exact mode.
 
-    python bench/worker.py --workload w1 --dtype bfloat16 --threads 2
+    python bench/worker.py                    # w1, w2, w3 in float32, bfloat16 and int8; about five minutes
+    python bench/worker.py --quick            # fewer requests and layers, under a minute
+    python bench/worker.py --workloads w1 --numbers bfloat16 --profile
 
-w1: 64 requests of 25-256 tokens in and 25-256 out on a small model (4 layers, hidden 256, vocabulary 4,096).
-w2: 16 requests of 32-128 in and 16-64 out on the shape of Qwen3-0.6B, random weights.
-w3: 64 requests that share 1,024 tokens and add 32 of their own, 32 out, on the small model.
-All requests are there at the start and ignore the end-of-sequence token. The last line printed is JSON.
+Beside it, in the same run: a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and
+of reading memory. `of_limit` is the least time these allow for the linear layers of the workload's steps (each step the
+longer of multiplying and of reading the weights) over the time that was taken. int8 is --quantize int8 over bfloat16.
+tok_s is the best of the repeats; tok_per_cpu_s counts processor time, which other processes disturb less. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,23 +17,34 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
 
 import numpy as np
 import torch
 
-from bench.workloads import WORKLOADS, Request, make_model
-from worker_svc.engine import linear
+from bench.padded import PaddedLoop
+from bench.workloads import WORKLOADS, Request, Workload, make_model
+from worker_svc.engine import cpu_backend, linear
+from worker_svc.engine.backend import make_backend
 from worker_svc.engine.batch import EMPTY, RowOpen, SamplingParams, StepBatch
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
+
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
+NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
+QUICK_REQUESTS = {"w1": 16, "w2": 4, "w3": 16}
+QUICK_LAYERS = 4
 
 
 @dataclass
@@ -60,16 +74,17 @@ class Running:
 class Loop:
     """Sends mixed steps (decodes first, then chunks of prompts) until every request has its tokens."""
 
-    def __init__(self, runner: ModelRunner, requests: list[Request], shared_len: int) -> None:
+    def __init__(self, runner: ModelRunner, workload: Workload) -> None:
         self.runner = runner
-        self.requests = requests
-        self.shared_len = shared_len
+        self.requests = workload.requests
+        self.shared_len = workload.shared_len
         self.block_size = runner.info.block_size
-        self.step_us: list[int] = []
+        self.steps: list[tuple[int, int]] = []  # tokens computed, rows sampled
 
     def run(self, sampling: SamplingParams) -> float:
         """Seconds for the whole workload."""
         self.runner.reset_rows()
+        self.steps.clear()
         state = Running.start(self.requests, self.block_size, self.shared_len)
         started = time.perf_counter()
         if self.shared_len:
@@ -114,7 +129,7 @@ class Loop:
         blocks = state.tables[np.repeat(rows, lens), positions // self.block_size]
         output = self.runner.execute(
             StepBatch(
-                step_id=len(self.step_us) + 1,
+                step_id=len(self.steps) + 1,
                 rows=rows.astype(np.uint32),
                 query_lens=lens.astype(np.uint32),
                 context_lens=context.astype(np.uint32),
@@ -126,11 +141,88 @@ class Loop:
         )
         if output.errors:
             raise RuntimeError(f"step failed: {output.errors[0]}")
-        self.step_us.append(output.forward_us)
+        self.steps.append((int(lens.sum()), len(output.rows)))
         state.computed[rows] += lens
 
 
-def profile(loop: Loop, sampling: SamplingParams) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """What this machine can do now: multiply-adds per second by number type, and bytes read per second."""
+
+    macs: dict[str, float]
+    read: float
+
+    def seconds(self, number: str, workload: Workload, steps: list[tuple[int, int]]) -> float:
+        """The least time for the linear layers of these steps."""
+        body, head = _weights(workload)
+        weights_read = (body + head) * BYTES[number] / self.read
+        return sum(max((t * body + s * head) / self.macs[number], weights_read) for t, s in steps)
+
+
+def _weights(workload: Workload) -> tuple[int, int]:
+    """Weights of all layers, and of the vocabulary head."""
+    m = workload.model
+    heads = 2 * m["num_attention_heads"] + 2 * m["num_key_value_heads"]
+    layer = m["hidden_size"] * (heads * m["head_dim"] + 3 * m["intermediate_size"])
+    return layer * m["num_hidden_layers"], m["hidden_size"] * m["vocab_size"]
+
+
+def fastest(function: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest call."""
+    function()
+    spent = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        spent.append(time.perf_counter() - started)
+    return min(spent)
+
+
+@torch.inference_mode()
+def measure_limits(numbers: list[str], threads: int) -> Limits:
+    torch.set_num_threads(threads)
+    rows, outputs, inputs = LIMIT_SHAPE
+    macs = {}
+    for number in numbers:
+        dtype, quantize = NUMBERS[number]
+        weight = torch.randn(outputs, inputs).to(getattr(torch, dtype))
+        layer = make_backend("cpu", threads, "exact", quantize).make_linear(weight, None)
+        x = torch.randn(rows, inputs).to(weight.dtype)
+        macs[number] = rows * outputs * inputs / fastest(lambda layer=layer, x=x: layer(x), 15)
+    memory = torch.zeros(1 << 26)
+    return Limits(macs, memory.numel() * memory.element_size() / fastest(memory.sum, 8))
+
+
+def measure_engine(folder: Path, number: str, workload: Workload, args: argparse.Namespace, limits: Limits) -> dict:
+    dtype, quantize = NUMBERS[number]
+    settings = {"determinism": args.determinism, "threads": args.threads, "quantize": quantize}
+    started = time.perf_counter()
+    runner = ModelRunner(EngineConfig(folder, dtype, max_model_len=4096, kv_cache_memory=2 << 30, **settings))
+    load_s = time.perf_counter() - started
+    loop = Loop(runner, workload)
+    loop.run(GREEDY)
+    seconds, cpu = [], []
+    for _ in range(args.repeats):
+        cpu_before = time.process_time()
+        seconds.append(loop.run(GREEDY))
+        cpu.append(time.process_time() - cpu_before)
+    if args.profile:
+        profile(loop)
+    return {
+        "tok_s": round(workload.num_output / min(seconds), 1),
+        "tok_per_cpu_s": round(workload.num_output / min(cpu), 1),
+        "of_limit": round(limits.seconds(number, workload, loop.steps) / min(seconds), 3),
+        "load_s": round(load_s, 1),
+    }
+
+
+def measure_padded(folder: Path, number: str, workload: Workload, args: argparse.Namespace) -> float:
+    torch.set_num_threads(args.threads)
+    loop = PaddedLoop(folder, getattr(torch, number))
+    return round(workload.num_output / min(loop.run(workload) for _ in range(args.repeats)), 1)
+
+
+def profile(loop: Loop) -> None:
     """Prints where the time of one run goes, by operation of the backend."""
     backend, spent, calls = loop.runner._backend, Counter(), Counter()
 
@@ -146,65 +238,76 @@ def profile(loop: Loop, sampling: SamplingParams) -> None:
 
     for name in ("add_rms_norm", "qk_norm_rope_store", "paged_attention", "gated_activation", "sample"):
         setattr(backend, name, timed(name, getattr(backend, name)))
-    original = linear.PackedLinear.__call__
-    linear.PackedLinear.__call__ = timed("linear", original)
-    total = loop.run(sampling)
-    linear.PackedLinear.__call__ = original
+    layers = [linear.PackedLinear, cpu_backend.KernelLinear]
+    originals = [layer.__call__ for layer in layers]
+    for layer in layers:
+        layer.__call__ = timed("linear", layer.__call__)
+    total = loop.run(GREEDY)
+    for layer, original in zip(layers, originals, strict=True):
+        layer.__call__ = original
     spent["rest"] = total - sum(spent.values())
     for name, seconds in spent.most_common():
-        print(f"{name:20s} {seconds:7.3f} s {seconds / total:6.1%} {calls[name]:7d} calls")
+        print(f"    {name:20s} {seconds:7.3f} s {seconds / total:6.1%} {calls[name]:7d} calls")
+
+
+def choose_workload(name: str, *, is_quick: bool) -> Workload:
+    workload = WORKLOADS[name]()
+    if not is_quick:
+        return workload
+    model = workload.model | {"num_hidden_layers": QUICK_LAYERS}
+    return workload._replace(requests=workload.requests[: QUICK_REQUESTS[name]], model=model)
+
+
+def measure(name: str, args: argparse.Namespace, limits: Limits) -> dict[str, Any]:
+    """All figures of one workload."""
+    workload = choose_workload(name, is_quick=args.quick)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch), workload.model)
+        for number in args.numbers:
+            figures[number] = measure_engine(folder, number, workload, args, limits)
+            print(f"{name} {number}: {figures[number]}", flush=True)
+        for number in {"float32", "bfloat16"} & set(args.numbers) if args.padded else ():
+            figures[f"padded_{number}"] = measure_padded(folder, number, workload, args)
+            print(f"{name} padded loop {number}: {figures[f'padded_{number}']} tok/s", flush=True)
+    return figures
+
+
+def _choices(allowed: Any) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        unknown = sorted(set(chosen) - set(allowed))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
+        return chosen
+
+    return parse
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=("w1", "w2", "w3"), default="w1")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--quantize", choices=("int8",), default=None)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--workloads", type=_choices(WORKLOADS), default=list(WORKLOADS), metavar="w1,w2,w3")
+    parser.add_argument("--numbers", type=_choices(NUMBERS), default=list(NUMBERS), metavar="float32,bfloat16,int8")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="default: one per core")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts (default 3)")
+    parser.add_argument("--quick", action="store_true", help="a part of the requests, 4 layers, one repeat")
+    parser.add_argument("--no-padded", dest="padded", action="store_false", help="leave out the padded PyTorch loop")
+    parser.add_argument("--profile", action="store_true", help="print where the engine's time goes")
     args = parser.parse_args()
-    requests, model, shared_len = WORKLOADS[args.workload]()
-    sampling = SamplingParams(args.temperature, 0, args.top_p, 0.0, 0)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch), model, args.dtype)
-        runner = ModelRunner(
-            EngineConfig(
-                folder,
-                args.dtype,
-                block_size=args.block_size,
-                max_num_batched_tokens=args.max_num_batched_tokens,
-                max_model_len=4096,
-                determinism=args.determinism,
-                threads=args.threads,
-                backend=args.backend,
-                quantize=args.quantize,
-                kv_cache_memory=2 << 30,
-            )
-        )
-        loop = Loop(runner, requests, shared_len)
-        loop.run(sampling)
-        seconds = [loop.run(sampling) for _ in range(args.repeat)]
-        if args.profile:
-            profile(loop, sampling)
-    num_output = sum(count for _, count in requests)
-    best, middle = min(seconds), statistics.median(seconds)
+    args.repeats = 1 if args.quick else args.repeats
+    limits = measure_limits(args.numbers, args.threads)
+    figures = {name: measure(name, args, limits) for name in args.workloads}
     print(
         json.dumps(
             {
-                **vars(args),
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
-                "output_tokens": num_output,
-                "seconds": round(middle, 3),
-                "output_tokens_per_s": round(num_output / middle, 1),
-                "best_output_tokens_per_s": round(num_output / best, 1),
+                "threads": args.threads,
+                "quick": args.quick,
+                "read_gb_s": round(limits.read / 1e9, 1),
+                "gmac_s": {number: round(macs / 1e9, 1) for number, macs in limits.macs.items()},
+                **figures,
             }
         )
     )
