@@ -189,9 +189,9 @@ def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
 
 def engine_tok_s(name: str, args: argparse.Namespace) -> float:
     """The same engine without scheduler and RPC."""
-    flags = ["--workload", name, "--dtype", "bfloat16", "--threads", str(args.threads), "--repeat", "1"]
-    flags += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
-    return float(last_json([sys.executable, "bench/worker.py", *flags])["best_output_tokens_per_s"])
+    flags = ["--workloads", name, "--numbers", "bfloat16", "--threads", str(args.threads), "--repeats", "1"]
+    flags += ["--no-padded", "--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    return float(last_json([sys.executable, "bench/worker.py", *flags])[name]["bfloat16"]["tok_s"])
 
 
 def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:

@@ -196,8 +196,9 @@ def measure_limits(numbers: list[str], threads: int) -> Limits:
 def measure_engine(folder: Path, number: str, workload: Workload, args: argparse.Namespace, limits: Limits) -> dict:
     dtype, quantize = NUMBERS[number]
     settings = {"determinism": args.determinism, "threads": args.threads, "quantize": quantize}
+    settings |= {"max_num_batched_tokens": args.max_num_batched_tokens, "max_model_len": 4096}
     started = time.perf_counter()
-    runner = ModelRunner(EngineConfig(folder, dtype, max_model_len=4096, kv_cache_memory=2 << 30, **settings))
+    runner = ModelRunner(EngineConfig(folder, dtype, kv_cache_memory=2 << 30, **settings))
     load_s = time.perf_counter() - started
     loop = Loop(runner, workload)
     loop.run(GREEDY)
@@ -289,6 +290,7 @@ def main() -> None:
     parser.add_argument("--workloads", type=_choices(WORKLOADS), default=list(WORKLOADS), metavar="w1,w2,w3")
     parser.add_argument("--numbers", type=_choices(NUMBERS), default=list(NUMBERS), metavar="float32,bfloat16,int8")
     parser.add_argument("--threads", type=int, default=available_cores(), help="default: one per core")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="per step (default 1024)")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts (default 3)")
     parser.add_argument("--quick", action="store_true", help="a part of the requests, 4 layers, one repeat")
