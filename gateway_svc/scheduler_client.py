@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -345,6 +345,16 @@ class SchedulerClient:
         response.status.address = self.address
         response.status.connected = self.is_connected
         return response.status
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
+        """End requests by id, whichever gateway has them. Returns those that were there; none if it does not answer."""
+        request = pb.AbortRequestsRequest(request_ids=request_ids)
+        try:
+            response = await self._stub.AbortRequests(request, timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("scheduler %s was asked to abort requests: %s", self.address, error.details())
+            return ()
+        return response.aborted_ids
 
     async def release_worker(self, worker_id: str, timeout_s: float) -> int:
         """Let a worker go, within `timeout_s` (0: its own limit). Returns the sequences it ran. Raises QuireError."""

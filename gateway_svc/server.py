@@ -8,6 +8,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from quire.v1.inference_pb2_grpc import (
     add_AdminServiceServicer_to_server,
@@ -20,6 +21,7 @@ from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
+from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
@@ -44,11 +46,24 @@ The gateway needs no model files: it learns each model and its tokenizer from th
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `quire-gateway`."""
-    args = config.parse(make_parser(), argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = config.parse(make_parser(), words)
+    if args.processes == 1:
+        run_gateway(args)
+        return
+    setup_logging("gateway", args.log_format, args.log_level, instance="gateway-processes")
+    try:
+        sys.exit(supervise(args, words))
+    except BindError as error:
+        sys.exit(f"quire-gateway: {error}")
+
+
+def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_within_s: float = 0.0) -> None:
+    """One gateway, in this process. Exits with a sentence when it cannot start."""
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
-        asyncio.run(serve(args, gateway_id))
+        asyncio.run(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
     except (BindError, RedisUrlError) as error:
         sys.exit(f"quire-gateway: {error}")
 
@@ -68,6 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="HOST:PORT",
         help="a scheduler; repeat it for replicas and for other models (in the environment: separated by commas)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=config.in_range(int, 1, 256),
+        default=1,
+        metavar="N",
+        help="gateway processes that share the port, each with limits of its own; connections are spread over them. "
+        "Operators' ports count up: the second process has --metrics-listen and --health-listen plus 1",
     )
     parser.add_argument(
         "--max-streams",
@@ -118,10 +141,15 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
         raise RedisUrlError(f"--redis {args.redis!r}: {error}") from None
 
 
-async def serve(args: argparse.Namespace, gateway_id: str) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError or RedisUrlError."""
+async def serve(
+    args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
+) -> None:
+    """Run until SIGTERM or SIGINT. Raises BindError or RedisUrlError.
+
+    `shares_port`: other gateways listen there too. `ready_within_s`: wait so long for a model before listening.
+    """
     reader = make_reader(args)
-    server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES)
+    server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES, shares_port=shares_port)
     changed = asyncio.Event()
     bundles = BundleCache()
     clients = [
@@ -143,14 +171,15 @@ async def serve(args: argparse.Namespace, gateway_id: str) -> None:
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
     await admin.start()
-    await server.start()
-    settle_gc()
     if reader is not None:
         reader.start()
-    log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))
     tasks = [asyncio.create_task(client.run()) for client in clients]
-    tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
     try:
+        await _wait_ready(directory, changed, ready_within_s)
+        await server.start()
+        settle_gc()
+        log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))
+        tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
         dispatcher.close()
@@ -173,6 +202,16 @@ def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader
         is_alive=lambda: True,
         is_ready=lambda: server.is_serving,
     )
+
+
+async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout_s: float) -> None:
+    """Until a model can be asked for, or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not directory.is_ready:
+                changed.clear()
+                await changed.wait()
+    changed.set()
 
 
 async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:

@@ -211,16 +211,19 @@ class InferenceServicer(InferenceServiceServicer):
         former.end(TakenOverError(f"request_id {request_id!r} goes on in another stream of its client"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End requests by id."""
-        response = pb.AbortResponse()
-        for request_id in dict.fromkeys(request.request_ids):
-            stream = self._streams.get(request_id)
-            if stream is None:
-                response.unknown_ids.append(request_id)
-                continue
-            stream.abort()
-            response.aborted_ids.append(request_id)
-        return response
+        """End requests by id: those of this process, and through the schedulers those of other gateways."""
+        asked = list(dict.fromkeys(request.request_ids))
+        found = {request_id for request_id in asked if request_id in self._streams}
+        for request_id in found:
+            self._streams[request_id].abort()
+        if elsewhere := [request_id for request_id in asked if request_id not in found]:
+            clients = [client for client in self._directory.clients if client.is_connected]
+            for aborted in await asyncio.gather(*(client.abort_requests(elsewhere) for client in clients)):
+                found.update(aborted)
+        return pb.AbortResponse(
+            aborted_ids=[request_id for request_id in asked if request_id in found],
+            unknown_ids=[request_id for request_id in asked if request_id not in found],
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new streams and wait for the open ones; those still open then end with UNAVAILABLE."""

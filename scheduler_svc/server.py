@@ -96,6 +96,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         num_moved = await self._parts.pool.release(request.worker_id, request.timeout_s)
         return scheduler_pb2.ReleaseWorkerResponse(num_moved=num_moved)
 
+    async def AbortRequests(
+        self, request: scheduler_pb2.AbortRequestsRequest, context: Context
+    ) -> scheduler_pb2.AbortRequestsResponse:
+        aborted_ids = await self._parts.step_loop.abort(request.request_ids)
+        return scheduler_pb2.AbortRequestsResponse(aborted_ids=aborted_ids)
+
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
     ) -> scheduler_pb2.GetSchedulerStatusResponse:

@@ -166,6 +166,12 @@ class StepLoop:
         """A gateway ends a request, or one sample of it. One that has finished meanwhile is nobody's mistake."""
         self._post(partial(self._apply_cancel, owner, handle, sample_index, reason))
 
+    def abort(self, request_ids: Sequence[str]) -> asyncio.Future[list[str]]:
+        """End requests by their public ids, whichever gateway has them. Gives those that were here."""
+        found: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._apply_abort, tuple(request_ids), found))
+        return found
+
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def worker_joined(
@@ -353,6 +359,15 @@ class StepLoop:
             self._produce(self._scheduler.abort_group(group.request_id, reason, now), now)
         else:
             self._produce(self._scheduler.finish_sample(group.request_id, sample_index, reason, now), now)
+
+    def _apply_abort(self, request_ids: Sequence[str], found: asyncio.Future[list[str]], now: float) -> None:
+        live = {group.request_id for group in self._requests.values()}
+        here = [request_id for request_id in request_ids if request_id in live]
+        for request_id in here:
+            if self._scheduler is not None:
+                self._produce(self._scheduler.abort_group(request_id, FinishReason.ABORTED, now), now)
+        if not found.done():  # else whoever asked has left
+            found.set_result(here)
 
     def _apply_detach(self, owner: int, now: float) -> None:
         if self._gateways.pop(owner, None) is None:

@@ -64,17 +64,25 @@ def settle_gc() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def _server_options(shares_port: bool) -> list[tuple[str, Any]]:
+    """`shares_port`: on purpose, with other processes of ours."""
+    return [*SERVER_OPTIONS[1:], ("grpc.so_reuseport", 1)] if shares_port else SERVER_OPTIONS
+
+
 class BindError(RuntimeError):
     """The address cannot be listened on."""
 
 
 class GrpcServer:
-    """A grpc.aio server with health and reflection; owns the process's signals while it runs."""
+    """A grpc.aio server with health and reflection; owns the process's signals while it runs.
 
-    def __init__(self, *, listen: str, service_names: Iterable[str]) -> None:
+    `shares_port`: several processes listen on the same one; the kernel spreads connections over them.
+    """
+
+    def __init__(self, *, listen: str, service_names: Iterable[str], shares_port: bool = False) -> None:
         errors = ErrorInterceptor()
         self.rpc = errors.stats
-        self.grpc = grpc.aio.server(interceptors=[errors], options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=[errors], options=_server_options(shares_port))
         self.stopping = asyncio.Event()
         self.is_serving = False
         self._listen = listen

@@ -1,0 +1,42 @@
+"""One gateway of several behind one port: `python -m gateway_svc.child PARENT INDEX ADDRESS LIFE [SETTINGS ...]`.
+
+Started by gateway_svc.processes, never by people: the settings are those of quire-gateway, the address is shared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from gateway_svc.processes import port_of_child
+from gateway_svc.server import make_parser, run_gateway
+from svc_common import config
+
+PR_SET_PDEATHSIG = 1
+READY_WITHIN_S = 5.0
+
+
+def main() -> None:
+    """Parse as quire-gateway does, then take the own part of every address."""
+    parent, index, address, life = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    args = config.parse(make_parser(), sys.argv[5:])
+    args.listen = address
+    args.metrics_listen = port_of_child(args.metrics_listen, index)
+    args.health_listen = port_of_child(args.health_listen, index)
+    end_with_parent(parent)
+    # Started again beside others that serve: connections should not come before it can serve them too.
+    run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Drain when the parent dies, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("quire-gateway: the process that watches over this one is gone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Several gateway processes behind one port.
+
+    quire-gateway --processes 4          this process: reserves the port, starts, watches and stops the others
+      gateway_svc.child 0 ... 3          whole gateways that share the port (SO_REUSEPORT)
+
+The kernel gives every new connection to one of them. They know nothing of each other, as gateways on several machines
+do not: a stream that loses its process is resumed through another, Abort finds any stream by way of the schedulers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from svc_common.config import OFF
+from svc_common.serve import BindError
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+STEADY_S = 5.0  # a process that lived this long had started well
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+
+
+class ChildFailedError(RuntimeError):
+    """A process could not even start; starting it again would not help."""
+
+
+class SharedPort:
+    """Holds the port without listening, so that all processes get the same and nobody else gets it."""
+
+    def __init__(self, listen: str) -> None:
+        host, _, port = listen.rpartition(":")
+        bare = host.strip("[]")
+        family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+        try:
+            # Once alone: with SO_REUSEPORT, a port that another gateway has would be shared with it without a word.
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((bare, int(port)))
+                number = probe.getsockname()[1]
+            self._socket = socket.socket(family)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind((bare, number))
+        except OSError as error:
+            raise BindError(f"cannot listen on {listen}: {error.strerror or error}") from None
+        self.address = f"{host}:{number}"
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One gateway process, over all its lives. `command_of(life)`: how to start it for the first time (0), or again."""
+
+    index: int
+    command_of: Callable[[int], list[str]]
+    process: asyncio.subprocess.Process | None = None
+    num_lives: int = 0
+    pause_s: float = FIRST_PAUSE_S
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it, if the process is there."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """Owns the processes: starts each again when it dies, and lets all drain when told to stop."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = list(children)
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT, and all processes have ended. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
+        await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
+        self._stop()
+        ends = await asyncio.gather(*keepers, return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        if errors and not isinstance(errors[0], ChildFailedError):
+            raise errors[0]
+        if errors:
+            log.error("%s", errors[0])
+            return EXIT_FAILED
+        return EXIT_FAILED if any(isinstance(end, int) and end > 0 for end in ends) else 0
+
+    def _stop(self) -> None:
+        """The first time all drain; a second signal reaches them too and stops them at once."""
+        self._stopping.set()
+        for child in self._children:
+            child.signal(signal.SIGTERM)
+
+    async def _keep(self, child: Child) -> int:
+        """Start a process, and again whenever it dies, until all stop. Raises ChildFailedError."""
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            status = await self._live(child)
+            if self._stopping.is_set():
+                return status
+            is_steady = loop.time() - started >= STEADY_S
+            if child.num_lives == 1 and not is_steady and status > 0:
+                raise ChildFailedError(f"process {child.index} ended with status {status} at its start; see above")
+            child.pause_s = FIRST_PAUSE_S if is_steady else min(2 * child.pause_s, MAX_PAUSE_S)
+            log.error("process %d died (status %d); starting it again in %.1f s", child.index, status, child.pause_s)
+            if await self._stops_within(child.pause_s):
+                return 0
+
+    async def _live(self, child: Child) -> int:
+        """One life of a process: its exit status, negative for a signal."""
+        command = child.command_of(child.num_lives)
+        child.num_lives += 1
+        # A session of its own: Ctrl-C reaches this process, which tells the others once.
+        child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+        if self._stopping.is_set():
+            child.signal(signal.SIGTERM)
+        return await child.process.wait()
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run `args.processes` gateways with the settings of `argv`. Returns the exit status; raises BindError."""
+    port = SharedPort(args.listen)
+    log.info("%d gateway processes listen on %s", args.processes, port.address)
+    try:
+        return asyncio.run(_run(args.processes, port.address, argv))
+    finally:
+        port.close()
+
+
+async def _run(num_processes: int, address: str, argv: Sequence[str]) -> int:
+    def make(index: int) -> Child:
+        own = [sys.executable, "-m", "gateway_svc.child", str(os.getpid()), str(index), address]
+        return Child(index, lambda life: [*own, str(life), *argv])
+
+    return await Supervisor([make(index) for index in range(num_processes)]).run()
+
+
+def port_of_child(listen: str, index: int) -> str:
+    """An operators' port of one process: the given one, counted up; any free one and none stay what they are."""
+    host, _, port = listen.rpartition(":")
+    if listen == OFF or int(port) == 0:
+        return listen
+    return f"{host}:{int(port) + index}"
