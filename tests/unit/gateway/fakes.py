@@ -115,6 +115,8 @@ class FakeScheduler(SchedulerServiceServicer):
         self.num_heartbeats = 0
         self.workers: list[public.WorkerInfo] = []
         self.released: list[pb.ReleaseWorkerRequest] = []
+        self.asked_to_abort: list[str] = []
+        self.elsewhere: set[str] = set()  # requests of other gateways
         self._outbox: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"
@@ -240,6 +242,10 @@ class FakeScheduler(SchedulerServiceServicer):
                 address="inside", model=self.info.model if self.info else "", num_waiting=4, workers=self.workers
             )
         )
+
+    async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Any) -> pb.AbortRequestsResponse:
+        self.asked_to_abort.extend(request.request_ids)
+        return pb.AbortRequestsResponse(aborted_ids=[id_ for id_ in request.request_ids if id_ in self.elsewhere])
 
     async def ReleaseWorker(self, request: pb.ReleaseWorkerRequest, context: Any) -> pb.ReleaseWorkerResponse:
         self.released.append(request)

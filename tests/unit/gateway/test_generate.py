@@ -205,6 +205,17 @@ async def test_a_gap_is_an_internal_error_and_cancels(gateway: TestGateway, sche
     await until(lambda: scheduler.cancels)
 
 
+async def test_abort_asks_the_schedulers_for_what_is_not_here(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.elsewhere = {"of-another-gateway"}
+    call = gateway.generate(request_id="mine")
+    await call.read()
+    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["nobody", "of-another-gateway", "mine"]))
+    assert response.aborted_ids == ["of-another-gateway", "mine"]
+    assert response.unknown_ids == ["nobody"]
+    assert scheduler.asked_to_abort == ["nobody", "of-another-gateway"]
+    await rest(call)
+
+
 async def test_abort_ends_the_stream_with_aborted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate(request_id="victim", sampling=types.SamplingParams(n=2))
     await call.read()

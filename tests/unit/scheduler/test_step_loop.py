@@ -99,6 +99,21 @@ async def test_cancels_a_request_and_a_sample() -> None:
         assert not loop.has_work
 
 
+async def test_aborts_by_request_id_whichever_gateway_has_it() -> None:
+    async with running_loop() as loop:
+        one, other, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(one), 1, max_tokens=50, request_id="of-one")
+        submit(loop, loop.attach(other), 1, max_tokens=50, request_id="of-other")
+        await settle()
+        assert await loop.abort(["nobody", "of-other"]) == ["of-other"]
+        await settle()
+        assert (one.reasons(), other.reasons()) == ({}, {(1, 0): "aborted"})
+        assert await loop.abort(["of-one", "of-other"]) == ["of-one"]
+        await worker.answer_all()
+        assert not loop.has_work
+
+
 async def test_a_gateway_that_leaves_takes_its_requests_along() -> None:
     async with running_loop() as loop:
         stays, leaves, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
