@@ -1,0 +1,14 @@
+# docker build --file deploy/docker/gateway.Dockerfile --tag quire-gateway:0.1.0 .
+FROM python:3.11.14-slim-bookworm AS build
+RUN pip install --no-cache-dir uv==0.13.9
+WORKDIR /src
+COPY . .
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
+RUN uv venv /opt/quire \
+  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[gateway]"
+
+FROM python:3.11.14-slim-bookworm
+COPY --from=build /opt/quire /opt/quire
+ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
+USER 10001:10001
+CMD ["quire-gateway"]

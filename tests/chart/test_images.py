@@ -1,0 +1,220 @@
+"""Images, as far as that goes where no container engine runs: linted, and their commands run as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from quire_client import AsyncClient
+from quire_client.demo import demo_model_dir
+
+from tests.chart.chart import ROOT, render
+from tests.processes.children import start_child
+from tests.processes.ports import free_port
+
+DOCKER = ROOT / "deploy" / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+SERVICES = ("gateway", "scheduler", "worker")
+every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+
+Image = tuple[str, list[tuple[str, str]]]
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(FROM, python:3.11 AS build), ... of a Dockerfile."""
+    text = re.sub(r"\\\n\s*", " ", path.read_text())
+    lines = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in lines]
+
+
+def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage by the stage's name; the last one without a name is called image."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for word, rest in instructions(path):
+        if word == "FROM":
+            current = found.setdefault(rest.partition(" AS ")[2] or "image", [])
+        else:
+            current.append((word, rest))
+    return found
+
+
+@every_dockerfile
+def test_the_linter_has_nothing_to_say(path: Path) -> None:
+    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_service_has_its_dockerfile() -> None:
+    assert {path.stem for path in DOCKERFILES} == set(SERVICES)
+
+
+@every_dockerfile
+def test_bases_are_pinned_and_nobody_is_root(path: Path) -> None:
+    names = set(stages(path))
+    bases = {rest.partition(" ")[0] for word, rest in instructions(path) if word == "FROM"} - names
+    assert all(re.search(r":\d+\.\d+\.\d+", base) for base in bases)
+    images = [stage for stage in stages(path).values() if any(word == "CMD" for word, _ in stage)]
+    assert images
+    for stage in images:
+        assert ("USER", "10001:10001") in stage
+        assert [json.loads(rest) for word, rest in stage if word == "CMD"] == [[f"quire-{path.stem}"]]
+
+
+def test_images_are_those_that_the_chart_asks_for() -> None:
+    built = set(re.findall(r"--tag (\S+)", "".join(path.read_text() for path in DOCKERFILES)))
+    gpu = {"workers": [{"name": "gpu", "model": "demo", "gpuCount": 1}]}
+    pods = [pod for values in ({}, gpu) for _, pod in render(values).pods()]
+    asked = {container["image"] for pod in pods for container in pod["spec"]["containers"]}
+    assert {image for image in asked if image.startswith("quire-")} == built
+
+
+# -- clean environments, made by the Dockerfiles' own commands ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `COPY . .` finds: the files that .dockerignore lets through."""
+    folder = tmp_path_factory.mktemp("context")
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    dropped = shutil.ignore_patterns(*(rule.removeprefix("**/") for rule in rules if rule.startswith("**/")))
+    for name in (rule.removeprefix("!") for rule in rules if rule.startswith("!")):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target, ignore=dropped)
+        else:
+            shutil.copy(ROOT / name, target)
+    return folder
+
+
+def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
+    """Run a build stage's commands with /opt/quire in `home`. Returns the environment's folder."""
+    environment = home / "quire"
+    arguments = dict(rest.split("=", 1) for word, rest in stage if word == "ARG")
+    if wheels := os.environ.get("PIP_FIND_LINKS"):
+        # Wheels at hand: the CPU build of torch may be among them, and its own index is not needed.
+        arguments |= {"UV_FIND_LINKS": wheels, "TORCH_INDEX": "https://pypi.org/simple"}
+    for word, rest in stage:
+        if word == "RUN":
+            script = rest.replace("/opt/quire", str(environment))
+            variables = os.environ | arguments | {"UV_PYTHON": sys.executable, "UV_LINK_MODE": "hardlink"}
+            done = subprocess.run(["bash", "-ec", script], cwd=context, env=variables, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    return environment
+
+
+@pytest.fixture(scope="module")
+def environments(context: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A clean environment for each service, as its image has it."""
+    return {
+        service: build(
+            stages(DOCKER / f"{service}.Dockerfile")["build-cpu" if service == "worker" else "build"],
+            context,
+            tmp_path_factory.mktemp(service),
+        )
+        for service in SERVICES
+    }
+
+
+def packages(environment: Path) -> dict[str, str]:
+    command = ["uv", "pip", "list", "--format=json", "--python", str(environment / "bin" / "python")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {package["name"]: package["version"] for package in json.loads(done.stdout)}
+
+
+def test_only_the_worker_has_torch(environments: dict[str, Path]) -> None:
+    assert {service for service, folder in environments.items() if "torch" in packages(folder)} == {"worker"}
+    for service in ("gateway", "scheduler"):
+        command = [str(environments[service] / "bin" / "python"), "-I", "-c", "import torch"]
+        assert "No module named 'torch'" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def test_every_version_is_pinned(environments: dict[str, Path]) -> None:
+    lines = (DOCKER / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    free = {"quire", "torch"}
+    for folder in environments.values():
+        installed = {name: version for name, version in packages(folder).items() if name not in free}
+        assert installed.items() <= pinned.items()
+
+
+def test_the_worker_brings_the_demo_model(environments: dict[str, Path]) -> None:
+    there, here = environments["worker"] / "demo-model", demo_model_dir()
+    assert sorted(path.name for path in there.iterdir() if path.suffix == ".safetensors") == ["model.safetensors"]
+    assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
+
+
+async def test_the_three_environments_serve_together(environments: dict[str, Path], tmp_path: Path) -> None:
+    ports = {service: free_port() for service in SERVICES}
+    flags = {
+        "gateway": [f"--scheduler=127.0.0.1:{ports['scheduler']}"],
+        "scheduler": [],
+        "worker": [
+            f"--scheduler=127.0.0.1:{ports['scheduler']}",
+            f"--model={environments['worker'] / 'demo-model'}",
+            "--threads=1",
+            "--kv-cache-memory=32M",
+        ],
+    }
+    clean = ["env", "-i", f"HOME={tmp_path}", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
+    processes = []
+    for service, port in ports.items():
+        command = [str(environments[service] / "bin" / f"quire-{service}"), f"--listen=127.0.0.1:{port}"]
+        processes.append(start_child([*clean, *command, *flags[service]], tmp_path / f"{service}.log"))
+    try:
+        async with await AsyncClient.connect(f"127.0.0.1:{ports['gateway']}", timeout_s=120.0) as client:
+            result = await client.chat("What does len do?", temperature=0)
+            assert result.text == demo_answer("What does len do?")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def kernel_cache() -> Path:
+    """Compiled kernels are kept between tests, as everywhere in this suite."""
+    return Path(os.environ.get("QUIRE_CACHE_DIR") or Path.home() / ".cache" / "quire")
+
+
+def demo_answer(question: str) -> str:
+    pairs: Any = json.loads((demo_model_dir() / "pairs.json").read_text())["pairs"]
+    return str(next(pair["answer"] for pair in pairs if question in pair["questions"]))
+
+
+# -- compose -----------------------------------------------------------------------------------------------------------
+
+
+def compose() -> dict[str, Any]:
+    return dict(yaml.safe_load((DOCKER / "compose.yaml").read_text()))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_compose_gives_settings_that_the_services_take(service: str) -> None:
+    command, *flags = compose()["services"][service]["command"]
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(command)), *flags, "--print-config"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    settings = done.stdout.replace("# flag", "").replace(" ", "")
+    assert all(flag.removeprefix("--").partition("=")[0] + "=" in settings for flag in flags)
+
+
+def test_compose_builds_what_it_runs() -> None:
+    services = compose()["services"]
+    for name, service in services.items():
+        assert not service["image"].endswith(":latest")
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert set(service.get("depends_on", [])) <= set(services)
+        if name in SERVICES:
+            assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).resolve() in DOCKERFILES
+            drain = next(flag for flag in service["command"] if flag.startswith("--drain-timeout-s="))
+            assert float(drain.partition("=")[2]) < float(service["stop_grace_period"].removesuffix("s"))
