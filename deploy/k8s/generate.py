@@ -1,8 +1,7 @@
 """Writes what follows from other files of the chart, so that none of it can be out of date:
 
-    values.yaml              -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
-    deploy/dashboards/*.json -> quire/dashboards/ (a chart can only read its own files)
-    the rendered chart       -> kustomize/base/, for those without Helm
+    values.yaml         -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
+    the rendered chart  -> kustomize/base/, for those without Helm
 
     python deploy/k8s/generate.py          write
     python deploy/k8s/generate.py --check  say what would change; exit status 1 if anything would
@@ -27,7 +26,6 @@ from helm_python.chart import Chart
 HERE = Path(__file__).resolve().parent
 CHART = HERE / "quire"
 BASE = HERE / "kustomize" / "base"
-DASHBOARDS = HERE.parent / "dashboards"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
@@ -171,7 +169,7 @@ def type_name(value: Value) -> str:
     return names[type(value.default)]
 
 
-# -- README, dashboards, kustomize -------------------------------------------------------------------------------------
+# -- README, kustomize -------------------------------------------------------------------------------------------------
 
 
 def make_table(values: list[Value]) -> str:
@@ -224,8 +222,7 @@ def chart_files() -> dict[Path, str]:
     """Files inside the chart that are written, and what they should hold."""
     values = read_values((CHART / "values.yaml").read_text())
     schema = json.dumps(make_schema(values), indent=2) + "\n"
-    files = {CHART / "values.schema.json": schema, CHART / "README.md": make_readme(values)}
-    return files | {CHART / "dashboards" / path.name: path.read_text() for path in sorted(DASHBOARDS.glob("*.json"))}
+    return {CHART / "values.schema.json": schema, CHART / "README.md": make_readme(values)}
 
 
 def base_files() -> dict[Path, str]:
