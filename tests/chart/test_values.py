@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+import gateway_svc.server
+import scheduler_svc.server
+import worker_svc.server
 from deploy.k8s import generate
+from svc_common.config import parse, settings_of
 from tests.chart.chart import CHART, NAMESPACE, Manifest, Values, dig, render
 
 GATEWAY, SCHEDULER, WORKER, REDIS = (
@@ -246,6 +250,7 @@ POOLS = [
     Case("workerDefaults.backend", "reference", WORKER, "arg --backend", "reference"),
     Case("workerDefaults.executor", "sim", WORKER, "arg --executor", "sim"),
     Case("workerDefaults.dtype", "bfloat16", WORKER, "arg --dtype", "bfloat16"),
+    Case("workerDefaults.quantize", "int8", WORKER, "arg --quantize", "int8"),
     Case("workerDefaults.determinism", "best_effort", WORKER, "arg --determinism", "best_effort"),
     Case("workerDefaults.blockSize", 32, WORKER, "arg --block-size", "32"),
     Case("workerDefaults.numBlocks", 4_000_000, WORKER, "arg --num-blocks", "4000000"),
@@ -496,3 +501,26 @@ def test_model_may_set_only_part_of_its_schedulers() -> None:
     }
     assert look(values, SCHEDULER, "container.resources.requests") == {"cpu": "4", "memory": "512Mi"}
     assert look(values, SCHEDULER, "spec.replicas") == 3
+
+
+EVERYTHING: Values = {
+    "metrics": {"compat": "vllm"},
+    "workerDefaults": {"numBlocks": 8, "maxModelLen": 64, "quantize": "int8", "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
+def test_services_take_every_flag_and_variable(part: str) -> None:
+    make = {
+        "gateway": gateway_svc.server.make_parser,
+        "scheduler": scheduler_svc.server.make_arguments,
+        "worker": worker_svc.server.make_parser,
+    }[part]
+    owners = [*render(EVERYTHING).pods()]
+    (container,) = next(p["spec"]["containers"] for _, p in owners if p["spec"]["containers"][0]["name"] == part)
+    names = {name for name, _ in settings_of(make())}
+    for item in container["env"]:
+        if item["name"].startswith("QUIRE_") and item["name"] != "QUIRE_CACHE_DIR":
+            assert item["name"].removeprefix("QUIRE_").lower().replace("_", "-") in names
+    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]]
+    assert parse(make(), args).drain_timeout_s > 0

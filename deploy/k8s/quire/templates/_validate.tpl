@@ -56,6 +56,7 @@
 {{- define "quire.validatePools" -}}
 {{- $names := dict -}}
 {{- $blockSizes := dict -}}
+{{- $roundings := dict -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if hasKey $names .name -}}
 {{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
@@ -66,6 +67,10 @@
 {{- fail (printf "pools of model %q have block sizes %d and %d: set the same blockSize in all of them" .model (int $other) (int .blockSize)) -}}
 {{- end -}}
 {{- $_ := set $blockSizes .model .blockSize -}}
+{{- if and (hasKey $roundings .model) (ne (get $roundings .model) .quantize) -}}
+{{- fail (printf "pools of model %q differ in quantize: set the same in all of them" .model) -}}
+{{- end -}}
+{{- $_ := set $roundings .model .quantize -}}
 {{- if and (eq .backend "cpu") (int .gpuCount) -}}
 {{- fail (printf "pool %q has gpuCount %d and backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
 {{- end -}}

@@ -1,0 +1,213 @@
+"""The guides' commands: run where that needs no cluster, else held against what the chart makes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python.chart import values_from_yaml
+
+from tests.chart.chart import CHART, ROOT, Values, loaded_chart, render, validate
+from tests.chart.test_images import stages
+from tests.chart.test_values import merged
+from tests.processes.children import start_child
+from tests.processes.ports import free_port
+from tests.promql import names_in
+
+PAGES = [
+    *(ROOT / "docs" / f"{name}.md" for name in ("deployment", "operations", "capacity", "upgrade")),
+    CHART / "README.md",
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MY_VALUES = "my-values.yaml"
+QUICK = {"--num-prompts": "12", "--request-rate": "50", "--output-len": "8"}
+# What nothing here can run or check.
+ELSEWHERE = ("kind", "export")
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return [text for language, text in FENCE.findall(page.read_text()) if language == kind]
+
+
+def commands(*words: str, pages: list[Path] = PAGES) -> list[Any]:
+    """Lines of the pages that begin with one of the words."""
+    lines = [(page, line) for page in pages for block in blocks(page, "") for line in block.splitlines()]
+    return [
+        pytest.param(shlex.split(line), id=f"{page.stem}: {line[:50]}")
+        for page, line in lines
+        if line.partition(" ")[0] in words
+    ]
+
+
+def option(words: list[str], name: str) -> list[str]:
+    """Values of an option that may be repeated."""
+    return [words[i + 1] for i, word in enumerate(words) if word == name]
+
+
+def test_every_command_is_looked_at() -> None:
+    known = {"helm", "kubectl", "docker", "quire", "clients", *ELSEWHERE}
+    lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
+    others = {line.partition(" ")[0] for line in lines if line and not line.startswith(" ")} - known
+    assert others == set()
+
+
+# -- helm --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", commands("helm", pages=[*PAGES, ROOT / "README.md"]))
+def test_helm_takes_the_values(words: list[str]) -> None:
+    assert words[1] in ("template", "install", "upgrade", "test", "rollback", "history")
+    assert "quire" in words
+    if words[1] in ("template", "install", "upgrade"):
+        assert (ROOT / words[words.index("quire") + 1]).resolve() == CHART
+        values = reduce(merged, [read(name) for name in option(words, "--values")], settings(option(words, "--set")))
+        assert render(values).manifests
+
+
+def read(name: str) -> Values:
+    """A file of the repository, or the one that the deployment guide tells to write."""
+    text = blocks(PAGES[0], "yaml")[0] if name == MY_VALUES else (ROOT / name).read_text()
+    return dict(values_from_yaml(text))
+
+
+def settings(pairs: list[str]) -> Values:
+    """`workers[0].name=cpu` as --set has it."""
+    first: dict[str, Any] = {}
+    for pair in pairs:
+        path, _, value = pair.partition("=")
+        name = path.removeprefix("workers[0].")
+        assert name != path, f"{pair}: teach this test"
+        first[name] = yaml.safe_load(value)
+    return {"workers": [first]} if first else {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, id=f"{page.stem}-{i}") for page in PAGES for i, text in enumerate(blocks(page, "yaml"))],
+)
+def test_values_in_the_guides_render(text: str) -> None:
+    for manifest in render(dict(values_from_yaml(text))).manifests:
+        validate(manifest, "1.34")
+
+
+# -- kubectl, docker ---------------------------------------------------------------------------------------------------
+
+
+def objects_of_guides() -> dict[str, set[str]]:
+    """Names by kind of a release called quire, with what kubectl would find in it."""
+    rendered = loaded_chart().render(read("deploy/k8s/quire/ci/cpu-values.yaml"), name="quire", namespace="default")
+    names: dict[str, set[str]] = {}
+    for text in (text for path, text in rendered.items() if not path.endswith(".txt")):
+        for manifest in filter(None, yaml.safe_load_all(text)):
+            name = manifest["metadata"]["name"]
+            names.setdefault(manifest["kind"].lower(), set()).add(name)
+            if manifest["kind"] == "StatefulSet":
+                names.setdefault("pod", set()).add(f"{name}-0")
+    return names
+
+
+@pytest.mark.parametrize("words", commands("kubectl"))
+def test_kubectl_names_objects_that_exist(words: list[str]) -> None:
+    names = objects_of_guides()
+    for word in words:
+        if match := re.fullmatch(r"(service|deployment|statefulset|pod)/(.+)", word):
+            assert match[2] in names[match[1]]
+    for word in words:
+        if re.fullmatch(r"quire-\w+-\w+-\d", word):
+            assert word in names["pod"]
+    for selector in option(words, "--selector"):
+        assert {part.partition("=")[0] for part in selector.split(",")} <= {
+            "app.kubernetes.io/instance",
+            "app.kubernetes.io/component",
+        }
+    for folder in option(words, "--kustomize"):
+        check_kustomization(ROOT / folder)
+
+
+def check_kustomization(folder: Path) -> None:
+    """Every file is listed, every listed file is there, and Kubernetes accepts what is in it."""
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    assert sorted([*listed, "kustomization.yaml"]) == sorted(path.name for path in folder.iterdir())
+    for name in listed:
+        validate(yaml.safe_load((folder / name).read_text()), "1.34")
+
+
+@pytest.mark.parametrize("words", commands("docker"))
+def test_docker_builds_from_files_that_exist(words: list[str]) -> None:
+    (file,) = option(words, "--file")
+    assert (ROOT / file).is_file()
+    for target in option(words, "--target"):
+        assert target in stages(ROOT / file)
+
+
+# -- quire -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a reader who has followed the capacity guide up to `quire up`."""
+    exports = [word for p in commands("export") for word in p.values[0][1:]]
+    exported = dict(word.split("=", 1) for word in exports)
+    (up,) = [p.values[0] for p in commands("quire") if p.values[0][1] == "up"]
+    folder, port = tmp_path_factory.mktemp("up"), free_port()
+    ready, log = folder / "ready.json", folder / "up.log"
+    flags = ["--port", str(port), "--ready-file", str(ready), "--log-dir", str(folder)]
+    process = start_child([program("quire"), *up[1:], *flags], log, **exported)
+    try:
+        wait_for(ready, process, log)
+        yield os.environ | {"QUIRE_TARGET": f"localhost:{port}"}
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    while not path.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.1)
+            raise RuntimeError(log.read_text())
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+@pytest.mark.parametrize("words", commands("quire"))
+def test_quire_does_what_the_guides_say(words: list[str], variables: dict[str, str]) -> None:
+    if words[1] == "up":
+        return  # the fixture has done it
+    # Another worker and a shorter load; everything else as it stands.
+    words = ["worker-1" if word.startswith("quire-worker-") else word for word in words]
+    words = [QUICK.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    if words[1] == "chat":
+        words += ["--max-tokens", "4"]
+    done = subprocess.run([program("quire"), *words[1:]], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- links and expressions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_expressions_ask_for_metrics_that_exist() -> None:
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    found = re.findall(r"`((?:sum|avg|rate)\(.+?\)[^`]*)`", "".join(page.read_text() for page in PAGES))
+    assert len(found) >= 6
+    for expression in found:
+        assert all(f"`{name}`" in documented for name in names_in(expression)), expression
