@@ -29,16 +29,19 @@ class BlockContents:
         self._is_committed[block_ids] = False
 
     def write_tokens(self, slots: I64, token_ids: I64) -> None:
-        """Notes the tokens whose keys and values are written."""
-        self._slot_tokens[slots] = token_ids
+        """Notes the tokens whose keys and values are written now."""
         self.uncommit(slots // self.block_size)
+        self.fill_tokens(slots, token_ids)
+
+    def fill_tokens(self, slots: I64, token_ids: I64) -> None:
+        """Notes tokens that became known after they were written; what has been committed since stays so."""
+        self._slot_tokens[slots] = token_ids
 
     def copy_tokens(self, src: I64, dst: I64) -> None:
-        """Blocks were copied, pair after pair; the copies are not committed."""
+        """Blocks were copied, pair after pair."""
         tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             tokens[target] = tokens[source]
-        self.uncommit(dst)
 
     def commit(self, block_ids: I64, hashes: list[bytes]) -> None:
         """From now on these full blocks are cached prefixes under these hashes."""

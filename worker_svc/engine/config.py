@@ -13,6 +13,7 @@ Determinism = Literal["exact", "best_effort"]
 Quantization = Literal["int8"]
 
 MAX_BLOCK_SIZE = 256
+ATTENTION = ("auto", "triton", "flash", "torch")
 QUANTIZING_BACKENDS = ("cpu", "reference")
 
 
@@ -23,6 +24,7 @@ class EngineConfig:
     num_blocks None: as many as fit `kv_cache_memory` bytes; that None: 1 GiB, or half of the free RAM if that is less.
     max_model_len None: the model's own, capped by what the pool can hold.
     threads None: one per core this process may use.
+    attention, gpu_memory_utilization (of the device, for all it holds) and tensor_parallel_size are of backend cuda.
     quantize None: weights stay in `dtype`; int8: weights and what they are multiplied with are (docs/adr/0009-int8.md).
     """
 
@@ -39,10 +41,16 @@ class EngineConfig:
     quantize: Quantization | None = None
     kv_cache_memory: int | None = None
     model_name: str | None = None
+    attention: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("float32", "bfloat16", "auto"))
         _check_choice("determinism", self.determinism, ("exact", "best_effort"))
+        _check_choice("attention", self.attention, ATTENTION)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
         size = self.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ValueError(f"block_size must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}")
@@ -50,7 +58,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.quantize is not None:

@@ -41,6 +41,7 @@ class KVCachePool(BlockContents):
         backend.copy_blocks(self.keys, src, dst)
         backend.copy_blocks(self.values, src, dst)
         self.copy_tokens(src, dst)
+        self.uncommit(dst)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -39,10 +40,16 @@ def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
     return RotaryTable(angles.cos().contiguous(), angles.sin().contiguous())
 
 
+class LinearMaker(Protocol):
+    """Who prepares weights for their use; every backend does."""
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
+
+
 class WeightLoader:
     """Takes a model's tensors out of a checkpoint, fuses them and hands them to the backend."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: LinearMaker, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._backend = backend

@@ -63,6 +63,7 @@ class RowTable:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._sample_indices: U32 = np.zeros(max_num_seqs, np.uint32)
+        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # opens of each row so far
 
     def rows_used(self) -> int:
         return int(self.is_open.sum())
@@ -126,6 +127,7 @@ class RowTable:
         if item.fork_of_row is not None:
             history = self._tokens[item.fork_of_row, : item.prompt_len]
         self.is_open[row] = True
+        self._generations[row] += 1
         self._tokens[row, : len(history)] = history
         self._num_tokens[row] = len(history)
         self._prompt_lens[row] = item.prompt_len
@@ -243,6 +245,15 @@ class RowTable:
         """Each row's history continues with a sampled token at that sequence position."""
         self._tokens[rows, positions] = token_ids
         self._num_tokens[rows] = positions + 1
+
+    def generations(self, rows: I64) -> I64:
+        """What tells a row from those that had its number before."""
+        return self._generations[rows]
+
+    def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
+        """The tokens that were appended before they were known. A row that was opened anew since keeps its own."""
+        is_same = self._generations[rows] == generations
+        self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
 
 
 def _sampling_refusal(item: RowOpen) -> str | None:

@@ -1,11 +1,9 @@
 """Open rows as they lie on the device: one record of int32 words per row, fed by deltas.
 
-    word 0      last token that was sampled
-    word 1-4    temperature, top_k, top_p, log(min_p): floats by their bits
-    word 5-7    seed (low, high), sample index
-    word 8-     block table
-
-A step uploads the words that changed, and the columns of its batch, in one piece.
+word 0      last token that was sampled
+word 1-4    temperature, top_k, top_p, log(min_p): floats by their bits
+word 5-7    seed (low, high), sample index
+word 8-     block table
 """
 
 from __future__ import annotations
@@ -13,11 +11,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import I32
-from worker_svc.engine.batch import SamplingParams
-from worker_svc.engine.gpu.kernels.prepare import TABLE as HEAD_WORDS
+from worker_svc.engine.backend import I32, I64
+from worker_svc.engine.batch import SamplingParams, StepBatch
+from worker_svc.engine.gpu.kernels.prepare import TABLE
+from worker_svc.engine.rows import MAX_TOP_K, RowTable
 
-__all__ = ["HEAD_WORDS", "make_state", "sampling_words"]
+HEAD_WORDS = TABLE
+NO_DELTAS: I32 = np.empty((0, 2), np.int32)
 
 
 def make_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> torch.Tensor:
@@ -30,6 +30,34 @@ def sampling_words(params: SamplingParams, sample_index: int) -> I32:
     lowest = np.log(np.float64(np.float32(params.min_p))) if params.min_p > 0 else -np.inf
     words = np.zeros(HEAD_WORDS, np.int32)
     words.view(np.float32)[[1, 3, 4]] = params.temperature, params.top_p, lowest
-    words[2] = min(params.top_k, 2**31 - 1)
+    words[2] = min(params.top_k, MAX_TOP_K)
     words.view(np.uint32)[5:8] = params.seed & 0xFFFFFFFF, params.seed >> 32, sample_index
     return words
+
+
+def changed_words(batch: StepBatch, rows: RowTable, stride: int) -> I32:
+    """(word, value) [N, 2] of all that the batch changed in rows that are open now. No word comes twice.
+
+    `stride` is the length of a record on the device.
+    """
+    if not batch.opens and not len(batch.table_rows):
+        return NO_DELTAS
+    words, values = _opened_words(batch, rows, stride)
+    is_known = (batch.table_rows < len(rows.tables)) & (batch.table_indices < rows.tables.shape[1])
+    changed, indices = batch.table_rows[is_known].astype(np.int64), batch.table_indices[is_known].astype(np.int64)
+    words.append(changed * stride + HEAD_WORDS + indices)
+    values.append(rows.tables[changed, indices])
+    found, first = np.unique(np.concatenate(words), return_index=True)
+    return np.stack((found, np.concatenate(values)[first]), axis=1).astype(np.int32)
+
+
+def _opened_words(batch: StepBatch, rows: RowTable, stride: int) -> tuple[list[I64], list[I32]]:
+    words, values = [], []
+    for item in batch.opens:
+        if item.row >= len(rows.is_open) or not rows.is_open[item.row]:
+            continue
+        table = rows.tables[item.row, : rows.table_lens[item.row]]
+        record = np.concatenate((sampling_words(item.sampling, item.sample_index), table))
+        words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
+        values.append(record.astype(np.int32))
+    return words, values

@@ -1,0 +1,217 @@
+"""The GPU engine whole: mixed batches of small models against transformers, tokens, books, faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.driver import DeviceDriver, load
+from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
+from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
+from worker_svc.engine.batch import RowErrorCode
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_runner import ModelRunner
+
+# Lines that fill a bucket hold what memory held; numpy warns where a device would not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "head_dim": 16, "num_hidden_layers": 2}
+HEADS_4_2 = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+MODELS = {
+    "qwen3": ("qwen3", 16, HEADS_4_2),
+    "qwen2-gqa7": ("qwen2", 4, {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}),
+    "llama-biased": (
+        "llama", 64,
+        HEADS_4_2 | {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral-gelu": ("mistral", 1, HEADS_4_2 | {"hidden_act": "gelu", "sliding_window": None}),
+}  # fmt: skip
+
+
+def small_prompts(lengths, seed=0):
+    return prompts(lengths, vocab=97, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SMALL, **HEADS_4_2)
+
+
+def run_mixed(driver):
+    """Chunks, whole prompts and single queries in one batch, across borders of blocks, in changing order."""
+    for row, prompt in enumerate(small_prompts([1, 17, 33])):
+        driver.open(row, prompt)
+    driver.step({0: 1, 2: 18})
+    driver.step({0: 1, 1: 17, 2: 13})
+    driver.step({2: 2, 0: 1, 1: 1})
+    driver.decode([2, 0, 1], 2)
+    assert driver.errors == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_batches_match_transformers(tmp_path, name):
+    architecture, block_size, overrides = MODELS[name]
+    folder = make_model(tmp_path, architecture, **(SMALL | overrides))
+    driver = DeviceDriver(load(folder, block_size=block_size, num_blocks=256 // block_size))
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+def test_torch_attention_matches_transformers(qwen3):
+    driver = DeviceDriver(load(qwen3, attention="torch"))
+    run_mixed(driver)
+    assert driver.runner.info.backend == "cuda/torch"
+    check_against(load_reference(qwen3), driver, [0, 1, 2])
+
+
+def test_prefix_hit_preemption_and_reused_blocks_match_transformers(qwen3):
+    driver = DeviceDriver(load(qwen3, num_blocks=9))
+    first, second = small_prompts([20, 40])
+    driver.open(0, first)
+    driver.prefill(0, 12)
+    driver.open(1, first[:16] + [5], shared=driver.rows[0].blocks[:1])
+    driver.step({0: 1, 1: 1})
+    driver.decode([1, 0], 2)
+    kept = driver.rows[0]
+    driver.close(1, keep_blocks=True)
+    driver.close(0)
+    driver.open(2, second)
+    driver.open(0, first, output=kept.output)
+    driver.step({2: 40, 0: len(kept.tokens)})
+    driver.decode([2, 0], 2)
+    assert driver.errors == []
+    check_against(load_reference(qwen3), driver, [0, 2])
+
+
+def test_sampled_tokens_are_those_of_the_cpu_engine(qwen3):
+    """One specification of noise: seeded rows with and without filters, and samples forked off one prompt."""
+    outputs = []
+    for make in (lambda: DeviceDriver(load(qwen3)), lambda: Driver(
+        ModelRunner(EngineConfig(qwen3, "float32", num_blocks=64, max_num_seqs=5, threads=1, backend="reference"))
+    )):  # fmt: skip
+        driver = make()
+        samplings = [seeded(7), seeded(2**63 + 1, 0.7, top_k=5), seeded(3, 1.5, top_p=0.8), GREEDY]
+        for row, (prompt, sampling) in enumerate(zip(small_prompts([9, 3, 12, 5]), samplings, strict=True)):
+            driver.open(row, prompt, sampling)
+        driver.step({0: 9, 1: 3, 2: 12, 3: 5})
+        driver.decode([3, 1, 0, 2], 3)
+        assert driver.errors == []
+        outputs.append([driver.rows[row].output for row in range(4)])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_fork_samples_from_its_parents_logits(qwen3):
+    tokens = []
+    for is_forked in (True, False):
+        driver = DeviceDriver(load(qwen3))
+        (prompt,) = small_prompts([10])
+        driver.open(0, prompt, seeded(4))
+        driver.open(1, prompt, seeded(4), sample_index=1)
+        if is_forked:
+            driver.add(fork_rows=u32(1), fork_parents=u32(0))
+            driver.step({0: 10})
+        else:
+            driver.step({0: 10, 1: 10})
+        tokens.append([driver.rows[row].tokens[10] for row in (0, 1)])
+    assert tokens[0] == tokens[1]
+
+
+def test_steps_in_flight_change_no_token(qwen3):
+    """Launched before the step before has been read: tokens, history and the books of blocks are the same."""
+    seen = []
+    for is_pipelined in (False, True):
+        runner = load(qwen3, block_size=4)
+        driver = DeviceDriver(runner)
+        launch, waiting = runner.launch, []
+        if is_pipelined:
+            # Nothing settles before the end, as on a device that is slower than its host.
+            runner._settle_finished = lambda: None
+        for row, prompt in enumerate(small_prompts([4, 5])):
+            driver.open(row, prompt, seeded(row))
+        runner.execute = lambda batch: (waiting.append(launch(batch)), waiting[-1].result())[1]
+        driver.step({0: 4, 1: 5})
+        driver.decode([1, 0], 5)
+        driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_hashes=[b"a" * 16, b"b" * 16])
+        driver.decode([0], 1)
+        known = runner._rows._tokens[1, 5 : len(driver.rows[1].tokens)].tolist()
+        assert (known[-1] == 2**32 - 1) == is_pipelined
+        blocks = [(ids.tolist(), hashes, tokens.tolist()) for ids, hashes, tokens in runner.committed_blocks()]
+        assert blocks[0][2] == [driver.rows[0].tokens[:4], driver.rows[0].tokens[4:8]]
+        assert runner._rows._tokens[1, : len(driver.rows[1].tokens)].tolist() == driver.rows[1].tokens
+        seen.append((driver.rows[0].tokens, driver.rows[1].tokens, blocks))
+    assert seen[0] == seen[1]
+
+
+def test_a_row_opened_anew_keeps_its_own_history(qwen3):
+    runner = load(qwen3)
+    driver = DeviceDriver(runner)
+    runner._settle_finished = lambda: None
+    first, second = small_prompts([6, 6])
+    driver.open(0, first)
+    driver.step({0: 6})
+    driver.close(0)
+    driver.open(0, second, output=[11])
+    driver.step({0: 7})
+    list(runner.committed_blocks())
+    assert runner._rows._tokens[0, :8].tolist() == driver.rows[0].tokens
+
+
+def test_bad_rows_fail_alone(qwen3):
+    driver = DeviceDriver(load(qwen3))
+    good, bad = small_prompts([20, 4])
+    driver.open(0, good)
+    driver.open(1, bad)
+    driver.step({0: 20, 1: 4})
+    runner = driver.runner
+    with torch.inference_mode():
+        runner._pool[:, :, driver.rows[1].blocks[0]] = float("nan")
+    output = driver.step({0: 1, 1: 1})
+    assert [(error.row, error.code) for error in output.errors] == [(1, RowErrorCode.NAN)]
+    assert output.rows.tolist() == [0]
+    driver.close(1)
+    output = driver.step({0: 1})
+    assert output.errors == []
+    driver.add(slot_mapping=u32(5))
+    assert driver.step({0: 1}).errors[0].code is RowErrorCode.BAD_INPUT
+
+
+def test_poisoned_blocks_are_never_read(qwen3):
+    driver = DeviceDriver(load(qwen3))
+    with torch.inference_mode():
+        driver.runner._pool.fill_(float("nan"))
+    run_mixed(driver)
+    check_against(load_reference(qwen3), driver, [0, 1, 2])
+
+
+def test_copied_blocks_hold_the_same(qwen3):
+    runner = load(qwen3)
+    driver = DeviceDriver(runner)
+    (prompt,) = small_prompts([16])
+    driver.open(0, prompt)
+    driver.prefill(0)
+    source, target = driver.rows[0].blocks[0], driver.free.pop()
+    driver.add(copy_src=u32(source), copy_dst=u32(target))
+    driver.step({0: 1})
+    driver.add(commit_blocks=u32(target), commit_hashes=[b"x" * 16])
+    driver.step({0: 1})
+    assert torch.equal(runner._pool[:, :, source], runner._pool[:, :, target])
+    ((ids, _, tokens),) = runner.committed_blocks()
+    assert ids.tolist() == [target]
+    assert tokens.tolist() == [prompt]
+
+
+def test_without_memory_the_rows_of_a_step_fail(qwen3, monkeypatch):
+    driver = DeviceDriver(load(qwen3))
+    driver.open(0, small_prompts([5])[0])
+    compute = driver.runner._compute
+    with monkeypatch.context() as patch:
+        patch.setattr(compute, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+        output = driver.step({0: 5})
+        assert [error.code for error in output.errors] == [RowErrorCode.INTERNAL]
+        driver.step({0: 5})
+        with pytest.raises(torch.OutOfMemoryError):
+            driver.step({0: 5})
+    assert np.array_equal(driver.step({0: 5}).rows, [0])

@@ -1,0 +1,101 @@
+"""The decoder on the device: one pass over a step's columns. Nothing in it waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from worker_svc.engine.architectures import ModelConfig
+from worker_svc.engine.backend import RotaryTable
+from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.kernels.activation import gated_activation
+from worker_svc.engine.gpu.kernels.rms_norm import add_rms_norm
+from worker_svc.engine.gpu.kernels.rope_store import rope_store
+from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.step_buffer import StepColumns
+from worker_svc.engine.model import Layer, WeightLoader, rotary_table
+
+
+class DeviceDecoder:
+    """A loaded decoder, or one rank's part of it. `forward` is its only operation."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        config: ModelConfig,
+        group: Group,
+        max_positions: int,
+        device: torch.device,
+        progress: Callable[[float], None],
+    ) -> None:
+        self._config = config
+        self._group = group
+        rotary = rotary_table(config.inv_freq, max_positions)
+        self._rotary = RotaryTable(rotary.cos.to(device), rotary.sin.to(device))
+        self._embedding = loader.embedding()
+        self._final_norm = loader.final_norm()
+        self._layers: list[Layer] = []
+        for index in range(config.num_layers):
+            self._layers.append(loader.layer(index))
+            progress((index + 1) / (config.num_layers + 1))
+        self._head = loader.head()
+        progress(1.0)
+
+    def forward(self, columns: StepColumns, attention: Attention, cache: torch.Tensor) -> torch.Tensor | None:
+        """Stores keys and values of all tokens in cache [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+
+        Returns logits [S, vocab], or None if nobody samples.
+        """
+        x = self._embed(columns.token_ids)
+        attention.begin(columns)
+        residual = None
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(x, residual, layer, columns, attention, (cache[index, 0], cache[index, 1]))
+            if index == len(self._layers) - 1:
+                # What follows is read of the tokens that sample only.
+                x, attended = (y.index_select(0, columns.sample_tokens) for y in (x, attended))
+            if not len(x):
+                return None
+            residual = self._feed_forward(x, self._group.all_reduce(layer.o(attended)), layer)
+        normed = torch.empty_like(x)
+        add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
+        return self._group.all_gather(self._head(normed))
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        local = token_ids - self._group.rank * len(self._embedding)
+        is_here = (local >= 0) & (local < len(self._embedding))
+        x = F.embedding(local.clamp(0, len(self._embedding) - 1), self._embedding)
+        return self._group.all_reduce(x.masked_fill(~is_here[:, None], 0.0))
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        layer: Layer,
+        columns: StepColumns,
+        attention: Attention,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention [T, q_heads * head_dim] after x += residual."""
+        heads, eps = self._config.heads, self._config.rms_norm_eps
+        normed = torch.empty_like(x)
+        add_rms_norm(x, residual, layer.input_norm, normed, eps)
+        q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
+        rope_store(
+            layer.qkv(normed), layer.qk_norms, self._rotary, columns.positions, columns.slots, cache, q, heads, eps
+        )
+        attended = torch.empty_like(q)
+        attention.attend(q, cache, columns, attended)
+        return attended.view(len(x), -1)
+
+    def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """The MLP's output [n, hidden] after x += residual."""
+        normed = torch.empty_like(x)
+        add_rms_norm(x, residual, layer.post_norm, normed, self._config.rms_norm_eps)
+        activated = x.new_empty(len(x), self._config.intermediate_size)
+        gated_activation(layer.gate_up(normed), activated, self._config.activation)
+        return self._group.all_reduce(layer.down(activated))

@@ -1,0 +1,41 @@
+"""Tensor parallel: each rank holds a shard of every matrix; sums and logits meet here.
+
+Ranks see the same batches in the same order and sample the same tokens, by counters, from the same logits. So only
+batches are sent, by rank 0, and no tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """The ranks of one worker. Alone, every operation is the identity."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, part] of each rank side by side: [n, size * part]."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(parts, x.contiguous())
+        return parts.transpose(0, 1).flatten(1)
+
+    def broadcast(self, message: Any = None) -> Any:
+        """Rank 0's message, on every rank."""
+        box = [message]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]

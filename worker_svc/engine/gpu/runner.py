@@ -1,0 +1,318 @@
+"""Steps on a GPU, several in flight: a step is launched while the one before it still runs.
+
+    launch: apply changes -> plan -> upload -> graph or eager kernels -> copy of the tokens, event
+    result: wait for the event -> StepOutput                                     (any thread)
+    settle: tokens into the history and the books of the pool                    (at a later launch)
+
+What a step sampled stays on the device, where the next step finds it; the host's history holds a mark until it settles.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from worker_svc.engine.architectures import ModelConfig, parse_config
+from worker_svc.engine.backend import I64, BackendUnavailableError
+from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.block_contents import BlockContents
+from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.gpu.attention import choose_attention
+from worker_svc.engine.gpu.compute import StepCompute
+from worker_svc.engine.gpu.device_rows import changed_words, make_state
+from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.memory import fitting_blocks, make_pool
+from worker_svc.engine.gpu.model import DeviceDecoder
+from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
+from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
+from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
+from worker_svc.engine.noise import GREEDY_BELOW
+from worker_svc.engine.plan import StepPlan, StepPlanner
+from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PENDING = 2**32 - 1  # in the history: sampled, and not yet known to the host
+MIN_HEAD_DIM = 16  # of a matrix product on tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What a step did to slots and rows, kept until its tokens are known."""
+
+    copies: tuple[I64, I64]  # blocks: from, to
+    slots: I64  # [T]
+    token_rows: I64  # [T]
+    token_ids: I64  # [T], PENDING for a token of the step before
+    sampling_rows: I64  # [S]
+    generations: I64  # [S]
+    positions: I64  # [S] of the tokens that are sampled
+
+
+NO_IDS: I64 = np.empty(0, np.int64)
+
+
+class PendingStep:
+    """A step that was launched. `result` waits for it, in any thread, and may be called again."""
+
+    def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
+        self.staging = staging
+        self.writes = writes
+        self._step_id = step_id
+        self._errors = errors
+        self._started = started
+        self._output: StepOutput | None = None
+
+    def is_done(self) -> bool:
+        return self.staging.event is None or bool(self.staging.event.query())
+
+    def result(self) -> StepOutput:
+        """What the step produced. Raises what the device reports."""
+        if self._output is None:
+            if self.staging.event is not None:
+                self.staging.event.synchronize()
+            self._output = self._read()
+        return self._output
+
+    def sampled(self) -> U32:
+        """Tokens [S] of all sampling rows, those that failed included."""
+        return self.staging.down.numpy()[: len(self.writes.sampling_rows)].astype(np.uint32)
+
+    def _read(self) -> StepOutput:
+        rows, down = self.writes.sampling_rows, self.staging.down.numpy()
+        half = len(down) // 2
+        is_bad = down[half : half + len(rows)] != 0
+        nan = "the logits hold NaN, infinity or no finite number"
+        errors = self._errors + [RowError(int(row), RowErrorCode.NAN, nan) for row in rows[is_bad]]
+        elapsed_us = int((time.perf_counter() - self._started) * 1e6)
+        return StepOutput(self._step_id, rows[~is_bad].astype(np.uint32), self.sampled()[~is_bad], errors, elapsed_us)
+
+
+class DeviceRunner:
+    """A loaded model with its pool and rows on one device. One thread at a time may call it, but for `result`.
+
+    Raises CheckpointError for a model folder that cannot be served, BackendUnavailableError for settings or a machine
+    that cannot, ValueError for settings that contradict the model.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
+    ) -> None:
+        self._group = group or Group()
+        self._device = find_device(self._group.rank)
+        checkpoint = Checkpoint(config.model_dir)
+        whole = parse_config(checkpoint.config)
+        model = shard_config(whole, self._group)
+        _check_heads(model)
+        dtype = _choose_dtype(config, checkpoint, self._device)
+        loader = ShardLoader(
+            checkpoint, whole, DeviceLinears(config.determinism), DTYPES[dtype], self._device, self._group
+        )
+        loader.check()
+        most = config.max_model_len or whole.max_position_embeddings
+        with torch.inference_mode():
+            attention = choose_attention(
+                config.attention, model.heads, config.determinism, block_size=config.block_size,
+                max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
+                device=self._device,
+            )  # fmt: skip
+            decoder = DeviceDecoder(loader, model, self._group, most, self._device, progress or (lambda part: None))
+            self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
+            max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+            self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
+            self._compute = StepCompute(
+                decoder, attention, self._buffer, self._state, config.block_size, whole.vocab_size
+            )
+            num_blocks = fitting_blocks(config, model, DTYPES[dtype], self._compute, self._device)
+            self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
+            self._compute.use_cache(self._pool)
+            num_graphs = self._compute.capture()
+        logger.info("%d CUDA graphs, %d blocks, attention %s", num_graphs, num_blocks, attention.name)
+        max_model_len = choose_max_model_len(config, whole, num_blocks)
+        self._contents = BlockContents(num_blocks, config.block_size)
+        self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
+        self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
+        self._in_flight: deque[PendingStep] = deque()
+        self._num_out_of_memory = 0  # steps in a row
+        self.info = EngineInfo(
+            model=config.model_name or config.model_dir.resolve().name,
+            revision=checkpoint.revision(DTYPES[dtype]),
+            max_model_len=max_model_len,
+            vocab_size=whole.vocab_size,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            eos_token_ids=eos_token_ids(checkpoint),
+            default_sampling=default_sampling(checkpoint),
+            dtype=dtype,
+            determinism=config.determinism,
+            backend=f"cuda/{attention.name}",
+        )
+        self._planner = StepPlanner(self._rows, self.info)
+
+    def execute(self, batch: StepBatch) -> StepOutput:
+        """Runs one step and waits for it."""
+        return self.launch(batch).result()
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Applies a step and starts it. A bad row becomes a RowError and harms no other.
+
+        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. A step that runs
+        out of memory fails its rows; the third in a row raises.
+        """
+        self._planner.check_columns(batch)
+        self._group.broadcast(batch)
+        return self._launch(batch)
+
+    def _launch(self, batch: StepBatch) -> PendingStep:
+        started = time.perf_counter()
+        self._settle_finished()
+        with torch.inference_mode():
+            errors = RowErrors()
+            copies = self._apply_changes(batch, errors)
+            plan = self._planner.plan(batch, errors)
+            staging = self._buffer.take_staging()
+            writes = self._compute_or_fail(batch, plan, staging, copies, errors)
+            if staging.event is not None:
+                staging.event.record()
+        pending = PendingStep(batch.step_id, staging, writes, errors.to_list(), started)
+        self._in_flight.append(pending)
+        return pending
+
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their hashes and their tokens [N, block_size] of all committed blocks, in pieces."""
+        while self._in_flight:
+            self._settle(self._in_flight.popleft())
+        return self._contents.committed_blocks()
+
+    def reset_rows(self) -> None:
+        """Closes all rows, for a new lease. Committed blocks stay."""
+        self._rows.reset()
+
+    def rows_used(self) -> int:
+        """Open rows."""
+        return self._rows.rows_used()
+
+    def follow(self) -> None:
+        """Runs the steps that rank 0 launches, until it says None. For the other ranks."""
+        while (batch := self._group.broadcast()) is not None:
+            self._launch(batch)
+
+    # A step
+
+    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:
+        """Returns the copies that were made."""
+        self._rows.close(batch.close_rows)
+        self._rows.open(batch.opens, errors)
+        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
+        copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
+        for source, target in zip(*(blocks.tolist() for blocks in copies), strict=True):
+            self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._contents.uncommit(copies[1])
+        if len(batch.commit_blocks):
+            self._contents.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+        return copies
+
+    def _compute_or_fail(
+        self, batch: StepBatch, plan: StepPlan, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
+    ) -> Writes:
+        """Once the changes are applied, a step writes only to slots of its own rows: without memory, these fail."""
+        token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
+        try:
+            self._start(batch, plan, token_ids, staging)
+        except (MemoryError, RuntimeError) as error:
+            self._num_out_of_memory += 1
+            if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
+                raise
+            logger.error("step %d ran out of memory, its rows fail: %s", batch.step_id, error)
+            for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
+                errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
+            return Writes(copies, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS)
+        self._num_out_of_memory = 0
+        self._contents.uncommit(plan.slots // self.info.block_size)
+        self._rows.mark_computed(plan.rows, plan.ends)
+        sampling_rows, positions = plan.sampling_rows, plan.sampled_positions
+        self._rows.append(sampling_rows, positions, np.full(len(positions), PENDING, np.uint32))
+        generations = self._rows.generations(sampling_rows)
+        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions)
+
+    def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging) -> None:
+        columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
+        asks = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
+        bucket = self._compute.bucket_of(plan, is_filtered=bool((asks & (columns.temperature >= GREEDY_BELOW)).any()))
+        known = np.where(token_ids == PENDING, -1, token_ids)
+        deltas = self._buffer.upload(
+            staging,
+            plan,
+            known,
+            columns.positions.astype(np.int64),
+            bucket,
+            changed_words(batch, self._rows, self._state.shape[1]),
+        )
+        if len(deltas):
+            apply_deltas(self._state, deltas)
+        if not len(plan.rows):
+            return
+        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens))
+        staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
+
+    # What is known only later
+
+    def _settle_finished(self) -> None:
+        while self._in_flight and self._in_flight[0].is_done():
+            self._settle(self._in_flight.popleft())
+
+    def _settle(self, pending: PendingStep) -> None:
+        """In the order of steps, so that a token that was pending is the last one of its row."""
+        pending.result()
+        writes, tokens = pending.writes, pending.sampled()
+        token_ids = np.where(writes.token_ids == PENDING, self._last_tokens[writes.token_rows], writes.token_ids)
+        self._contents.copy_tokens(*writes.copies)
+        self._contents.fill_tokens(writes.slots, token_ids)
+        self._last_tokens[writes.sampling_rows] = tokens
+        self._rows.fill(writes.sampling_rows, writes.generations, writes.positions, tokens)
+        self._buffer.give_back(pending.staging)
+
+
+def find_device(rank: int = 0) -> torch.device:
+    """This rank's GPU, or a CPU where Triton interprets. BackendUnavailableError if there is neither."""
+    if torch.cuda.is_available():
+        if rank >= torch.cuda.device_count():
+            raise BackendUnavailableError(f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()}")
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    raise BackendUnavailableError("no CUDA device was found; use --backend cpu")
+
+
+def _check_heads(model: ModelConfig) -> None:
+    dim = model.heads.head_dim
+    if dim < MIN_HEAD_DIM or dim & (dim - 1):
+        raise BackendUnavailableError(
+            f"head_dim {dim} is not a power of two from {MIN_HEAD_DIM} up; the cuda backend needs one; "
+            "use --backend cpu"
+        )
+
+
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Literal["float32", "bfloat16"]:
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
+    if dtype == "bfloat16" and device.type != "cuda":
+        raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
+    return dtype
