@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar, runtime_checkable
 
 from quire.v1 import worker_pb2
 
@@ -46,6 +46,21 @@ class Runner(Protocol):
     def committed_blocks(self) -> Iterable[tuple[U32, list[bytes], U32]]: ...
     def reset_rows(self) -> None: ...
     def rows_used(self) -> int: ...
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepOutput:
+        """Waits for it; in any thread."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner that starts a step while the one before it still runs, on a device of its own."""
+
+    def launch(self, batch: StepBatch) -> Launched: ...
 
 
 def end_process(error: BaseException) -> None:
@@ -126,6 +141,7 @@ class StepExecutor:
         self._row_log = RowLog()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # of a pipelined runner, in order
         self._runner: Runner | None = None
         self._lease: Lease | None = None
         self._last_epoch = 0
@@ -141,6 +157,7 @@ class StepExecutor:
     def close(self) -> None:
         """Queued work is dropped; a running step ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._results.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -234,40 +251,88 @@ class StepExecutor:
         batch = step_batch_from_proto(message)
         self._row_log.note(message, batch)
         queued_at = time.monotonic()
-        loop = asyncio.get_running_loop()
-        answer = loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))
+        answer = self._start(runner, lease, batch, queued_at)
         self.num_in_flight += 1
         self.num_orders += 1
         answer.add_done_callback(self._note_answered)
         lease.accept(batch.step_id, answer)
         return answer
 
+    def _start(self, runner: Runner, lease: Lease, batch: StepBatch, queued_at: float) -> Answer:
+        loop = asyncio.get_running_loop()
+        if not isinstance(runner, PipelinedRunner):
+            return loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))
+        done: Future[worker_pb2.StepOutput] = Future()
+        self._thread.submit(self._launch, runner, lease, batch, queued_at, done)
+        return asyncio.wrap_future(done, loop=loop)
+
     def _run(self, runner: Runner, lease: Lease, batch: StepBatch, queued_at: float) -> worker_pb2.StepOutput:
         queue_us = int((time.monotonic() - queued_at) * 1e6)
+        self._check_turn(lease, batch)
+        output = self._measured(batch, queued_at, lambda: runner.execute(batch))
+        self._note_run(runner, lease)
+        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
+
+    def _launch(
+        self,
+        runner: PipelinedRunner,
+        lease: Lease,
+        batch: StepBatch,
+        queued_at: float,
+        done: Future[worker_pb2.StepOutput],
+    ) -> None:
+        """In the model thread, which is free again once the step is on its way."""
+        if not done.set_running_or_notify_cancel():
+            return
+        queue_us = int((time.monotonic() - queued_at) * 1e6)
+        try:
+            self._check_turn(lease, batch)
+            launched = self._guarded(batch, lambda: runner.launch(batch))
+            self._note_run(runner, lease)
+        except Exception as error:
+            done.set_exception(error)
+            return
+        self._results.submit(self._read, launched, batch, queued_at, queue_us, done)
+
+    def _read(
+        self, launched: Launched, batch: StepBatch, queued_at: float, queue_us: int, done: Future[worker_pb2.StepOutput]
+    ) -> None:
+        try:
+            output = self._measured(batch, queued_at, launched.result)
+        except Exception as error:
+            done.set_exception(error)
+            return
+        done.set_result(step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us))
+
+    def _check_turn(self, lease: Lease, batch: StepBatch) -> None:
         self._check_in_force(lease)
         if batch.step_id != lease.next_to_run:
             raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
-        output = self._execute(runner, batch, queued_at)
+
+    def _note_run(self, runner: Runner, lease: Lease) -> None:
         lease.next_to_run += 1
         rows_used = runner.rows_used()
         if self._lease is lease:  # else these rows are about to be closed
             self.rows_used = rows_used
-        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
 
-    def _execute(self, runner: Runner, batch: StepBatch, queued_at: float) -> StepOutput:
+    def _measured(self, batch: StepBatch, queued_at: float, compute: Callable[[], StepOutput]) -> StepOutput:
         is_done = False
         self.meter.begin(batch, queued_at)
         try:
-            output = runner.execute(batch)
+            output = self._guarded(batch, compute)
             is_done = True
             return output
+        finally:
+            self.meter.end(batch, is_done=is_done)
+
+    def _guarded(self, batch: StepBatch, compute: Callable[[], T]) -> T:
+        try:
+            return compute()
         except BadBatchError as error:
             raise InvalidRequestError(f"step {batch.step_id}: {error}", field="batch") from error
         except Exception as error:
             self._on_fatal(error)
             raise
-        finally:
-            self.meter.end(batch, is_done=is_done)
 
     def _note_answered(self, answer: Answer) -> None:
         self.num_in_flight -= 1

@@ -23,7 +23,7 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.config import ATTENTION, EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
@@ -96,7 +96,25 @@ def make_parser() -> argparse.ArgumentParser:
     pool.add_argument("--max-num-seqs", type=_at_least_1, default=64, metavar="N", help="sequences that run at once")
     pool.add_argument("--max-num-batched-tokens", type=_at_least_1, default=1024, metavar="N", help="tokens per step")
     compute = parser.add_argument_group("compute")
-    compute.add_argument("--backend", default="cpu", metavar="NAME", help="what computes")
+    compute.add_argument(
+        "--backend", default="cpu", metavar="NAME", help="what computes: cpu, cuda, or reference (plain torch, slow)"
+    )
+    compute.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="auto",
+        help="cuda: our kernel (triton), flash-attn (wants --block-size 256) or plain torch; auto: what suits",
+    )
+    compute.add_argument(
+        "--gpu-memory-utilization",
+        type=config.in_range(float, 0.01, 1),
+        default=0.9,
+        metavar="PART",
+        help="cuda: part of the device's memory for weights, one step and the KV pool",
+    )
+    compute.add_argument(
+        "--tensor-parallel-size", type=_at_least_1, default=1, metavar="N", help="cuda: devices that share one model"
+    )
     compute.add_argument("--threads", type=_at_least_1, metavar="N", help="unset: one per core this process may use")
     sim = parser.add_argument_group(
         "simulation", "for load and failure tests: no weights are read, nothing is computed"
@@ -199,6 +217,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         determinism=args.determinism,
         threads=args.threads,
         backend=args.backend,
+        attention=args.attention,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_parallel_size,
         quantize=args.quantize,
     )
 
@@ -372,10 +393,10 @@ def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Cal
         return SimRunner(settings, sim_config(args))
     # Not before the flags are checked and the port is bound: torch takes seconds.
     from worker_svc.engine.backend import BackendUnavailableError
-    from worker_svc.engine.model_runner import ModelRunner
+    from worker_svc.engine.load import load_runner
 
     try:
-        return ModelRunner(settings, progress)
+        return load_runner(settings, progress)
     except BackendUnavailableError as error:
         raise ValueError(f"--backend {settings.backend}: {error}") from error
 

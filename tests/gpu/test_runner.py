@@ -25,7 +25,8 @@ MODELS = {
     "qwen2-gqa7": ("qwen2", 4, {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}),
     "llama-biased": (
         "llama", 64,
-        HEADS_4_2 | {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        HEADS_4_2 | {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True,
+                     "tie_word_embeddings": True},
     ),
     "mistral-gelu": ("mistral", 1, HEADS_4_2 | {"hidden_act": "gelu", "sliding_window": None}),
 }  # fmt: skip
@@ -72,7 +73,7 @@ def test_prefix_hit_preemption_and_reused_blocks_match_transformers(qwen3):
     first, second = small_prompts([20, 40])
     driver.open(0, first)
     driver.prefill(0, 12)
-    driver.open(1, first[:16] + [5], shared=driver.rows[0].blocks[:1])
+    driver.open(1, [*first[:16], 5], shared=driver.rows[0].blocks[:1])
     driver.step({0: 1, 1: 1})
     driver.decode([1, 0], 2)
     kept = driver.rows[0]
@@ -125,13 +126,11 @@ def test_steps_in_flight_change_no_token(qwen3):
     for is_pipelined in (False, True):
         runner = load(qwen3, block_size=4)
         driver = DeviceDriver(runner)
-        launch, waiting = runner.launch, []
         if is_pipelined:
             # Nothing settles before the end, as on a device that is slower than its host.
             runner._settle_finished = lambda: None
         for row, prompt in enumerate(small_prompts([4, 5])):
             driver.open(row, prompt, seeded(row))
-        runner.execute = lambda batch: (waiting.append(launch(batch)), waiting[-1].result())[1]
         driver.step({0: 4, 1: 5})
         driver.decode([1, 0], 5)
         driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_hashes=[b"a" * 16, b"b" * 16])

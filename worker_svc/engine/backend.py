@@ -149,7 +149,7 @@ def make_backend(name: str, threads: int, determinism: Determinism, quantize: Qu
     if name == "reference":
         return ReferenceBackend(determinism, quantize)
     if name != "cpu":
-        raise BackendUnavailableError(f"backend {name!r} is not available in this build; use cpu (or reference)")
+        raise BackendUnavailableError(f"backend {name!r} is not one of cpu, cuda and reference")
     try:
         return CpuBackend(threads, determinism, quantize)
     except KernelBuildError as error:
