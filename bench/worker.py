@@ -32,7 +32,7 @@ import torch
 
 from bench.padded import PaddedLoop
 from bench.workloads import WORKLOADS, Request, Workload, make_model
-from worker_svc.engine import cpu_backend, linear
+from worker_svc.engine import kernel_linear, linear
 from worker_svc.engine.backend import make_backend
 from worker_svc.engine.batch import EMPTY, RowOpen, SamplingParams, StepBatch
 from worker_svc.engine.config import EngineConfig
@@ -224,8 +224,9 @@ def measure_padded(folder: Path, number: str, workload: Workload, args: argparse
 
 
 def profile(loop: Loop) -> None:
-    """Prints where the time of one run goes, by operation of the backend."""
+    """Prints where the time of one run goes, by operation of the backend; not fused, so that they can be told apart."""
     backend, spent, calls = loop.runner._backend, Counter(), Counter()
+    loop.runner._model._fused = None
 
     def timed(name, function):
         def call(*args, **kwargs):
@@ -239,7 +240,7 @@ def profile(loop: Loop) -> None:
 
     for name in ("add_rms_norm", "qk_norm_rope_store", "paged_attention", "gated_activation", "sample"):
         setattr(backend, name, timed(name, getattr(backend, name)))
-    layers = [linear.PackedLinear, cpu_backend.KernelLinear]
+    layers = [linear.PackedLinear, kernel_linear.KernelLinear]
     originals = [layer.__call__ for layer in layers]
     for layer in layers:
         layer.__call__ = timed("linear", layer.__call__)

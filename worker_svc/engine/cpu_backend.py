@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,15 @@ from worker_svc.engine.backend import (
     SamplingColumns,
 )
 from worker_svc.engine.config import Determinism, Quantization
+from worker_svc.engine.fused import ACTIVATIONS, FusedLayers, can_fuse
+from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-BFLOAT16, INT8 = 0, 1  # kinds of linear.cpp
-PANEL = 32  # outputs that linear.cpp packs together
+if TYPE_CHECKING:
+    from worker_svc.engine.architectures import ModelConfig
+    from worker_svc.engine.kv_cache import KVCachePool
+    from worker_svc.engine.model import Layer
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
@@ -41,6 +45,7 @@ _SIGNATURES = {
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 9, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
+    "quire_forward": [_POINTER] * 5,
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 
@@ -52,6 +57,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function.argtypes = argtypes
         function.restype = None
     library.quire_kv_is_paired.argtypes = [_INT, _LONG]
+    library.quire_forward_workspace.argtypes = [_POINTER]
+    library.quire_forward_workspace.restype = _LONG
     library.quire_linear_supports.argtypes = [_INT]
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
@@ -77,54 +84,6 @@ class _Addresses:
         self.rows = _address(batch.rows)
         self.query_starts = _address(batch.query_starts)
         self.context_lens = _address(batch.context_lens)
-
-
-class KernelLinear:
-    """A weight [out, in] with its bias, packed for linear.cpp; in bfloat16 or int8. Rows are independent as such."""
-
-    def __init__(
-        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
-    ) -> None:
-        self._out_features, self._in_features = weight.shape
-        self._multiply = kernels.quire_linear
-        self._kind = kind
-        self._threads = threads
-        self._bias = bias
-        num_bytes = kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features)
-        self._packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
-        weight = weight.contiguous()
-        kernels.quire_linear_pack(
-            kind,
-            _is_bf16(weight),
-            weight.data_ptr(),
-            self._out_features,
-            self._in_features,
-            self._scales.data_ptr(),
-            self._packed.data_ptr(),
-            threads,
-        )
-        self._addresses = (
-            self._packed.data_ptr(),
-            self._scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        n = x.shape[0]
-        y = x.new_empty(n, self._out_features)
-        self._multiply(
-            self._kind,
-            _is_bf16(x),
-            x.data_ptr(),
-            *self._addresses,
-            y.data_ptr(),
-            n,
-            self._in_features,
-            self._out_features,
-            self._threads,
-        )
-        return y
 
 
 class CpuBackend:
@@ -165,6 +124,13 @@ class CpuBackend:
             return INT8
         is_supported = weight.dtype is torch.bfloat16 and self._kernels.quire_linear_supports(BFLOAT16)
         return BFLOAT16 if is_supported else None
+
+    def fuse(
+        self, layers: Sequence[Layer], config: ModelConfig, rotary: RotaryTable, pool: KVCachePool
+    ) -> FusedLayers | None:
+        if not can_fuse(layers):
+            return None
+        return FusedLayers(self._kernels, layers, config, rotary, pool, self._threads)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float

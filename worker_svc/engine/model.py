@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,6 +32,25 @@ class Layer:
     post_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+
+
+class AllLayers(Protocol):
+    """All layers of a model in one call."""
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and residual [S, hidden] of the head tokens; x [T, hidden] is overwritten."""
+        ...
+
+
+@runtime_checkable
+class LayerFuser(Protocol):
+    """A backend that can run all layers in one call."""
+
+    def fuse(
+        self, layers: Sequence[Layer], config: ModelConfig, rotary: RotaryTable, pool: KVCachePool
+    ) -> AllLayers | None:
+        """None if these layers have to run operation by operation."""
+        ...
 
 
 def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
@@ -149,11 +168,30 @@ class DecoderModel:
             self._layers.append(loader.layer(index))
             report((index + 1) / total)
         self._head = loader.head()
+        self._fused: AllLayers | None = None
         report(1.0)
+
+    def fuse(self, pool: KVCachePool) -> None:
+        """From now on all layers run in one call where the backend can do that. `forward` must get this pool."""
+        if isinstance(self._backend, LayerFuser):
+            self._fused = self._backend.fuse(self._layers, self._config, self._rotary, pool)
 
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
         x = self._embedding[torch.from_numpy(batch.token_ids)]
+        residual: torch.Tensor | None
+        if self._fused is not None:
+            x, residual = self._fused(x, batch)
+        else:
+            x, residual = self._run_layers(x, batch, pool)
+        if not len(x):
+            return x.new_empty(0, self._config.vocab_size)
+        return self._logits(x, residual)
+
+    def _run_layers(
+        self, x: torch.Tensor, batch: ForwardBatch, pool: KVCachePool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states and residual [S, hidden] of the head tokens, to be added and normed."""
         heads = torch.from_numpy(batch.head_tokens)
         last = len(self._layers) - 1
         residual = None
@@ -161,10 +199,9 @@ class DecoderModel:
             attended = self._attend(x, residual, layer, batch, pool.layer(index))
             if index == last and len(heads) < len(x):
                 x, attended = x[heads], attended[heads]  # what follows is read of these tokens only
-            if not len(x):
-                return x.new_empty(0, self._config.vocab_size)
-            residual = self._feed_forward(x, layer.o(attended), layer)
-        return self._logits(x, residual)
+            if len(x):
+                residual = self._feed_forward(x, layer.o(attended), layer)
+        return x, residual
 
     def _attend(
         self,

@@ -60,6 +60,7 @@ class ModelRunner:
             model.heads.head_dim,
             DTYPES[dtype],
         )
+        self._model.fuse(self._pool)
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,

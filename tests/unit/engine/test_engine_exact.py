@@ -106,6 +106,19 @@ def test_prefix_hit_and_recompute_change_nothing(runner_factory):
     assert_same(expected, 0, driver, 3)
 
 
+def test_all_layers_in_one_call_are_the_operations_one_by_one(runner_factory):
+    runner = runner_factory()
+    (prompt,) = prompts([75])
+    expected = alone(runner, prompt, 5, seeded(3))
+    runner._model._fused = None
+    driver = Driver(runner)
+    runner.reset_rows()
+    driver.open(1, prompt, seeded(3))
+    driver.prefill(1, 31)  # chunks whose hidden states nobody reads
+    driver.decode([1], 5)
+    assert_same(expected, 0, driver, 1)
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16, 128])
 def test_block_size_changes_nothing(runner_factory, block_size):
     (prompt,) = prompts([90])

@@ -13,7 +13,8 @@ from tests.unit.engine.test_engine_models import prompts
 from worker_svc.engine import cpu_backend
 from worker_svc.engine.backend import BackendUnavailableError, make_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.cpu_backend import BFLOAT16, INT8, CpuBackend, declare
+from worker_svc.engine.cpu_backend import CpuBackend, declare
+from worker_svc.engine.kernel_linear import BFLOAT16, INT8
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import Int8Linear, PackedLinear
 from worker_svc.engine.model_runner import ModelRunner

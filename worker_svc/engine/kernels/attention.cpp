@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "kernels.h"
 #include "vec.h"
 
 namespace {

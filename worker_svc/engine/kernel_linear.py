@@ -1,0 +1,76 @@
+"""Linear layers that our own kernels multiply, in bfloat16 or int8."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+BFLOAT16, INT8 = 0, 1  # kinds of linear.cpp
+PANEL = 32  # outputs that linear.cpp packs together
+
+
+class LinearStruct(ctypes.Structure):
+    """`Linear` of forward.cpp."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+    )
+
+
+class KernelLinear:
+    """A weight [out, in] with its bias, packed for linear.cpp, called on [n, in]. Rows are independent as such."""
+
+    def __init__(
+        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
+    ) -> None:
+        self._out_features, self._in_features = weight.shape
+        self._multiply = kernels.quire_linear
+        self._kind = kind
+        self._threads = threads
+        self._bias = bias
+        self._packed = torch.empty(
+            kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features), dtype=torch.uint8
+        )
+        self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
+        weight = weight.contiguous()
+        kernels.quire_linear_pack(
+            kind,
+            int(weight.dtype is torch.bfloat16),
+            weight.data_ptr(),
+            self._out_features,
+            self._in_features,
+            self._scales.data_ptr(),
+            self._packed.data_ptr(),
+            threads,
+        )
+        self._addresses = (
+            self._packed.data_ptr(),
+            self._scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+
+    def struct(self) -> LinearStruct:
+        """Where forward.cpp finds this layer, for as long as this object lives."""
+        return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        y = x.new_empty(n, self._out_features)
+        self._multiply(
+            self._kind,
+            int(x.dtype is torch.bfloat16),
+            x.data_ptr(),
+            *self._addresses,
+            y.data_ptr(),
+            n,
+            self._in_features,
+            self._out_features,
+            self._threads,
+        )
+        return y
