@@ -28,7 +28,8 @@ FROM python:3.11.14-slim-bookworm AS runtime
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
   && rm -rf /var/lib/apt/lists/*
-ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp QUIRE_CACHE_DIR=/var/cache/quire
+ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp \
+  USER=quire QUIRE_CACHE_DIR=/var/cache/quire TRITON_CACHE_DIR=/var/cache/quire/triton
 RUN install --directory --owner 10001 --group 10001 /var/cache/quire
 
 FROM runtime AS cuda

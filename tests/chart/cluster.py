@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from ssl import SSLContext
 
 from tests.chart.chart import NAMESPACE, Manifest, Objects
 from tests.chart.kubelet import Node, Pod
@@ -165,42 +167,36 @@ class Cluster:
         del workload.pods[name]
 
 
-class ServiceProxy:
-    """kube-proxy for one Service: each new connection goes to the next ready pod, and stays with it."""
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-    def __init__(self, service: Manifest, pods: Callable[[], list[Pod]]) -> None:
-        self._selector = service["spec"]["selector"].items()
-        self._ports = service["spec"]["ports"]
-        self._pods = pods
-        self._turn = itertools.count()
-        self._servers: list[asyncio.Server] = []
+
+class PortProxy:
+    """Takes connections and pipes each to where `dial` leads."""
+
+    def __init__(self, dial: Callable[[], Awaitable[Streams]]) -> None:
+        self._dial = dial
+        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def start(self, ip: str) -> None:
-        for port in self._ports:
-            self._servers.append(await asyncio.start_server(self._serve(port["targetPort"]), ip, port["port"]))
+    async def start(self, ip: str, port: int, ssl: SSLContext | None = None) -> None:
+        self._server = await asyncio.start_server(self._accept, ip, port, ssl=ssl)
 
     async def close(self) -> None:
-        for server in self._servers:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _serve(self, port_name: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = asyncio.ensure_future(self._connect(reader, writer, port_name))
-            self._connections.add(connection)
-            connection.add_done_callback(self._connections.discard)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.ensure_future(self._connect(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
 
-        return accept
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port_name: str) -> None:
-        endpoints = [pod for pod in self._pods() if pod.is_endpoint and pod.labels.items() >= self._selector]
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            pod = endpoints[next(self._turn) % len(endpoints)]
-            there, back = await asyncio.open_connection(pod.ip, _port(pod, port_name))
-        except (OSError, ZeroDivisionError):
+            there, back = await self._dial()
+        except OSError:
             writer.transport.abort()  # nobody is there: as a refused connection
             return
         pipes = [asyncio.ensure_future(_pipe(reader, back)), asyncio.ensure_future(_pipe(there, writer))]
@@ -210,6 +206,34 @@ class ServiceProxy:
             for pipe, end in zip(pipes, (writer, back), strict=True):
                 pipe.cancel()
                 end.close()
+
+
+class ServiceProxy:
+    """kube-proxy for one Service: each new connection goes to the next ready pod, and stays with it."""
+
+    def __init__(self, service: Manifest, pods: Callable[[], list[Pod]]) -> None:
+        self._selector = service["spec"]["selector"].items()
+        self._pods = pods
+        self._turn = itertools.count()
+        self._proxies = {
+            int(port["port"]): PortProxy(functools.partial(self._dial, port["targetPort"]))
+            for port in service["spec"]["ports"]
+        }
+
+    async def start(self, ip: str) -> None:
+        for port, proxy in self._proxies.items():
+            await proxy.start(ip, port)
+
+    async def close(self) -> None:
+        for proxy in self._proxies.values():
+            await proxy.close()
+
+    async def _dial(self, port_name: str) -> Streams:
+        endpoints = [pod for pod in self._pods() if pod.is_endpoint and pod.labels.items() >= self._selector]
+        if not endpoints:
+            raise ConnectionRefusedError("the Service has no endpoints")
+        pod = endpoints[next(self._turn) % len(endpoints)]
+        return await asyncio.open_connection(pod.ip, _port(pod, port_name))
 
 
 def _port(pod: Pod, name: str) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 import sys
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
@@ -16,8 +20,11 @@ from tests.chaos.cluster import BUG_WORDS
 from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad
 from tests.chart.chart import CHART, NAMESPACE, Objects, Values, read_values, render
-from tests.chart.cluster import Cluster
+from tests.chart.cluster import Cluster, PortProxy
+from tests.chart.kubelet import Pod
 from tests.chart.test_values import merged
+from tests.processes.ports import free_port
+from tests.processes.redis_server import RedisServer
 from tests.promql import History, merge, read_scrape
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives every process 127.0.0.0/8")
@@ -123,6 +130,12 @@ async def until_ready(client: AsyncClient, num_workers: int) -> None:
             await asyncio.sleep(0.1)
 
 
+async def until_logged(pod: Pod, words: str) -> None:
+    async with asyncio.timeout(30.0):
+        while words not in pod.log():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
 async def check_metrics(cluster: Cluster) -> None:
     """Every pod has the port that the ServiceMonitor scrapes."""
     texts = await scrape_all(cluster)
@@ -148,6 +161,39 @@ async def scrape_all(cluster: Cluster) -> dict[str, str]:
 def scrape(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as response:
         return str(response.read().decode())
+
+
+async def test_schedulers_use_a_redis_with_password_and_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    release = render(read_values(CHART / "ci" / "external-redis-values.yaml") | {"ports": PORTS})
+    schedulers = tuple(m for m in release.manifests if "scheduler" in m["metadata"]["name"])
+    with RedisServer(tmp_path) as redis:
+        with redis.client() as client:
+            client.config_set("requirepass", PASSWORD)
+        async with tls_in_front_of(redis, authority) as port:
+            secrets = {
+                "quire-redis": {"url": f"rediss://:{PASSWORD}@127.0.0.1:{port}/0"},
+                "redis-ca": {"ca.crt": authority.cert_pem.bytes().decode()},
+            }
+            async with Cluster(tmp_path, secrets) as cluster:
+                await cluster.apply(Objects(schedulers, ""))
+                assert len(cluster.pods()) == 2
+                for pod in cluster.pods():
+                    await until_logged(pod, "redis answers; the prefix index is shared")
+
+
+@contextlib.asynccontextmanager
+async def tls_in_front_of(redis: RedisServer, authority: trustme.CA) -> AsyncIterator[int]:
+    """A port that speaks TLS with a certificate of this authority."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    proxy = PortProxy(lambda: asyncio.open_connection("127.0.0.1", redis.port))
+    port = free_port()
+    await proxy.start("127.0.0.1", port, ssl=context)
+    try:
+        yield port
+    finally:
+        await proxy.close()
 
 
 async def test_a_pod_that_fails_to_start_says_why(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import kubernetes_validate
 import pytest
 from helm_python import chart as helm
 
-from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, read_values, render, validate
+from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
+from tests.chart.test_values import merged
 
 every_scenario = pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem.removesuffix("-values"))
 
@@ -140,6 +143,58 @@ def test_mounts_have_volumes(path: Path) -> None:
         volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | claims
         containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
         assert {m["name"] for c in containers for m in c.get("volumeMounts", [])} <= volumes
+
+
+@every_scenario
+def test_the_service_monitor_finds_every_pod(path: Path) -> None:
+    objects = render(merged(read_values(path), {"metrics": {"serviceMonitor": {"enabled": True}}}))
+    (monitor,) = objects.all("ServiceMonitor")
+    selector = monitor["spec"]["selector"]["matchLabels"]
+    scraped = [service for service in objects.all("Service") if selects(selector, service["metadata"]["labels"])]
+    assert all("metrics" in {port["name"] for port in service["spec"]["ports"]} for service in scraped)
+    for owner, pod in objects.pods():
+        is_ours = owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker")
+        found = [s for s in scraped if selects(s["spec"]["selector"], pod["metadata"]["labels"])]
+        assert len(found) == is_ours  # once, or sums would count it twice
+
+
+def test_network_policies_let_in_who_must_come() -> None:
+    objects = render(read_values(CHART / "ci" / "hardened-values.yaml"))
+    pods = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
+    }
+    who = {part: {other for other in pods if may_enter(objects, pods[part], pods[other])} for part in pods}
+    assert who == {
+        "gateway": {"test"},  # and clients of the namespaces that the values name
+        "scheduler": {"gateway", "worker"},
+        "worker": {"scheduler"},
+        "redis": {"gateway", "scheduler"},
+        "test": set(pods),  # no policy concerns it, and it has no port
+    }
+
+
+def may_enter(objects: Objects, to: dict[str, str], source: dict[str, str]) -> bool:
+    """Whether a pod of this release reaches the other one's first port."""
+    policies = [p for p in objects.all("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], to)]
+    rules = [policy["spec"]["ingress"][0] for policy in policies]
+    peers = [peer.get("podSelector", {}).get("matchLabels") for rule in rules for peer in rule.get("from", [])]
+    return not policies or any(labels is not None and selects(labels, source) for labels in peers)
+
+
+def test_every_value_has_a_type_and_a_description() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    properties = dict(walk_properties(schema, ""))
+    assert len(properties) > 150
+    assert [path for path, value in properties.items() if not value.get("description")] == []
+    assert [path for path, value in properties.items() if not value.keys() & {"type", "$ref"}] == []
+
+
+def walk_properties(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, value in schema.get("properties", {}).items():
+        yield f"{path}.{name}", value
+        yield from walk_properties(value, f"{path}.{name}")
+    for name, value in schema.get("$defs", {}).items():
+        yield from walk_properties(value, name)
 
 
 def test_notes_tell_how_to_reach_it() -> None:

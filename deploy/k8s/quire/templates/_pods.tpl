@@ -94,7 +94,7 @@ readinessProbe:
     service: readiness
   periodSeconds: 5
   timeoutSeconds: 2
-  failureThreshold: 1
+  failureThreshold: {{ .unreadyAfter | default 1 }}
 {{- end -}}
 
 {{/* QUIRE_REDIS of gateways and schedulers; nothing where there is no Redis. */}}
