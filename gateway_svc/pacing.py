@@ -23,9 +23,12 @@ class Sleeper(Protocol):
 
 
 class WakePacer:
-    """Wakes sleepers; one that is woken several times meanwhile is woken once."""
+    """Wakes sleepers; one that is woken several times meanwhile is woken once. `interval_s`: rounds begin at least so
+    far apart, also when there is time for more.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
         self._waiting: dict[Sleeper, None] = {}
         self._is_busy = False  # a round is planned, or being worked off
 
@@ -48,8 +51,8 @@ class WakePacer:
         if turns:
             loop.call_soon(self._drain, started_at, turns - 1)
             return
-        rest_s = REST_PART * (loop.time() - started_at)
-        loop.call_later(min(rest_s, MAX_REST_S), self._rest_over)
+        took_s = loop.time() - started_at
+        loop.call_later(max(min(REST_PART * took_s, MAX_REST_S), self._interval_s - took_s), self._rest_over)
 
     def _rest_over(self) -> None:
         self._is_busy = False

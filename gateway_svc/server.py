@@ -93,6 +93,14 @@ def make_parser() -> argparse.ArgumentParser:
         "Operators' ports count up: the second process has --metrics-listen and --health-listen plus 1",
     )
     parser.add_argument(
+        "--chunk-interval-ms",
+        type=config.in_range(float, 0.0, 1000.0),
+        default=0.0,
+        metavar="MS",
+        help="least time between chunks of a stream: tokens that come sooner leave together, which saves CPU here and "
+        "at clients. 0: as they come, together only as far as this gateway does not keep up",
+    )
+    parser.add_argument(
         "--max-streams",
         type=config.in_range(int, 1, 1_000_000),
         default=4096,
@@ -165,6 +173,7 @@ async def serve(
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
         metrics=metrics,
+        chunk_interval_s=args.chunk_interval_ms / 1000,
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)

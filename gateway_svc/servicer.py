@@ -94,6 +94,7 @@ class InferenceServicer(InferenceServiceServicer):
         max_streams: int,
         max_request_bytes: int,
         metrics: GatewayMetrics | None = None,
+        chunk_interval_s: float = 0.0,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -102,7 +103,7 @@ class InferenceServicer(InferenceServiceServicer):
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
         self._metrics = metrics or GatewayMetrics()
-        self._pacer = WakePacer()
+        self._pacer = WakePacer(chunk_interval_s)
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_busy_gateway_gathers_until_it_has_worked_off_and_rested(loop: Clock) 
         second = handlers[0].woken_at[1]
         assert second == pytest.approx(0.04 * 1.25)
         assert [len(handler.woken_at) for handler in handlers] == [2] * 4
+
+    loop.run_until_complete(run())
+
+
+def test_an_interval_holds_rounds_apart(loop: Clock) -> None:
+    async def run() -> None:
+        pacer, handler = WakePacer(interval_s=0.02), Handler(loop, cost_s=0.001)
+        for _ in range(100):  # a token every millisecond
+            pacer.wake(handler)
+            await asyncio.sleep(0.001)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(handler.woken_at)]
+        assert handler.woken_at[0] == 0.0
+        assert all(gap == pytest.approx(0.02, abs=0.002) for gap in gaps)
 
     loop.run_until_complete(run())
 
