@@ -94,6 +94,13 @@ def w3() -> Workload:
     return Workload(requests, SMALL, 1024)
 
 
+def nano(model: Model = QWEN3_06B) -> Workload:
+    """nano-vllm's benchmark: 256 requests, 100-1024 tokens in and out. For GPUs; no part of WORKLOADS."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return Workload([Request(prompt, rng.randint(100, 1024)) for prompt in prompts], model, 0)
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {"w1": w1, "w2": w2, "w3": w3}
 
 
@@ -108,7 +115,7 @@ def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
     generator = torch.Generator().manual_seed(0)
     torch_dtype = getattr(torch, dtype)
     tensors = {}
-    for name, shape in _shapes(model).items():
+    for name, shape in weight_shapes(model).items():
         is_norm = len(shape) == 1
         weight = torch.ones(shape) if is_norm else torch.empty(shape).normal_(0, 0.02, generator=generator)
         tensors[f"model.{name}.weight"] = weight.to(torch_dtype)
@@ -118,7 +125,7 @@ def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
     return folder
 
 
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Qwen3 architecture with tied embeddings."""
     hidden, inner, head_dim = model["hidden_size"], model["intermediate_size"], model["head_dim"]
     q_size = model["num_attention_heads"] * head_dim

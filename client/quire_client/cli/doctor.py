@@ -91,7 +91,7 @@ def check_packages(name: str, packages: Iterable[str], *, is_required: bool) -> 
 
 def check_backend() -> Finding:
     if has_gpu():
-        return Finding("backend", FALLBACK, "CPU: a GPU is here, but this version has no backend for it")
+        return Finding("backend", FALLBACK, "CPU: a GPU is here; --backend cuda uses it")
     return Finding("backend", OK, "CPU: no GPU found (no /dev/nvidia*)")
 
 

@@ -96,7 +96,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
-        _backend_note(args.workers, threads),
+        _backend_note(args.backend, args.workers, threads),
         _index_note(args.redis, args.schedulers),
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
@@ -201,6 +201,9 @@ def _worker_spec(
         ("max-model-len", args.max_model_len),
         ("determinism", args.determinism),
         ("executor", args.executor),
+        ("backend", args.backend),
+        ("attention", args.attention),
+        ("gpu-memory-utilization", args.gpu_memory_utilization),
     ]
     return ServiceSpec(worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE)
 
@@ -231,8 +234,10 @@ def _model_note(model: str, folder: Path, name: str) -> str:
     return f"model      {name} from {folder}"
 
 
-def _backend_note(num_workers: int, threads: int) -> str:
-    reason = "a GPU is here, but this version has no backend for it" if has_gpu() else "no GPU found"
+def _backend_note(backend: str | None, num_workers: int, threads: int) -> str:
+    if backend == "cuda":
+        return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}"
+    reason = "a GPU is here; --backend cuda uses it" if has_gpu() else "no GPU found"
     return f"backend    CPU ({reason}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
 
 

@@ -1,0 +1,308 @@
+"""Kernels alone: their error against float32, and their speed against a copy and a large product of the same run."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from bench.gpu.report import Report, relative_error
+from worker_svc.engine.backend import HeadShape, RotaryTable
+from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample, threshold
+from worker_svc.engine.gpu.kernels.attention import (
+    ITEM_WORDS,
+    Parts,
+    Queries,
+    Tiles,
+    WorkList,
+    combine,
+    paged_attention,
+)
+from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM
+
+EPS = 1e-6
+VOCAB = 151_936
+
+
+def environment(report: Report) -> None:
+    names = ["torch", "triton", "transformers", "grpc", "google.protobuf", "xxhash", "flash_attn"]
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+            report.row("environment", name, note=str(getattr(module, "__version__", "there")))
+        except ImportError as error:
+            report.row("environment", name, note=f"missing: {error}")
+    report.figures["python"] = platform.python_version()
+    report.figures["torch"], report.figures["triton"] = torch.__version__, triton.__version__
+    report.figures["device"] = "cpu (smoke)" if report.is_smoke else torch.cuda.get_device_name()
+
+
+def ceilings(report: Report) -> None:
+    size = 1 << 20 if report.is_smoke else 1 << 31
+    source = torch.zeros(size // 4, dtype=torch.float32, device=report.device)
+    target = torch.empty_like(source)
+    ms = report.time_ms([lambda: target.copy_(source)])
+    report.bandwidth = 2 * size / ms * 1e3
+    report.row("ceilings", "copy", ms=ms, num_bytes=2 * size)
+    n = 128 if report.is_smoke else 8192
+    a, b = (torch.randn(n, n, device=report.device).to(report.dtype) for _ in range(2))
+    ms = report.time_ms([lambda: a @ b])
+    report.tflops = 2 * n**3 / ms * 1e3
+    report.row("ceilings", f"matmul {n}", ms=ms, flop=2 * n**3)
+    report.figures["copy_gb_s"], report.figures["matmul_tflops"] = report.bandwidth / 1e9, report.tflops / 1e12
+
+
+@dataclass
+class Case:
+    """Rows over a pool of random keys, for attention alone."""
+
+    q: torch.Tensor
+    cache: tuple[torch.Tensor, torch.Tensor]
+    queries: Queries
+    num_rows: torch.Tensor
+    shape: HeadShape
+
+    @classmethod
+    def make(cls, report: Report, num_rows: int, context: int, num_queries: int, block_size: int = 256) -> Case:
+        shape = HeadShape(4, 2, 16) if report.is_smoke else HeadShape(16, 8, 128)
+        block_size = 16 if report.is_smoke else block_size
+        blocks = -(-(context + num_queries) // block_size)
+        size = (num_rows * blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        cache = tuple(torch.randn(size, device=report.device, dtype=report.dtype) for _ in range(2))
+        tables = torch.randperm(num_rows * blocks, device=report.device).int().view(num_rows, blocks)
+        ints = {"dtype": torch.int32, "device": report.device}
+        queries = Queries(
+            rows=torch.arange(num_rows, **ints),
+            starts=torch.arange(num_rows + 1, **ints) * num_queries,
+            contexts=torch.full((num_rows,), context, **ints),
+            tables=tables,
+        )
+        tokens = num_rows * num_queries
+        q = torch.randn(tokens, shape.num_q_heads, shape.head_dim, device=report.device).to(report.dtype)
+        return cls(q, cache, queries, torch.tensor([num_rows], **ints), shape)
+
+    def attention(self, tiles: Tiles, num_programs: int):
+        """A function that runs the kernel, and where it leaves its result. The list is made once."""
+        num_rows, device = len(self.queries.rows), self.q.device
+        keys = int(self.queries.contexts.max()) + len(self.q) // num_rows
+        splits = -(-keys // tiles.split) if tiles.split else 1
+        most = num_rows * max(splits, -(-len(self.q) // num_rows // tiles.queries(self.shape)) + 1)
+        work = WorkList(torch.zeros(most, ITEM_WORDS, dtype=torch.int32, device=device), self.num_rows.clone())
+        lines = num_rows * splits if tiles.split else 1
+        parts = Parts(
+            torch.zeros(lines, self.shape.num_q_heads, self.shape.head_dim, device=device),
+            torch.zeros(lines, self.shape.num_q_heads, device=device),
+            splits,
+        )
+        out = torch.full_like(self.q, float("nan"))
+        make_work_list(
+            self.queries, self.num_rows, work, queries_per_tile=tiles.queries(self.shape), split=tiles.split,
+            min_queries=1, max_queries=MAX_QUERIES,
+        )  # fmt: skip
+
+        def run() -> None:
+            paged_attention(self.q, self.cache, self.queries, work, parts, out, self.shape, tiles, num_programs)
+            if tiles.split:
+                combine(self.queries, self.num_rows, parts, out, self.shape, tiles)
+
+        return run, out
+
+    def expected(self, row: int) -> torch.Tensor:
+        """float32 attention of one row."""
+        first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
+        num_keys = int(self.queries.contexts[row]) + last - first
+        k, v = (pool[self.queries.tables[row].long()].flatten(0, 1)[:num_keys].float() for pool in self.cache)
+        keys = torch.arange(num_keys, device=k.device)
+        is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=k.device)[:, None]
+        q, k, v = (x.transpose(0, 1)[None] for x in (self.q[first:last].float(), k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, enable_gqa=True)[0].transpose(0, 1)
+
+    def error(self, out: torch.Tensor) -> float:
+        """The worst of the first, a middle and the last row."""
+        num_rows = len(self.queries.rows)
+        worst = 0.0
+        for row in {0, num_rows // 2, num_rows - 1}:
+            first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
+            worst = max(worst, relative_error(out[first:last], self.expected(row)))
+        return worst
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of keys and values that a decode step must read."""
+        keys = int(self.queries.contexts.sum()) + len(self.q)
+        return 2 * keys * self.shape.num_kv_heads * self.shape.head_dim * self.q.element_size()
+
+
+def programs(report: Report, per_sm: int = PROGRAMS_PER_SM) -> int:
+    return 4 if report.is_smoke else per_sm * torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def decode_attention(report: Report) -> None:
+    sizes = [(3, 40)] if report.is_smoke else [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
+    for num_rows, context in sizes:
+        for block_size in (256,) if num_rows < 256 else (16, 64, 256):
+            case = Case.make(report, num_rows, context - 1, 1, block_size)
+            for name, tiles in (("", DECODE_TILES), ("exact ", EXACT_TILES)):
+                run, out = case.attention(tiles, programs(report))
+                run()
+                error = case.error(out)
+                ms = report.time_ms([run])
+                label = f"{name}B {num_rows} ctx {context} block {case.cache[0].shape[1]}"
+                report.row(
+                    "decode_attention", label, ok=error < report.tolerance, ms=ms,
+                    num_bytes=case.key_bytes, note=f"error {error:.1e}",
+                )  # fmt: skip
+                if (num_rows, context, block_size, name) == (256, 4096, 256, ""):
+                    report.figures["decode_of_copy"] = case.key_bytes / ms * 1e3 / report.bandwidth
+            del case
+            report.release()
+
+
+def prefill_attention(report: Report) -> None:
+    sizes = [(2, 0, 20)] if report.is_smoke else [(32, 0, 256), (8, 0, 1024), (1, 0, 8192), (4, 3072, 1024)]
+    for num_rows, context, count in sizes:
+        case = Case.make(report, num_rows, context, count)
+        heads, dim = case.shape.num_q_heads, case.shape.head_dim
+        flop = 4 * heads * dim * num_rows * (count * context + count * count / 2)
+        for name, tiles in (("", PREFILL_TILES), ("exact ", EXACT_TILES)):
+            run, out = case.attention(tiles, programs(report, 1 if tiles is PREFILL_TILES else 2))
+            run()
+            error = case.error(out)
+            report.row(
+                "prefill_attention", f"{name}{num_rows} x {count} after {context}", ok=error < report.tolerance,
+                ms=report.time_ms([run], 10), flop=flop, note=f"error {error:.1e}",
+            )  # fmt: skip
+
+
+def decode_sweep(report: Report) -> None:
+    """Other tiles and grids, for the table in tiles.py."""
+    for num_rows, context in [(3, 40)] if report.is_smoke else [(256, 1024), (32, 4096)]:
+        case = Case.make(report, num_rows, context - 1, 1)
+        for split, stages, warps, per_sm in [
+            (512, 3, 4, 2), (512, 3, 4, 3), (512, 3, 4, 4), (512, 3, 4, 6), (512, 2, 4, 4), (512, 4, 4, 3),
+            (256, 3, 4, 3), (1024, 3, 4, 3), (512, 3, 2, 4), (512, 3, 8, 2),
+        ]:  # fmt: skip
+            tiles = replace(DECODE_TILES, split=split, num_stages=stages, num_warps=warps)
+            run, _ = case.attention(tiles, programs(report, per_sm))
+            label = f"B {num_rows} ctx {context} split {split} stages {stages} warps {warps} per SM {per_sm}"
+            report.row("decode_sweep", label, ms=report.time_ms([run], 10), num_bytes=case.key_bytes)
+
+
+def small_kernels(report: Report) -> None:
+    num_rows, hidden, inner = (3, 64, 96) if report.is_smoke else (256, 1024, 3072)
+    vocab = 5000 if report.is_smoke else VOCAB
+    make = lambda *size: torch.randn(*size, device=report.device).to(report.dtype)  # noqa: E731
+    x, residual, weight = make(num_rows, hidden), make(num_rows, hidden), make(hidden)
+    total, expected = rms_norm.reference(x, residual, weight, EPS)
+    out = torch.empty_like(x)
+    added = x.clone()
+    rms_norm.add_rms_norm(added, residual, weight, out, EPS)
+    error = max(relative_error(out, expected), relative_error(added, total))
+    scratch = x.clone()
+    ms = report.time_ms([lambda: rms_norm.add_rms_norm(scratch, residual, weight, out, EPS)])
+    report.row("small_kernels", "rms_norm", ok=error < report.tolerance, ms=ms, note=f"error {error:.1e}")
+
+    gate_up = make(num_rows, 2 * inner)
+    gated = torch.empty(num_rows, inner, device=report.device, dtype=report.dtype)
+    ms = report.time_ms([lambda: activation.gated_activation(gate_up, gated, "silu")])
+    error = relative_error(gated, activation.reference(gate_up, "silu"))
+    report.row("small_kernels", "silu_mul", ok=error < report.tolerance, ms=ms, note=f"error {error:.1e}")
+    _rope(report, num_rows)
+    _sampler(report, num_rows, vocab)
+
+
+def _rope(report: Report, num_rows: int) -> None:
+    shape = HeadShape(4, 2, 16) if report.is_smoke else HeadShape(16, 8, 128)
+    dim, heads = shape.head_dim, shape.num_q_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(num_rows, heads * dim, device=report.device).to(report.dtype)
+    norms = tuple(torch.rand(dim, device=report.device).add(0.5).to(report.dtype) for _ in range(2))
+    angles = torch.arange(4096, device=report.device).float()[:, None] * 1e6 ** -(
+        torch.arange(0, dim, 2, device=report.device) / dim
+    )
+    rotary = RotaryTable(angles.cos(), angles.sin())
+    positions = torch.randint(0, 4096, (num_rows,), device=report.device).int()
+    slots = torch.randperm(num_rows, device=report.device).int()
+    cache = tuple(
+        torch.zeros(num_rows, 1, shape.num_kv_heads, dim, device=report.device, dtype=report.dtype) for _ in "kv"
+    )
+    q = torch.empty(num_rows, shape.num_q_heads, dim, device=report.device, dtype=report.dtype)
+    run = lambda: rope_store.rope_store(qkv, norms, rotary, positions, slots, cache, q, shape, EPS)  # noqa: E731
+    run()
+    expected = rope_store.reference(qkv, norms, rotary, positions, shape, EPS)
+    stored = [pool[slots.long(), 0] for pool in cache]
+    error = max(map(relative_error, [q, *stored], expected))
+    report.row(
+        "small_kernels", "rope_store", ok=error < report.tolerance, ms=report.time_ms([run]), note=f"error {error:.1e}"
+    )
+
+
+def _sampler(report: Report, num_rows: int, vocab: int) -> None:
+    """Tokens against the specification in numpy, for a few rows; times for all."""
+    from worker_svc.engine.batch import SamplingParams
+    from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
+
+    logits = (3 * torch.randn(num_rows, vocab, device=report.device)).to(report.dtype)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=report.device)
+    out = tuple(torch.zeros(num_rows, dtype=torch.int32, device=report.device) for _ in range(2))
+    positions = rows * 3
+    for name, fields in (
+        ("greedy", (0.0, 0, 1.0, 0.0)),
+        ("plain", (0.6, 0, 1.0, 0.0)),
+        ("filtered", (0.6, 20, 0.95, 0.0)),
+    ):
+        params = [SamplingParams(*fields, seed=2**40 + i) for i in range(num_rows)]
+        state = torch.zeros(num_rows, HEAD_WORDS, dtype=torch.int32)
+        for i, row in enumerate(params):
+            state[i] = torch.from_numpy(sampling_words(row, 1))
+        state = state.to(report.device)
+        search = threshold.Scratch.make(num_rows, vocab, report.device)
+        scratch = sample.scratch_for(num_rows, vocab, report.device)
+
+        def run(state=state, search=search, scratch=scratch, is_filtered=name == "filtered"):
+            lowest = threshold.find_thresholds(logits, state, rows, search) if is_filtered else None
+            sample.sample(logits, state, rows, positions, lowest, scratch, out)
+
+        run()
+        found = out[0].tolist()
+        checked = range(0, num_rows, max(1, num_rows // 8))
+        wrong = [i for i in checked if found[i] != sample.reference(logits[i].cpu(), params[i], 1, 3 * i)]
+        ms = report.time_ms([run])
+        report.row("small_kernels", f"sample {name}", ok=not wrong, ms=ms, note=f"rows that differ from numpy: {wrong}")
+
+
+def invariance(report: Report) -> None:
+    """What exact mode stands on: the same row alone and among others, bit for bit."""
+    shapes = [(130, 64)] if report.is_smoke else [(4096, 1024), (1024, 3072), (VOCAB, 1024)]
+    for out_size, in_size in shapes:
+        x = torch.randn(256, in_size, device=report.device).to(report.dtype)
+        weight = torch.randn(out_size, in_size, device=report.device).to(report.dtype)
+        for name, product, is_ours in (("ours", linear.linear, True), ("library", F.linear, False)):
+            whole = product(x, weight, None)
+            counts = (1, 3, 17, 64, 100) if not report.is_smoke else (1, 70)
+            wrong = [n for n in counts if not torch.equal(product(x[:n].contiguous(), weight, None), whole[:n])]
+            note = f"row counts that differ: {wrong}"
+            report.row("invariance", f"{name} {out_size} x {in_size}", ok=not wrong if is_ours else None, note=note)
+        ms = report.time_ms([lambda x=x, weight=weight: linear.linear(x, weight, None)], 5)
+        report.row(
+            "invariance", f"speed of ours {out_size} x {in_size}, 256 rows", ms=ms, flop=2 * 256 * out_size * in_size
+        )
+    num_rows, context = (3, 40) if report.is_smoke else (64, 1500)
+    case = Case.make(report, num_rows, context, 1)
+    one = replace(
+        case.queries, rows=case.queries.rows[1:2], starts=case.queries.starts[:2], contexts=case.queries.contexts[1:2]
+    )
+    single = Case(case.q[1:2].contiguous(), case.cache, one, case.num_rows.clone().fill_(1), case.shape)
+    for name, tiles in (("decode", DECODE_TILES), ("exact", EXACT_TILES)):
+        results = []
+        for part in (case, single):
+            run, out = part.attention(tiles, programs(report))
+            run()
+            results.append(out)
+        report.row(
+            "invariance", f"attention {name}: alone = among {num_rows}", ok=torch.equal(results[1][0], results[0][1])
+        )

@@ -1,0 +1,247 @@
+"""The whole model: its logits against transformers, and how long its steps take."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from bench.gpu.report import Report, relative_error
+from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
+from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.runner import DeviceRunner
+
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
+TINY: Model = QWEN3_06B | {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 64, "vocab_size": 199, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def model_of(report: Report) -> Model:
+    return TINY if report.is_smoke else QWEN3_06B
+
+
+def make_checkpoint(folder: Path, report: Report) -> Path:
+    """Linears of unit gain, norms around 1, large q/k norms: attention is peaked, so that an error in it shows."""
+    generator = torch.Generator(device=report.device).manual_seed(0)
+    model = model_of(report)
+    tensors = {}
+    for name, shape in weight_shapes(model).items():
+        weight = torch.empty(shape, device=report.device)
+        if name.endswith(("q_norm", "k_norm")):
+            weight.uniform_(1.0, 2.0, generator=generator)
+        elif len(shape) == 1:
+            weight.uniform_(0.5, 1.5, generator=generator)
+        else:
+            weight.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        tensors[f"model.{name}.weight"] = weight.to(report.dtype).cpu()
+    dtype = str(report.dtype).removeprefix("torch.")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(COMMON | model | {"dtype": dtype, "torch_dtype": dtype}))
+    return folder
+
+
+def load(folder: Path, report: Report, **settings: Any) -> DeviceRunner:
+    fields: dict[str, Any] = {
+        "backend": "cuda", "dtype": "auto", "block_size": 256, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
+        "max_model_len": 4608, "determinism": "best_effort",
+    }  # fmt: skip
+    if report.is_smoke:
+        fields |= {
+            "block_size": 16,
+            "num_blocks": 40,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "max_model_len": 256,
+        }
+    return DeviceRunner(EngineConfig(folder, **(fields | settings)))
+
+
+class Rows:
+    """Rows with blocks of their own, stepped by hand."""
+
+    def __init__(self, runner: DeviceRunner, prompts: list[list[int]], room: int, computed: int = 0) -> None:
+        self.runner = runner
+        self.prompts = prompts
+        self.size = runner.info.block_size
+        self.blocks = -(-(max(map(len, prompts)) + room) // self.size)
+        self.computed = np.full(len(prompts), computed, np.int64)
+        self.step_id = 0
+        self._opens = [self._open(i, computed) for i in range(len(prompts))]
+        runner.reset_rows()
+
+    def table(self, i: int) -> np.ndarray:
+        return np.arange(i * self.blocks, (i + 1) * self.blocks)
+
+    def _open(self, i: int, computed: int) -> RowOpen:
+        ids = np.array(self.prompts[i], np.uint32)
+        return RowOpen(i, ids, len(ids), self.table(i).astype(np.uint32), computed, GREEDY, 0)
+
+    def launch(self, counts: dict[int, int]):
+        """Starts a step of so many tokens of each row."""
+        self.step_id += 1
+        rows = np.array(list(counts), np.int64)
+        lens = np.array(list(counts.values()), np.int64)
+        contexts = self.computed[rows]
+        positions = np.concatenate([np.arange(c, c + n) for c, n in zip(contexts, lens, strict=True)])
+        slots = np.repeat(rows * self.blocks, lens) * self.size + positions
+        batch = StepBatch(
+            self.step_id, rows.astype(np.uint32), lens.astype(np.uint32), contexts.astype(np.uint32),
+            contexts + lens >= np.array([len(self.prompts[row]) for row in rows]), slots.astype(np.uint32),
+            opens=self._opens,
+        )  # fmt: skip
+        self._opens = []
+        self.computed[rows] += lens
+        return self.runner.launch(batch)
+
+
+def logits(report: Report) -> None:
+    """Chunks, mixed batches and decode against transformers in float32; its own bfloat16 says what noise is."""
+    from transformers import AutoModelForCausalLM
+
+    lengths = [3, 20, 33] if report.is_smoke else [1, 255, 256, 257, 700, 1500]
+    vocab = model_of(report)["vocab_size"]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_checkpoint(Path(scratch), report)
+        runner = load(folder, report, **({} if report.is_smoke else {"num_blocks": 256}))
+        seen, tokens = _run_ours(runner, prompts)
+        del runner
+        report.release()
+        wanted = {}
+        for dtype in (torch.float32, report.dtype):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(report.device).eval()
+            with torch.no_grad():
+                for row, ids in enumerate(tokens):
+                    wanted[row, dtype] = model(torch.tensor([ids], device=report.device)).logits[0].float()
+            del model
+            report.release()
+    for row, length in enumerate(lengths):
+        positions = sorted(position for r, position in seen if r == row)
+        ours = torch.stack([seen[row, position] for position in positions]).float()
+        index = torch.tensor(positions, device=report.device) - 1
+        right, own = wanted[row, torch.float32][index], wanted[row, report.dtype][index]
+        error, noise = relative_error(ours, right), relative_error(own, right)
+        ok = error < 1e-4 if report.is_smoke else error <= 1.5 * noise + 0.005 and error < 0.08
+        report.row(
+            "logits",
+            f"prompt {length}, {len(positions)} tokens",
+            ok=ok,
+            note=f"error {error:.4f}, of transformers {noise:.4f}",
+        )
+
+
+def _run_ours(
+    runner: DeviceRunner, prompts: list[list[int]]
+) -> tuple[dict[tuple[int, int], torch.Tensor], list[list[int]]]:
+    """Logits by (row, tokens before), from eager steps, and each row's tokens."""
+    compute, rows = runner._compute, Rows(runner, prompts, room=8)
+    compute._graphs = {}  # logits are seen in eager steps only; graph = eager is a section of its own
+    original, recorded = compute._model.forward, []
+    compute._model.forward = lambda *args: recorded.append(original(*args)) or recorded[-1]
+    tokens, seen = [list(prompt) for prompt in prompts], {}
+    last = len(prompts) - 1
+
+    def step(counts: dict[int, int]) -> None:
+        output = rows.launch(counts).result()
+        if output.errors:
+            raise RuntimeError(str(output.errors[0]))
+        for i, (row, token) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            seen[row, len(tokens[row])] = recorded[-1][i].clone()
+            tokens[row].append(token)
+
+    step({last: 17})
+    step({0: len(prompts[0]), last: 3})
+    step({row: len(prompts[row]) for row in range(1, last)} | {0: 1, last: len(prompts[last]) - 20})
+    for _ in range(5):
+        step(dict.fromkeys(range(len(prompts)), 1))
+    compute._model.forward = original
+    return seen, tokens
+
+
+def decode_steps(report: Report) -> None:
+    """Whole steps by graph, launched ahead as in service; and that a graph gives the tokens of eager steps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_checkpoint(Path(scratch), report)
+        started = time.perf_counter()
+        runner = load(folder, report)
+        report.row("decode_steps", "load, with graphs", ms=1e3 * (time.perf_counter() - started),
+                   note=f"{len(runner._compute._graphs)} graphs, {runner.info.num_blocks} blocks")  # fmt: skip
+        report.figures["num_blocks"] = runner.info.num_blocks
+        for num_rows, context in (
+            [(3, 30)] if report.is_smoke else [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
+        ):
+            ms = time_decode(runner, report, num_rows, context)
+            report.row("decode_steps", f"B {num_rows} ctx {context}", ms=ms, note=f"{num_rows / ms * 1e3:.0f} tok/s")
+            report.figures[f"step_ms_b{num_rows}_ctx{context}"] = ms
+        graphs, runner._compute._graphs = runner._compute._graphs, {}
+        eager = decode_tokens(runner, report)
+        runner._compute._graphs = graphs
+        report.row("decode_steps", "tokens of graphs = of eager steps", ok=decode_tokens(runner, report) == eager)
+
+
+def exact_cost(report: Report) -> None:
+    """Exact mode: what it costs, and that a row's tokens do not know its neighbours."""
+    with tempfile.TemporaryDirectory() as scratch:
+        runner = load(make_checkpoint(Path(scratch), report), report, determinism="exact")
+        for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (32, 512), (256, 512), (256, 4096)]:
+            ms = time_decode(runner, report, num_rows, context)
+            fast = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
+            report.row(
+                "exact_cost", f"B {num_rows} ctx {context}", ms=ms, note=f"{ms / fast:.2f} of fast" if fast else ""
+            )
+            report.figures[f"exact_step_ms_b{num_rows}_ctx{context}"] = ms
+        alone, crowded = ([], [])
+        prompts = _prompts(runner, report)
+        for chosen, found, chunk in ((prompts[:1], alone, 10**6), (prompts, crowded, 33)):
+            rows = Rows(runner, chosen, room=32)
+            while rows.computed[0] < len(chosen[0]):
+                left = {i: min(chunk, len(p) - int(rows.computed[i])) for i, p in enumerate(chosen)}
+                output = rows.launch({i: n for i, n in left.items() if n > 0}).result()
+                found += output.token_ids[output.rows == 0].tolist()
+            for _ in range(20):
+                output = rows.launch(dict.fromkeys(range(len(chosen)), 1)).result()
+                found += output.token_ids[output.rows == 0].tolist()
+        report.row("exact_cost", f"tokens alone = among {len(prompts)}, in chunks", ok=alone == crowded)
+
+
+def _prompts(runner: DeviceRunner, report: Report) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    count, length = (3, 40) if report.is_smoke else (64, 120)
+    return [rng.integers(3, runner.info.vocab_size, length).tolist() for _ in range(count)]
+
+
+def decode_tokens(runner: DeviceRunner, report: Report) -> list[list[int]]:
+    prompts = _prompts(runner, report)[:7]
+    rows = Rows(runner, prompts, room=32)
+    rows.launch({i: len(prompt) for i, prompt in enumerate(prompts)}).result()
+    return [rows.launch(dict.fromkeys(range(len(prompts)), 1)).result().token_ids.tolist() for _ in range(8)]
+
+
+def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: int) -> float:
+    """Milliseconds of a step in a row of steps, two in flight. What the blocks hold does not matter for time."""
+    steps = 3 if report.is_smoke else 40
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, runner.info.vocab_size, context).tolist() for _ in range(num_rows)]
+    rows = Rows(runner, prompts, room=steps + 8, computed=context - 1)
+    counts = dict.fromkeys(range(num_rows), 1)
+    for _ in range(4):
+        rows.launch(counts).result()
+    started = time.perf_counter()
+    before = rows.launch(counts)
+    for _ in range(steps - 1):
+        following = rows.launch(counts)
+        before.result()
+        before = following
+    before.result()
+    return (time.perf_counter() - started) / steps * 1e3

@@ -1,0 +1,126 @@
+"""Rows of the GPU benchmark, and how a kernel is timed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPEATS = 20
+COLUMNS = (
+    ("ms", "{:.4f}"),
+    ("gb_s", "{:.0f}"),
+    ("of_bandwidth", "{:.0%}"),
+    ("tflops", "{:.1f}"),
+    ("of_matmul", "{:.0%}"),
+)
+
+
+class Report:
+    """Collects rows, prints each, and knows what the device can do once that is measured."""
+
+    def __init__(self, *, is_smoke: bool) -> None:
+        self.is_smoke = is_smoke
+        self.device = torch.device("cpu" if is_smoke else "cuda")
+        self.dtype = torch.float32 if is_smoke else torch.bfloat16
+        self.tolerance = 1e-5 if is_smoke else 8e-3  # against float32 references
+        self.rows: list[dict[str, Any]] = []
+        self.figures: dict[str, Any] = {}
+        self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
+        self.seconds = 0.0
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{row['section']}: {row['name']}" for row in self.rows if row["ok"] is False]
+
+    def row(
+        self,
+        section: str,
+        name: str,
+        *,
+        ok: bool | None = None,
+        ms: float | None = None,
+        num_bytes: float = 0,
+        flop: float = 0,
+        note: str = "",
+    ) -> None:
+        """One line; what it moves and computes becomes its part of the device's ceilings."""
+        found = {"section": section, "name": name, "ok": ok, "ms": ms, "note": note}
+        if ms and num_bytes:
+            found |= {"gb_s": num_bytes / ms / 1e6, "of_bandwidth": num_bytes / ms * 1e3 / self.bandwidth}
+        if ms and flop:
+            found |= {"tflops": flop / ms / 1e9, "of_matmul": flop / ms * 1e3 / self.tflops}
+        self.rows.append(found)
+        verdict = {None: "", True: "ok", False: "FAIL"}[ok]
+        time_text = f"{ms:10.4f} ms" if ms else " " * 13
+        extra = " ".join(
+            f"{key} {found[key]:.3g}" for key in ("gb_s", "of_bandwidth", "tflops", "of_matmul") if key in found
+        )
+        print(f"{section:18s} {name:44s} {verdict:5s}{time_text} {extra} {note}", flush=True)
+
+    def time_ms(self, calls: Sequence[Callable[[], object]], repeats: int = REPEATS) -> float:
+        """Milliseconds per call: the median of replays of a graph over all calls. Give calls over different memory, so
+        that the second-level cache does not answer."""
+        if self.is_smoke:
+            started = time.perf_counter()
+            calls[0]()
+            return (time.perf_counter() - started) * 1e3
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / len(calls))
+        return statistics.median(times)
+
+    def synchronize(self) -> None:
+        if not self.is_smoke:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Memory of the section before."""
+        gc.collect()
+        if not self.is_smoke:
+            torch.cuda.empty_cache()
+
+    def summary(self) -> dict[str, Any]:
+        return {**self.figures, "failed": self.failed, "num_rows": len(self.rows), "seconds": self.seconds}
+
+    def write(self, folder: Path) -> None:
+        """gpu.json with everything, gpu.md with the table."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.json").write_text(json.dumps({"summary": self.summary(), "rows": self.rows}, indent=1))
+        lines = ["| section | what | | ms | GB/s | of copy | TFLOP/s | of matmul | note |", "|" + " --- |" * 9]
+        for row in self.rows:
+            cells = [row["section"], row["name"], {None: "", True: "ok", False: "**FAIL**"}[row["ok"]]]
+            cells += [_number(row.get(key), text) for key, text in COLUMNS]
+            lines.append("| " + " | ".join([*cells, row["note"]]) + " |")
+        (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def _number(value: float | None, text: str) -> str:
+    return "" if value is None else text.format(value)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """NaN counts as infinite."""
+    found, expected = found.float(), expected.float()
+    error = ((found - expected).norm() / expected.norm()).item()
+    return error if error == error else float("inf")
