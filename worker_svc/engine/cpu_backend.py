@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,15 +20,14 @@ from worker_svc.engine.backend import (
     SamplingColumns,
 )
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.fused import ACTIVATIONS, FusedLayers, can_fuse
+from worker_svc.engine.fused import ACTIVATIONS, FusedModel, fuse
 from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
 
 if TYPE_CHECKING:
-    from worker_svc.engine.architectures import ModelConfig
     from worker_svc.engine.kv_cache import KVCachePool
-    from worker_svc.engine.model import Layer
+    from worker_svc.engine.model import DecoderParts
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
@@ -45,7 +43,7 @@ _SIGNATURES = {
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 9, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
-    "quire_forward": [_POINTER] * 5,
+    "quire_forward": [_POINTER] * 4,
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 
@@ -125,12 +123,9 @@ class CpuBackend:
         is_supported = weight.dtype is torch.bfloat16 and self._kernels.quire_linear_supports(BFLOAT16)
         return BFLOAT16 if is_supported else None
 
-    def fuse(
-        self, layers: Sequence[Layer], config: ModelConfig, rotary: RotaryTable, pool: KVCachePool
-    ) -> FusedLayers | None:
-        if not can_fuse(layers):
-            return None
-        return FusedLayers(self._kernels, layers, config, rotary, pool, self._threads)
+    def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedModel | None:
+        """The whole forward pass in one call; see fused.py."""
+        return fuse(self._kernels, parts, pool, self._threads)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float

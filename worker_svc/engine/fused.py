@@ -1,24 +1,24 @@
-"""All layers of a decoder in one call into the kernels.
+"""A decoder from token ids to logits in one call into the kernels.
 
-Between two operations Python takes as long as a small operation does, and lets other threads of the worker take the
-interpreter. With one call a step's layers run undisturbed.
+Between two operations Python takes as long as a small operation does, and nearly every torch operation is a moment in
+which the worker's event loop may take the interpreter and keep it for a while. With one call a step runs undisturbed,
+and the event loop has the interpreter meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from worker_svc.engine.backend import ForwardBatch, RotaryTable
+from worker_svc.engine.backend import ForwardBatch
 from worker_svc.engine.kernel_linear import KernelLinear, LinearStruct
 
 if TYPE_CHECKING:
-    from worker_svc.engine.architectures import ModelConfig
     from worker_svc.engine.kv_cache import KVCachePool
-    from worker_svc.engine.model import Layer
+    from worker_svc.engine.model import DecoderParts, Layer
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_int64
@@ -36,7 +36,9 @@ class _LayerStruct(ctypes.Structure):
 
 class _ModelStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "cos", "sin")),
+        *((name, _POINTER) for name in ("layers", "embedding", "final_norm")),
+        ("head", LinearStruct),
+        *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _LONG) for name in ("num_layers", "hidden", "inner", "q_heads", "kv_heads", "head_dim")),
         *((name, _LONG) for name in ("block_size", "activation", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
@@ -45,44 +47,30 @@ class _ModelStruct(ctypes.Structure):
 
 class _BatchStruct(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, _POINTER)
-            for name in ("positions", "slots", "tables", "rows", "query_starts", "context_lens", "heads")
-        ),
+        *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "heads")),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "table_stride")),
     )
 
 
-def can_fuse(layers: Sequence[Layer]) -> bool:
-    """Whether all linear layers are our own kernels'."""
-    linears = (linear for layer in layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return all(isinstance(linear, KernelLinear) for linear in linears)
+class FusedModel:
+    """One model over one KV pool. Called on a batch, it returns logits [S, vocab] that the next call overwrites."""
 
-
-class FusedLayers:
-    """The layers of one model over one KV pool. `can_fuse` must hold."""
-
-    def __init__(
-        self,
-        kernels: ctypes.CDLL,
-        layers: Sequence[Layer],
-        config: ModelConfig,
-        rotary: RotaryTable,
-        pool: KVCachePool,
-        threads: int,
-    ) -> None:
+    def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
+        config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
-        self._kept = (layers, rotary, pool)  # what the structs point to
-        self._hidden = config.hidden_size
-        self._layers = (_LayerStruct * len(layers))(
-            *(_describe(layer, pool.layer(index)) for index, layer in enumerate(layers))
+        self._kept = (parts, pool)  # what the structs point to
+        self._layers = (_LayerStruct * len(parts.layers))(
+            *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
         )
-        heads = config.heads
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
-            rotary.cos.data_ptr(),
-            rotary.sin.data_ptr(),
-            len(layers),
+            parts.embedding.data_ptr(),
+            parts.final_norm.data_ptr(),
+            *_structs([parts.head]),
+            parts.rotary.cos.data_ptr(),
+            parts.rotary.sin.data_ptr(),
+            len(parts.layers),
             config.hidden_size,
             config.intermediate_size,
             heads.num_q_heads,
@@ -90,35 +78,45 @@ class FusedLayers:
             heads.head_dim,
             pool.block_size,
             ACTIVATIONS[config.activation],
-            int(layers[0].input_norm.dtype is torch.bfloat16),
+            int(parts.embedding.dtype is torch.bfloat16),
             threads,
             config.rms_norm_eps,
             heads.head_dim**-0.5,
         )
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
+        # Kept from step to step: to allocate is to let go of the interpreter, and to fault in fresh pages.
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._logits = parts.embedding.new_empty(0, config.vocab_size)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs all layers on embedded tokens x [T, hidden], which it overwrites. Returns hidden states and residual
-        [S, hidden] of the head tokens, to be added and normed."""
-        num_tokens, num_heads = len(x), len(batch.head_tokens)
-        columns = (batch.positions, batch.slots, batch.tables, batch.rows, batch.query_starts, batch.context_lens)
-        addresses = (column.ctypes.data for column in (*columns, batch.head_tokens))
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        num_tokens, num_heads = len(batch.token_ids), len(batch.head_tokens)
+        if len(self._workspace) < num_tokens * self._workspace_bytes:
+            self._workspace = torch.empty(num_tokens * self._workspace_bytes, dtype=torch.uint8)
+        if len(self._logits) < num_heads:
+            self._logits = self._logits.new_empty(num_heads, self._logits.shape[1])
+        columns = (batch.token_ids, batch.positions, batch.slots, batch.tables, batch.rows)
+        addresses = (c.ctypes.data for c in (*columns, batch.query_starts, batch.context_lens, batch.head_tokens))
         struct = _BatchStruct(*addresses, num_tokens, len(batch.rows), num_heads, batch.tables.shape[1])
-        residual = torch.empty_like(x)
-        workspace = torch.empty(num_tokens * self._workspace_bytes, dtype=torch.uint8)
-        self._run(
-            ctypes.byref(self._model), ctypes.byref(struct), x.data_ptr(), residual.data_ptr(), workspace.data_ptr()
-        )
-        return x[:num_heads], residual[:num_heads]
+        self._run(ctypes.byref(self._model), ctypes.byref(struct), self._logits.data_ptr(), self._workspace.data_ptr())
+        return self._logits[:num_heads]
+
+
+def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
+    """None unless all linear layers are our own kernels'."""
+    linears = [linear for layer in parts.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
+        return None
+    return FusedModel(kernels, parts, pool, threads)
+
+
+def _structs(linears: Iterable[object]) -> Iterable[LinearStruct]:
+    return (linear.struct() for linear in linears if isinstance(linear, KernelLinear))
 
 
 def _describe(layer: Layer, cache: tuple[torch.Tensor, torch.Tensor]) -> _LayerStruct:
     norms = (layer.input_norm, layer.post_norm, *(layer.qk_norms or (None, None)))
-    linears = [
-        linear.struct()
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        if isinstance(linear, KernelLinear)
-    ]
     return _LayerStruct(
-        *(None if norm is None else norm.data_ptr() for norm in norms), *linears, *(part.data_ptr() for part in cache)
+        *(None if norm is None else norm.data_ptr() for norm in norms),
+        *_structs((layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(part.data_ptr() for part in cache),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -34,22 +34,25 @@ class Layer:
     down: Linear
 
 
-class AllLayers(Protocol):
-    """All layers of a model in one call."""
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """All that a forward pass reads."""
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and residual [S, hidden] of the head tokens; x [T, hidden] is overwritten."""
-        ...
+    config: ModelConfig
+    embedding: torch.Tensor
+    layers: list[Layer]
+    final_norm: torch.Tensor
+    head: Linear
+    rotary: RotaryTable
 
 
 @runtime_checkable
-class LayerFuser(Protocol):
-    """A backend that can run all layers in one call."""
+class Fuser(Protocol):
+    """A backend that may run a whole forward pass in one call."""
 
-    def fuse(
-        self, layers: Sequence[Layer], config: ModelConfig, rotary: RotaryTable, pool: KVCachePool
-    ) -> AllLayers | None:
-        """None if these layers have to run operation by operation."""
+    def fuse(self, parts: DecoderParts, pool: KVCachePool) -> Callable[[ForwardBatch], torch.Tensor] | None:
+        """What returns logits [S, vocab], valid until it is called again. None if this model has to run operation by
+        operation."""
         ...
 
 
@@ -168,30 +171,21 @@ class DecoderModel:
             self._layers.append(loader.layer(index))
             report((index + 1) / total)
         self._head = loader.head()
-        self._fused: AllLayers | None = None
+        self._fused: Callable[[ForwardBatch], torch.Tensor] | None = None
         report(1.0)
 
     def fuse(self, pool: KVCachePool) -> None:
-        """From now on all layers run in one call where the backend can do that. `forward` must get this pool."""
-        if isinstance(self._backend, LayerFuser):
-            self._fused = self._backend.fuse(self._layers, self._config, self._rotary, pool)
+        """From now on a pass is one call where the backend can do that. `forward` must get this pool, and its result is
+        overwritten by the next one."""
+        if isinstance(self._backend, Fuser):
+            parts = (self._embedding, self._layers, self._final_norm, self._head, self._rotary)
+            self._fused = self._backend.fuse(DecoderParts(self._config, *parts), pool)
 
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
-        x = self._embedding[torch.from_numpy(batch.token_ids)]
-        residual: torch.Tensor | None
         if self._fused is not None:
-            x, residual = self._fused(x, batch)
-        else:
-            x, residual = self._run_layers(x, batch, pool)
-        if not len(x):
-            return x.new_empty(0, self._config.vocab_size)
-        return self._logits(x, residual)
-
-    def _run_layers(
-        self, x: torch.Tensor, batch: ForwardBatch, pool: KVCachePool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states and residual [S, hidden] of the head tokens, to be added and normed."""
+            return self._fused(batch)
+        x = self._embedding[torch.from_numpy(batch.token_ids)]
         heads = torch.from_numpy(batch.head_tokens)
         last = len(self._layers) - 1
         residual = None
@@ -199,9 +193,10 @@ class DecoderModel:
             attended = self._attend(x, residual, layer, batch, pool.layer(index))
             if index == last and len(heads) < len(x):
                 x, attended = x[heads], attended[heads]  # what follows is read of these tokens only
-            if len(x):
-                residual = self._feed_forward(x, layer.o(attended), layer)
-        return x, residual
+            if not len(x):
+                return x.new_empty(0, self._config.vocab_size)
+            residual = self._feed_forward(x, layer.o(attended), layer)
+        return self._logits(x, residual)
 
     def _attend(
         self,

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "cpu.cpp", "forward.cpp", "linear.cpp"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "vec.h"))
-ABI_VERSION = 4
+ABI_VERSION = 5
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order and a multiply-add is fused only where the source says so: results must not depend on how a

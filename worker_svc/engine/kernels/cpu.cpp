@@ -385,7 +385,7 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
 
 extern "C" {
 
-int quire_abi_version() { return 4; }
+int quire_abi_version() { return 5; }
 
 void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
                         int64_t dim, float eps, int threads) {
