@@ -217,7 +217,7 @@ class SchedulerRequest:
                 self.fail(self._internal(f"output position {have} is missing, the scheduler sent {offset}"))
             return
         sample.outputs.append(token_id)
-        self._note_news(sample_index)
+        self._note_news(sample_index, is_urgent=not have)
 
     def on_finished(self, finish: pb.SampleFinished) -> None:
         if finish.sample_index >= len(self.samples):
@@ -226,7 +226,7 @@ class SchedulerRequest:
         sample = self.samples[finish.sample_index]
         if sample.finish is None:
             sample.finish = finish
-            self._note_news(finish.sample_index)
+            self._note_news(finish.sample_index, is_urgent=True)
 
     def fail(self, error: QuireError) -> None:
         """The stream ends with this error, after what has already arrived."""
@@ -238,9 +238,10 @@ class SchedulerRequest:
         log.error("request %s: %s", self.request_id, problem)
         return QuireError(f"internal error: {problem}")
 
-    def _note_news(self, sample_index: int) -> None:
+    def _note_news(self, sample_index: int, *, is_urgent: bool) -> None:
+        """First tokens and ends are waited for, and rare: they need not wait for a round."""
         self._news.add(sample_index)
-        if self._pacer is None:
+        if self._pacer is None or is_urgent:
             self.wake()
         else:
             self._pacer.wake(self)

@@ -117,6 +117,12 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
     add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
     add("--port", type=_port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
+    add(
+        "--chunk-interval-ms",
+        type=_not_negative,
+        metavar="MS",
+        help="tokens that come sooner leave together (default 20: gateways share these cores with the model; 0: never)",
+    )
     add("--metrics", action="store_true", help="serve /metrics of every service on a free port of 127.0.0.1")
     add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")
     add("--ready-file", metavar="FILE", help="write addresses and process ids here as JSON once everything is ready")

@@ -42,6 +42,7 @@ NEEDED = {
     "redis": "scheduler and gateway",
 }
 MAX_PORT = 65_535
+CHUNK_INTERVAL_MS = 20.0  # nobody reads faster
 DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
 SAMPLE_QUESTION = "What does os.path.join do?"
 
@@ -91,7 +92,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
             _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, args)
             for i, port in enumerate(others[args.schedulers :])
         ),
-        *(_gateway_spec(name, args.host, port, schedulers, args.redis) for name, port in _named("gateway", ports)),
+        *(_gateway_spec(name, args.host, port, schedulers, args) for name, port in _named("gateway", ports)),
     ]
     specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
     notes = (
@@ -208,13 +209,23 @@ def _worker_spec(
     return ServiceSpec(worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE)
 
 
-def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], redis: str | None) -> ServiceSpec:
+def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], args: argparse.Namespace) -> ServiceSpec:
     flags: list[tuple[str, object]] = [
         ("listen", f"{_bracketed(host)}:{port}"),
         *(("scheduler", scheduler) for scheduler in schedulers),
-        ("redis", redis),
+        ("redis", args.redis),
+        ("chunk-interval-ms", _chunk_interval_ms(args)),
     ]
     return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
+
+
+def _chunk_interval_ms(args: argparse.Namespace) -> float | None:
+    """Every chunk costs CPU here and at its client, which the model of this machine can use better. None: the
+    environment says.
+    """
+    if args.chunk_interval_ms is None and "QUIRE_CHUNK_INTERVAL_MS" not in os.environ:
+        return CHUNK_INTERVAL_MS
+    return args.chunk_interval_ms  # type: ignore[no-any-return]
 
 
 def _bracketed(host: str) -> str:

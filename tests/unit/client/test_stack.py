@@ -195,6 +195,12 @@ def model(tmp_path):
     return str(folder)
 
 
+def test_the_environment_may_say_the_chunk_interval(model, monkeypatch):
+    assert flags_of(plan("--model", model, "--chunk-interval-ms", "0"), "gateway")["--chunk-interval-ms"] == "0.0"
+    monkeypatch.setenv("QUIRE_CHUNK_INTERVAL_MS", "5")
+    assert "--chunk-interval-ms" not in flags_of(plan("--model", model), "gateway")
+
+
 def flags_of(made, name):
     values = next(spec for spec in made.specs if spec.name == name).arguments
     return dict(zip(values[::2], values[1::2], strict=True))
@@ -211,7 +217,8 @@ def test_plan_wires_the_services_together(model, tmp_path):
     assert (first["--model"], first["--model-name"], first["--worker-id"]) == (model, "Tiny-1", "worker-0")
     assert flags_of(made, "worker-1")["--listen"] != first["--listen"]
     quiet = {"--metrics-listen": "off", "--health-listen": "off"}
-    assert flags_of(made, "gateway") == {"--listen": made.target, "--scheduler": scheduler} | quiet
+    own = {"--listen": made.target, "--scheduler": scheduler, "--chunk-interval-ms": "20.0"}
+    assert flags_of(made, "gateway") == own | quiet
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
 
