@@ -45,6 +45,7 @@ class Fleet:
         self.num_takers = 0  # workers that still have room in this pass
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
+        self._pass = 0  # the latest one's number
         self._set([])
 
     def join(self, worker: WorkerState) -> None:
@@ -70,41 +71,42 @@ class Fleet:
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOBODY)
         self._load, self._free_rows = self._pending, self._rows
-        for worker in workers:
-            self.note(worker)
+        self._is_mixed = False
+        self._stale = dict(zip(self._position, workers, strict=True))
 
-    def note(self, worker: WorkerState) -> None:
-        """Something has happened to it."""
-        i = self._position[worker.capacity.worker_id]
+    def touch(self, worker: WorkerState) -> None:
+        """Something has happened to it: its columns are read again when they are needed."""
+        self._stale[worker.capacity.worker_id] = worker
+
+    # -- one pass over the queue --------------------------------------------------------------------------------------
+
+    def begin(self, ready: Iterable[WorkerState], *, is_mixed: bool) -> None:
+        """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here."""
+        self._pass += 1
+        self._is_ready[:] = False
+        for worker in ready:
+            i = self._position[worker.capacity.worker_id]
+            self._is_ready[i], self._is_open[i] = True, not worker.is_draining
+        if is_mixed and not self._is_mixed:
+            self._stale = dict(zip(self._position, self._workers, strict=True))
+        self._is_mixed = is_mixed
+        for name, worker in self._stale.items():
+            self._read(self._position[name], worker)
+        self._stale = {}
+        self._load, self._free_rows = self._pending.copy(), self._rows.copy()
+        self.num_takers = sum(self._takes(i) for i in np.flatnonzero(self._is_ready).tolist())
+
+    def _read(self, i: int, worker: WorkerState) -> None:
         self._is_open[i] = not worker.is_draining
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
         self._used[i] = worker.pool.num_used
-
-    # -- one pass over the queue --------------------------------------------------------------------------------------
-
-    def begin(self, ready: Iterable[WorkerState], *, is_mixed: bool, has_changed: bool) -> None:
-        """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here.
-        `has_changed`: time has passed without passes; look at everybody.
-        """
-        self._is_ready[:] = False
-        for worker in ready:
-            self._is_ready[self._position[worker.capacity.worker_id]] = True
-        for i in range(len(self._workers)) if has_changed else np.flatnonzero(self._is_ready).tolist():
-            self.note(self._workers[i])
-            self._least_urgent[i] = _least_urgent(self._workers[i]) if is_mixed else NOBODY
-        self._load, self._free_rows = self._pending.copy(), self._rows.copy()
-        self._count_takers()
-
-    def _count_takers(self) -> None:
-        has_rows = (self._free_rows > 0) | (self._least_urgent > NOBODY)
-        takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
-        self.num_takers = int(np.count_nonzero(takes))
+        self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
     def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice | None:
         """Where the sequence should go, now or later; None if nobody here could ever run it."""
         able = self._able(seq)
-        if not able.any():
+        if not np.count_nonzero(able):
             return None
         self._look_again(seq, now)
         uncached = self._uncached(seq)
@@ -113,16 +115,24 @@ class Fleet:
         best = least_loaded(scores, kv_used, able)
         room = able & self._room(seq)
         is_held = False
-        if not room[best] and room.any():
+        if not room[best] and np.count_nonzero(room):
             other = least_loaded(scores, kv_used, room)
             is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
-        has_room, is_ready = bool(room[best]), bool(self._is_ready[best])
-        self._load[best] += uncached[best]
-        self._free_rows[best] -= 1 + len(seq.forks)
-        if is_ready:
-            self._count_takers()
-        return Choice(self._workers[best], has_room, has_room and is_ready, is_held)
+        has_room = bool(room[best])
+        self._count_in(best, int(uncached[best]), 1 + len(seq.forks))
+        return Choice(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
+
+    def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
+        took = self._takes(i)
+        self._load[i] += num_tokens
+        self._free_rows[i] -= num_rows
+        self.num_takers -= took and not self._takes(i)
+
+    def _takes(self, i: int) -> bool:
+        if not (self._is_ready[i] and self._is_open[i] and self._load[i] < self._max_pending[i]):
+            return False
+        return bool(self._free_rows[i] > 0 or self._least_urgent[i] > NOBODY)
 
     def _holds(self, seq: Sequence, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if seq.held_since is None:
@@ -154,12 +164,14 @@ class Fleet:
 
     # -- what is cached where -----------------------------------------------------------------------------------------
 
-    def num_uncached(self, seq: Sequence, now: float) -> int:
-        """Tokens to compute where most of it is cached."""
-        if not self._workers:
-            return seq.data.num_tokens
-        self._look_again(seq, now)
-        return int(self._uncached(seq).min())
+    def look(self, seq: Sequence, now: float) -> None:
+        """See where it is cached: it joins the queue."""
+        if self._workers:
+            self._look_again(seq, now)
+
+    def num_uncached(self, seq: Sequence) -> int:
+        """Tokens to compute where most of it is cached, as of the last look."""
+        return int(self._uncached(seq).min()) if seq.num_cached_at is not None else seq.data.num_tokens
 
     def _uncached(self, seq: Sequence) -> I64:
         if seq.num_cached_at is None:
@@ -169,13 +181,15 @@ class Fleet:
     def _look_again(self, seq: Sequence, now: float) -> None:
         """At everybody if that was long ago, else at those that could take it now."""
         num_tokens = seq.data.num_tokens
-        version, when = seq.looked_at
+        version, last_pass, when = seq.looked_at
         if seq.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
             self._workers[0].ensure_digests(seq, seq.data.token_ids())  # block_size is everybody's
             counts = [worker.num_cached(seq.digests, num_tokens) for worker in self._workers]
             seq.num_cached_at = np.array(counts, dtype=np.int64)
-            seq.looked_at = (self._version, now)
+            seq.looked_at = (self._version, self._pass, now)
             return
+        if last_pass == self._pass - 1:
+            return  # when it joined the queue, since when nothing has happened
         for i in np.flatnonzero(self._is_ready).tolist():
             seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
 

@@ -86,7 +86,6 @@ class Scheduler:
         self._fleet = Fleet(config)
         self._ready: dict[str, WorkerState] = {}  # whose pipeline takes another step
         self._changed: dict[str, WorkerState] = {}  # may have prefix events
-        self._has_arrivals = False  # something joined the queue since the last pass over it
         self._priorities: Counter[int] = Counter()  # of live groups
         self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
         self._expired: list[Finished] = []
@@ -154,7 +153,7 @@ class Scheduler:
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
-            self._fleet.note(self._workers[worker_id])
+            self._fleet.touch(self._workers[worker_id])
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
@@ -312,7 +311,9 @@ class Scheduler:
         """The one way out for a sequence in any state."""
         forks = seq.forks
         if seq.worker_id is not None and seq.row is not None:
-            self._workers[seq.worker_id].finish(seq.row)
+            worker = self._workers[seq.worker_id]
+            worker.finish(seq.row)
+            self._fleet.touch(worker)
         else:
             self._leave_queue(seq)
             seq.move_to(SequenceStatus.FINISHED)
@@ -351,16 +352,15 @@ class Scheduler:
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
         held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._mean_output)
         seq.num_cached_at = None
-        self._waiting.add(seq, held, self._turn(seq, seq.group.arrival))
-        self._has_arrivals = True
+        if seq.is_new:
+            self._fleet.look(seq, seq.group.arrival)
+        self._waiting.add(seq, held, self._turn(seq))
         if seq.group.deadline < math.inf:
             heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
 
-    def _turn(self, seq: Sequence, now: float) -> float:
+    def _turn(self, seq: Sequence) -> float:
         """Its place in line. What was under way before comes by arrival alone: its work is mostly done."""
-        if not seq.is_new or self.config.aging_tokens_per_s == math.inf:
-            return seq.group.arrival
-        uncached = self._fleet.num_uncached(seq, now)
+        uncached = self._fleet.num_uncached(seq) if seq.is_new else 0
         return virtual_arrival(seq.group.arrival, uncached, self.config.aging_tokens_per_s)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ class Scheduler:
     def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
         if not candidates and not worker.has_news and not worker.rows.num_used:
             return None
-        self._changed[worker.capacity.worker_id] = worker
+        self._note_change(worker)
         self._displace(worker, candidates)
         plan = worker.begin_step()
         has_preempted = not worker.continue_run(plan) and self._plan_running(worker, plan)
@@ -448,6 +448,10 @@ class Scheduler:
             worker.give_blocks(needy, plan)
         worker.plan_running(plan, decode, prefill)
         return has_preempted
+
+    def _note_change(self, worker: WorkerState) -> None:
+        self._changed[worker.capacity.worker_id] = worker
+        self._fleet.touch(worker)
 
     def _preempt_one(self, worker: WorkerState) -> None:
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
@@ -503,14 +507,12 @@ class Scheduler:
         placed: dict[str, list[Sequence]] = {}
         if not len(self._waiting):
             return placed
-        is_mixed = len(self._priorities) > 1
-        self._fleet.begin(self._ready.values(), is_mixed=is_mixed, has_changed=self._has_arrivals)
-        self._has_arrivals = False
+        self._fleet.begin(self._ready.values(), is_mixed=len(self._priorities) > 1)
         moved: list[tuple[Sequence, float]] = []
         num_passed = 0
         for seq in self._waiting if self._fleet.num_takers else ():
             choice = self._fleet.choose(seq, now, self._prefill_pace.per_s)
-            turn = self._turn(seq, now)
+            turn = self._turn(seq)
             if turn != seq.queue_key[2]:
                 moved.append((seq, turn))
             if choice is not None and choice.is_now:
@@ -548,7 +550,8 @@ class Scheduler:
         flight = worker.flights[0]
         failures = self._check_answer(flight, output)
         worker.flights.popleft()
-        self._ready[output.worker_id] = self._changed[output.worker_id] = worker
+        self._ready[output.worker_id] = worker
+        self._note_change(worker)
         self._note_prefill_pace(worker, flight, now)
         failed = self._fail_rows(worker, flight, failures)
         rows, deltas = self._append_tokens(worker, flight, output)

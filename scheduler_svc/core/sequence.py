@@ -104,7 +104,7 @@ class Sequence:
     refused_by: dict[str, int] = field(default_factory=dict)  # who had no room for it, at which room_version
     held_since: float | None = None  # first time it waited for room on the worker that suits it best
     num_cached_at: I64 | None = None  # leading tokens cached on each worker, in the fleet's order
-    looked_at: tuple[int, float] = (0, 0.0)  # the fleet's version and the time of that
+    looked_at: tuple[int, int, float] = (0, 0, 0.0)  # the fleet's version, its pass and the time of that
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
