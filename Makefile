@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core chart bench-wire bench-gateway bench-worker bench-serving peers check format protos clean
+.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,12 @@ bench-serving: $(STAMP)  ## the whole stack beside its own engine and beside pee
 
 peers: $(STAMP)  ## install what bench-serving compares with into $PEERS_VENV (default .peers)
 	scripts/install_peers --llama
+
+bench-cluster: $(STAMP)  ## placement and caching on a simulated cluster, against other policies
+	$(BIN)/python bench/cluster.py
+
+bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running sequences
+	$(BIN)/python bench/scale.py
 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)

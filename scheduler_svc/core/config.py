@@ -16,6 +16,9 @@ class SchedulerConfig:
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
     aging_tokens_per_s: float = 1000.0  # uncached tokens that a second of waiting makes up for; inf: order of arrival
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
+    placement_slack: float = (
+        0.1  # part of a prompt that is not worth a detour: below it the pool under least strain wins
+    )
     leave_part: float = 0.3  # of the wait it saves that recomputing may cost when a request leaves its cached prefix
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
     expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
@@ -34,6 +37,8 @@ class SchedulerConfig:
             raise ValueError(f"aging_tokens_per_s is {self.aging_tokens_per_s}; must be above 0")
         if not self.placement_alpha >= 0:
             raise ValueError(f"placement_alpha is {self.placement_alpha}; must be at least 0")
+        if not self.placement_slack >= 0:
+            raise ValueError(f"placement_slack is {self.placement_slack}; must be at least 0")
         if not self.leave_part >= 0:
             raise ValueError(f"leave_part is {self.leave_part}; must be at least 0")
         if self.max_pending_prefill_steps < 1:

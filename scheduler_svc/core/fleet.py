@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.policy import is_worth_leaving, least_loaded, placement_scores
+from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -46,15 +46,18 @@ class Fleet:
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
         self._pass = 0  # the latest one's number
-        self._set([])
+        self._set([], np.zeros(0, dtype=np.int64))
 
     def join(self, worker: WorkerState) -> None:
-        self._set([*self._workers, worker])
+        filled = self._filled.min() if len(self._filled) else 0  # what is new is not filled with all that comes
+        self._set([*self._workers, worker], np.append(self._filled, filled))
 
     def leave(self, worker: WorkerState) -> None:
-        self._set([other for other in self._workers if other is not worker])
+        stays = np.array([other is not worker for other in self._workers])
+        self._set([other for other in self._workers if other is not worker], self._filled[stays])
 
-    def _set(self, workers: list[WorkerState]) -> None:
+    def _set(self, workers: list[WorkerState], filled: I64) -> None:
+        self._filled = filled  # tokens that were ever put into each pool
         self._workers = workers
         self._version += 1
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
@@ -67,7 +70,7 @@ class Fleet:
         self._is_open = np.zeros(len(workers), dtype=np.bool_)
         self._pending = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
-        self._used = np.zeros(len(workers), dtype=np.int64)
+        self._used = np.zeros(len(workers), dtype=np.int64)  # tokens
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOBODY)
         self._load, self._free_rows = self._pending, self._rows
@@ -77,6 +80,10 @@ class Fleet:
     def touch(self, worker: WorkerState) -> None:
         """Something has happened to it: its columns are read again when they are needed."""
         self._stale[worker.capacity.worker_id] = worker
+
+    def fill(self, worker: WorkerState, num_tokens: int) -> None:
+        """So many tokens get new blocks of its pool."""
+        self._filled[self._position[worker.capacity.worker_id]] += num_tokens
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
@@ -100,7 +107,7 @@ class Fleet:
         self._is_open[i] = not worker.is_draining
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
-        self._used[i] = worker.pool.num_used
+        self._used[i] = worker.pool.num_used * worker.capacity.block_size
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
     def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice | None:
@@ -111,12 +118,13 @@ class Fleet:
         self._look_again(seq, now)
         uncached = self._uncached(seq)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
-        kv_used = (self._used + self._load) / self._pool_tokens
-        best = least_loaded(scores, kv_used, able)
+        slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
+        strain = (self._filled + self._used) / self._pool_tokens
+        best = best_place(scores, slack, strain, able)
         room = able & self._room(seq)
         is_held = False
         if not room[best] and np.count_nonzero(room):
-            other = least_loaded(scores, kv_used, room)
+            other = best_place(scores, slack, strain, room)
             is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])

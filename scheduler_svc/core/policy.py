@@ -45,12 +45,15 @@ def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -
     return pending_prefill + alpha * uncached_tokens
 
 
-def least_loaded(scores: F64, kv_used: F64, allowed: Bools) -> int:
-    """Position of the best score among the allowed (one at least); among equals, of the emptiest pool: where least
-    would be evicted. Always the first of them would fill one pool after the other.
+def best_place(scores: F64, slack: float, strain: F64, allowed: Bools) -> int:
+    """Position of the best among the allowed (one at least). Scores within `slack` of it are as good; of these the
+    pool wins of which least is in use and into which least was ever put, by its size: there least is lost.
+
+    Without the slack a short prefix that everybody shares keeps idle workers idle for ever: they do not have it, so
+    they never get it. The others' caches churn meanwhile, and a part of the memory is never used.
     """
     scores = np.where(allowed, scores, np.inf)
-    return int(np.where(scores == scores.min(), kv_used, np.inf).argmin())
+    return int(np.where(scores <= scores.min() + slack, strain, np.inf).argmin())
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

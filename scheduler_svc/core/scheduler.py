@@ -475,7 +475,7 @@ class Scheduler:
             is_first = not seq.is_admitted_before
             if worker.admit(seq, plan, self.config.watermark, self._mean_output):
                 self._waiting.remove(seq)
-                self._count_hits(seq, is_first)
+                self._count_hits(worker, seq, is_first)
                 if is_first:
                     seq.admitted_at = now
                 continue
@@ -484,7 +484,8 @@ class Scheduler:
             if self._note_blocked(seq, now):
                 return
 
-    def _count_hits(self, seq: Sequence, is_first: bool) -> None:
+    def _count_hits(self, worker: WorkerState, seq: Sequence, is_first: bool) -> None:
+        self._fleet.fill(worker, seq.data.num_tokens - seq.num_cached_tokens)
         self._num_admitted_tokens += seq.data.num_tokens
         if is_first:
             self._prefix_query_tokens += seq.data.num_tokens

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.policy import (
+    best_place,
     ceil_div,
     expected_remaining,
     first_token_wait_s,
@@ -14,7 +15,6 @@ from scheduler_svc.core.policy import (
     is_queue_full,
     is_too_late,
     is_worth_leaving,
-    least_loaded,
     placement_scores,
     projected_peak,
     virtual_arrival,
@@ -92,17 +92,18 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
 def test_a_prefix_draws_a_request_until_too_much_waits_there() -> None:
     uncached = np.array([100, 1000])
     idle, busy = np.array([0, 0]), np.array([2800, 0])
-    allowed, used = np.array([True, True]), np.array([0.5, 0.5])
-    assert least_loaded(placement_scores(idle, uncached, 3.0), used, allowed) == 0
-    assert least_loaded(placement_scores(busy, uncached, 3.0), used, allowed) == 1
-    assert least_loaded(placement_scores(busy, uncached, 4.0), used, allowed) == 0
+    allowed, strain = np.array([True, True]), np.array([0.5, 0.5])
+    assert best_place(placement_scores(idle, uncached, 3.0), 0.0, strain, allowed) == 0
+    assert best_place(placement_scores(busy, uncached, 3.0), 0.0, strain, allowed) == 1
+    assert best_place(placement_scores(busy, uncached, 4.0), 0.0, strain, allowed) == 0
 
 
-def test_among_equals_the_emptiest_pool_of_those_allowed_is_chosen() -> None:
-    scores, used = np.array([5.0, 5.0, 5.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
-    assert least_loaded(scores, used, np.array([True, True, True, True])) == 2
-    assert least_loaded(scores, used, np.array([True, True, False, True])) == 1
-    assert least_loaded(scores, used, np.array([False, False, False, True])) == 3
+def test_among_those_as_good_the_pool_under_least_strain_is_chosen_if_it_is_allowed() -> None:
+    scores, strain = np.array([5.0, 5.0, 6.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
+    assert best_place(scores, 0.0, strain, np.array([True, True, True, True])) == 1
+    assert best_place(scores, 1.0, strain, np.array([True, True, True, True])) == 2
+    assert best_place(scores, 1.0, strain, np.array([True, False, False, True])) == 0
+    assert best_place(scores, 0.0, strain, np.array([False, False, False, True])) == 3
 
 
 def test_short_work_comes_first_until_the_long_one_has_waited_enough() -> None:

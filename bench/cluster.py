@@ -1,0 +1,382 @@
+#!/usr/bin/env python
+"""How good placement, admission order and eviction are: a simulated cluster on virtual time around the real core.
+
+    python bench/cluster.py [--seconds 60] [--workloads chat,templates,agents] [--trace FILE]
+
+Eight workers with a linear service model (seconds per step = base + per prefill token + per row) serve generated
+workloads under several policies. Requests come at the times of their workload, whatever the cluster's state. A trace is
+JSON lines in the Mooncake form: timestamp (ms), input_length, output_length, hash_ids of the prompt's blocks of 512
+tokens. The last line is one JSON object:
+
+    {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
+
+`hit` is the part of all prompt tokens that came from a cache. `pooled` is one imaginary worker, as fast and as large as
+all together, with a plain LRU cache: what it hits is the reference, its times nobody can reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.fleet import Choice, Fleet
+from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceGroup, StopCondition
+
+U32 = npt.NDArray[np.uint32]
+Rng = np.random.Generator
+
+NUM_WORKERS = 8
+BLOCK_SIZE = 32
+TRACE_BLOCK_SIZE = 512
+VOCAB = 1 << 31
+IN_ORDER = {"aging_tokens_per_s": float("inf"), "max_bypass": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a workload. Its answer is known, so that later turns can contain it."""
+
+    at_s: float
+    prompt: U32
+    output: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """How long a step takes on one worker."""
+
+    base_s: float = 0.008
+    prefill_token_s: float = 50e-6  # 20,000 tokens per second
+    row_s: float = 20e-6
+
+    def step_s(self, batch: StepBatch) -> float:
+        prefill = int(batch.query_lens[batch.query_lens > 1].sum())
+        return self.base_s + self.prefill_token_s * prefill + self.row_s * len(batch.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, and workers whose pools they stress."""
+
+    arrivals: list[Arrival]
+    num_blocks: int  # per worker
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+
+
+# -- workloads ---------------------------------------------------------------------------------------------------------
+
+
+def tokens(rng: Rng, count: float) -> U32:
+    return rng.integers(3, VOCAB, max(1, int(count)), dtype=np.uint32)
+
+
+def starts(rng: Rng, per_s: float, seconds: float) -> Iterator[float]:
+    """A Poisson stream."""
+    at = rng.exponential(1 / per_s)
+    while at < seconds:
+        yield at
+        at += rng.exponential(1 / per_s)
+
+
+def conversation(
+    rng: Rng, at_s: float, history: U32, num_turns: int, message: float, answer: float, think_s: float
+) -> Iterator[Arrival]:
+    """Each turn sends all that was said before."""
+    for _ in range(num_turns):
+        history = np.concatenate((history, tokens(rng, rng.lognormal(np.log(message), 0.8))))
+        output = tokens(rng, 1 + rng.exponential(answer))
+        yield Arrival(at_s, history, output)
+        history = np.concatenate((history, output))
+        at_s += 1 + rng.exponential(think_s)
+
+
+def chat(seconds: float) -> Workload:
+    """Multi-turn chat: histories that grow, long pauses, a short system prompt that everybody shares."""
+    rng = np.random.default_rng(1)
+    system = tokens(rng, 64)
+    arrivals = [
+        arrival
+        for at in starts(rng, 48.0, seconds)
+        for arrival in conversation(rng, at, system, int(rng.geometric(0.25)), 450, 40, 15.0)
+    ]
+    return Workload(in_order(arrivals, seconds), num_blocks=4200)
+
+
+def templates(seconds: float) -> Workload:
+    """Hot templates: long beginnings, some of which are asked for all the time and most seldom."""
+    rng = np.random.default_rng(2)
+    hot = [tokens(rng, rng.uniform(500, 3000)) for _ in range(400)]
+    weights = 1 / np.arange(1, len(hot) + 1) ** 0.9
+    arrivals = []
+    for at in starts(rng, 75.0, seconds):
+        template = hot[int(rng.choice(len(hot), p=weights / weights.sum()))]
+        prompt = np.concatenate((template, tokens(rng, rng.lognormal(np.log(500), 0.8))))
+        arrivals.append(Arrival(at, prompt, tokens(rng, 1 + rng.exponential(30))))
+    return Workload(arrivals, num_blocks=1600)
+
+
+def agents(seconds: float) -> Workload:
+    """Coding agents: long contexts that grow in many quick steps, from few system prompts."""
+    rng = np.random.default_rng(3)
+    systems = [tokens(rng, 2000) for _ in range(3)]
+    arrivals = []
+    for at in starts(rng, 2.0, seconds):
+        context = np.concatenate((systems[int(rng.integers(3))], tokens(rng, rng.lognormal(np.log(6000), 0.8))))
+        arrivals += conversation(rng, at, context, int(rng.geometric(0.06)), 500, 40, 3.0)
+    return Workload(in_order(arrivals, seconds), num_blocks=4000)
+
+
+WORKLOADS: dict[str, Callable[[float], Workload]] = {"chat": chat, "templates": templates, "agents": agents}
+
+
+def in_order(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
+    return sorted((a for a in arrivals if a.at_s < seconds), key=lambda a: a.at_s)
+
+
+def trace(path: Path, seconds: float) -> Workload:
+    """Requests of a trace file. Equal hash ids stand for equal tokens; answers are made up."""
+    arrivals = []
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        blocks = [tokens(np.random.default_rng(hash_id), TRACE_BLOCK_SIZE) for hash_id in entry["hash_ids"]]
+        prompt = np.concatenate(blocks)[: entry["input_length"]]
+        output = tokens(np.random.default_rng(len(arrivals)), entry["output_length"])
+        arrivals.append(Arrival(entry["timestamp"] / 1000, prompt, output))
+    return Workload(in_order(arrivals, seconds), num_blocks=16_384, max_num_batched_tokens=8192)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+class BoundOnArrival(Fleet):
+    """What routers in front of engines do: each request gets its worker when it comes, and waits in that one's line."""
+
+    def __init__(self, config: SchedulerConfig, pick: Callable[[list[int]], int]) -> None:
+        super().__init__(config)
+        self._pick = pick
+        self._bound: dict[int, int] = {}  # handle -> position
+        self._num_open = [0] * NUM_WORKERS
+
+    def look(self, seq: Sequence, now: float) -> None:
+        i = self._pick(self._num_open)
+        self._bound[seq.group.handle] = i
+        self._num_open[i] += 1
+
+    def end(self, handle: int) -> None:
+        self._num_open[self._bound[handle]] -= 1
+
+    def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice:
+        self._look_again(seq, now)
+        i = self._bound[seq.group.handle]
+        has_room = bool(self._room(seq)[i])
+        if has_room:
+            self._count_in(i, seq.data.num_tokens, 1)
+        return Choice(self._workers[i], has_room, has_room and bool(self._is_ready[i]), not has_room)
+
+
+class Policy:
+    """A scheduler with one way to choose, and what it should run on."""
+
+    is_pooled = False
+
+    def make(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config)
+
+    def end(self, handle: int) -> None:
+        """A request has ended."""
+
+
+class Pooled(Policy):
+    is_pooled = True
+
+    def make(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(replace(config, **IN_ORDER))
+
+
+class Router(Policy):
+    def __init__(self, pick: Callable[[list[int]], int]) -> None:
+        self._pick = pick
+
+    def make(self, config: SchedulerConfig) -> Scheduler:
+        config = replace(config, **IN_ORDER)
+        scheduler = Scheduler(config)
+        scheduler._fleet = self._fleet = BoundOnArrival(config, self._pick)
+        return scheduler
+
+    def end(self, handle: int) -> None:
+        self._fleet.end(handle)
+
+
+def round_robin() -> Callable[[list[int]], int]:
+    turns = iter(range(1 << 62))
+    return lambda num_open: next(turns) % len(num_open)
+
+
+def least_requests(num_open: list[int]) -> int:
+    return min(range(len(num_open)), key=num_open.__getitem__)
+
+
+def policies() -> dict[str, Policy]:
+    return {
+        "ours": Policy(),
+        "least_requests": Router(least_requests),
+        "round_robin": Router(round_robin()),
+        "pooled": Pooled(),
+    }
+
+
+# -- the simulation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Worker:
+    """Executes steps one after the other; knows which request a row belongs to."""
+
+    capacity: WorkerCapacity
+    service: Service
+    free_at: float = 0.0
+    queue: deque[StepOutput] = field(default_factory=deque)
+    handle_of_row: npt.NDArray[np.int64] = field(init=False)
+    position_of_row: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle_of_row = np.zeros(self.capacity.max_num_seqs, dtype=np.int64)
+        self.position_of_row = np.zeros(self.capacity.max_num_seqs, dtype=np.int64)
+
+    def send(self, batch: StepBatch, outputs: U32, now: float) -> float:
+        """Take a step; returns when its answer comes."""
+        for opened in batch.opens:
+            self.handle_of_row[opened.row] = opened.group.handle
+            self.position_of_row[opened.row] = len(opened.token_ids) - opened.prompt_len
+        rows = batch.rows[batch.sample_mask]
+        answer = outputs[self.handle_of_row[rows], self.position_of_row[rows]]
+        self.position_of_row[rows] += 1
+        self.queue.append(StepOutput(batch.worker_id, batch.step_id, rows, answer))
+        self.free_at = max(now, self.free_at) + self.service.step_s(batch)
+        return self.free_at
+
+
+class Cluster:
+    """One workload under one policy."""
+
+    def __init__(self, workload: Workload, policy: Policy, config: SchedulerConfig) -> None:
+        self._arrivals = workload.arrivals
+        self._policy = policy
+        self._scheduler = policy.make(config)
+        self._workers = {c.worker_id: Worker(c, s) for c, s in self._machines(workload, policy.is_pooled)}
+        for worker in self._workers.values():
+            self._scheduler.add_worker(worker.capacity, 0.0)
+        longest = max(len(a.output) for a in self._arrivals)
+        self._outputs = np.zeros((len(self._arrivals), longest), dtype=np.uint32)
+        for i, arrival in enumerate(self._arrivals):
+            self._outputs[i, : len(arrival.output)] = arrival.output
+        self.ttft_s = np.full(len(self._arrivals), np.nan)
+        self.num_steps = 0
+        self._answers: list[tuple[float, int, str]] = []  # when, number, whose
+
+    def _machines(self, workload: Workload, is_pooled: bool) -> Iterator[tuple[WorkerCapacity, Service]]:
+        longest = max(len(a.prompt) + len(a.output) for a in workload.arrivals)
+        factor, service = (NUM_WORKERS, Service()) if is_pooled else (1, Service())
+        if is_pooled:
+            service = replace(
+                service, prefill_token_s=service.prefill_token_s / NUM_WORKERS, row_s=service.row_s / NUM_WORKERS
+            )
+        for i in range(NUM_WORKERS // factor):
+            sizes = (workload.num_blocks, workload.max_num_seqs, workload.max_num_batched_tokens)
+            blocks, rows, budget = (size * factor for size in sizes)
+            yield WorkerCapacity(f"w{i}", 1, blocks, BLOCK_SIZE, rows, budget, longest), service
+
+    def run(self) -> dict[str, float]:
+        """All requests, to the end."""
+        coming = deque(enumerate(self._arrivals))
+        while coming or self._answers:
+            now = min(coming[0][1].at_s if coming else np.inf, self._answers[0][0] if self._answers else np.inf)
+            while self._answers and self._answers[0][0] <= now:
+                self._absorb(self._answer(heapq.heappop(self._answers)[2], now), now)
+            while coming and coming[0][1].at_s <= now:
+                self._add(*coming.popleft())
+            for batch in self._scheduler.schedule(now):
+                self._send(batch, now)
+            self._scheduler.take_prefix_events()
+        stats = self._scheduler.stats()
+        p50, p90 = np.percentile(self.ttft_s, (50, 90))
+        return {
+            "hit": round(stats.prefix_hit_tokens / stats.prefix_query_tokens, 4),
+            "ttft_p50_s": round(float(p50), 3),
+            "ttft_p90_s": round(float(p90), 3),
+            "ttft_mean_s": round(float(self.ttft_s.mean()), 3),
+        }
+
+    def _add(self, handle: int, arrival: Arrival) -> None:
+        stop = StopCondition(len(arrival.output), ignore_eos=True)
+        self._scheduler.add_group(SequenceGroup(str(handle), arrival.prompt, stop, handle=handle), arrival.at_s)
+
+    def _send(self, batch: StepBatch, now: float) -> None:
+        self.num_steps += 1
+        at = self._workers[batch.worker_id].send(batch, self._outputs, now)
+        heapq.heappush(self._answers, (at, self.num_steps, batch.worker_id))
+
+    def _answer(self, worker_id: str, now: float) -> Deltas:
+        return self._scheduler.update(self._workers[worker_id].queue.popleft(), now)
+
+    def _absorb(self, deltas: Deltas, now: float) -> None:
+        for handle in deltas.handles[deltas.offsets == 0].tolist():
+            self.ttft_s[handle] = now - self._arrivals[handle].at_s
+        for finished in deltas.finished:
+            self._policy.end(finished.group.handle)
+
+
+CONFIG = SchedulerConfig(max_waiting=1 << 20, max_waiting_tokens=1 << 40, expected_output_tokens=32)
+
+
+def compare(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]:
+    """The workload under each of these policies."""
+    figures = {}
+    for name in names:
+        start = time.process_time()
+        cluster = Cluster(workload, policies()[name], CONFIG)
+        figures[name] = cluster.run()
+        spent = time.process_time() - start
+        print(f"  {name:15} {figures[name]}  [{cluster.num_steps} steps, {spent:.0f} s of CPU]", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, on virtual time")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which ones, by comma")
+    parser.add_argument("--policies", default=",".join(policies()), help="which ones, by comma")
+    parser.add_argument("--trace", type=Path, help="a trace file instead of generated workloads")
+    args = parser.parse_args()
+    names = [] if args.trace else args.workloads.split(",")
+    makers = {name: WORKLOADS[name] for name in names}
+    if args.trace:
+        makers["trace"] = lambda seconds: trace(args.trace, seconds)
+    figures: dict[str, dict[str, object]] = {}
+    for name, make in makers.items():
+        workload = make(args.seconds)
+        print(f"{name}: {len(workload.arrivals)} requests", flush=True)
+        results = compare(workload, args.policies.split(","))
+        figures[name] = {**results}
+        if {"ours", "pooled", "least_requests"} <= results.keys():
+            ours, least = results["ours"], results["least_requests"]
+            figures[name]["hit_of_pooled"] = round(ours["hit"] / results["pooled"]["hit"], 3)
+            figures[name]["p90_of_least"] = round(ours["ttft_p90_s"] / least["ttft_p90_s"], 3)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

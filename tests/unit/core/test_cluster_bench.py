@@ -1,0 +1,40 @@
+"""The simulated cluster of bench/cluster.py: small, on virtual time, the same on every machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from bench.cluster import BLOCK_SIZE, NUM_WORKERS, WORKLOADS, compare, templates, trace
+
+
+def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
+    workload = replace(templates(3.0), num_blocks=400)
+    figures = compare(workload, ["ours", "least_requests"])
+    assert figures["ours"]["hit"] > 1.2 * figures["least_requests"]["hit"]
+    assert figures["ours"]["ttft_p90_s"] <= figures["least_requests"]["ttft_p90_s"]
+
+
+def test_workloads_are_the_same_each_time_and_in_order() -> None:
+    for make in WORKLOADS.values():
+        first, second = make(2.0), make(2.0)
+        assert [a.prompt.tolist() for a in first.arrivals] == [a.prompt.tolist() for a in second.arrivals]
+        times = [a.at_s for a in first.arrivals]
+        assert times == sorted(times)
+        longest = max(len(a.prompt) + len(a.output) for a in first.arrivals)
+        assert longest < first.num_blocks * BLOCK_SIZE, f"one of {NUM_WORKERS} workers must hold any request"
+
+
+def test_a_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:
+    entries = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 2, "hash_ids": [1, 2]},
+        {"timestamp": 2000, "input_length": 1500, "output_length": 2, "hash_ids": [1, 2, 3]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    first, second = trace(path, 60.0).arrivals
+    assert second.at_s == 2.0
+    assert (len(first.prompt), len(second.prompt)) == (1000, 1500)
+    assert (first.prompt == second.prompt[:1000]).all()
+    assert compare(trace(path, 60.0), ["ours"])["ours"]["hit"] == round(992 / 2500, 4)
