@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """What one scheduler can carry: 64 workers and 20,000 running sequences on one CPU core, with no I/O and no worker.
 
-    python bench/scale.py [--workers 64] [--rows 320] [--seconds 8] [--mean-output 1000] [--waiting 5000] [--profile]
+    python bench/scale.py [--workers 64] [--rows 312] [--steps 100] [--mean-output 1000] [--waiting 5000] [--profile]
 
-Time is virtual: each worker answers a step 10 ms after it was sent, with two steps in flight. Two phases are measured in
-thread CPU time: `steady`, where everybody decodes, and `churn`, where answers end, new requests come at the same rate,
-and thousands wait in the queue all the time. `steps_per_s` is what one CPU core could serve each worker with; 100 are
-needed for steps of 10 ms. The last line is one JSON object.
+Time is virtual: a worker takes 10 ms for a step and has two in flight. Two phases are measured in thread CPU time:
+`steady`, where everybody decodes, and `churn`, where answers end, as many requests come, and thousands wait meanwhile.
+`us_per_step` is the mean of one worker's step: update, schedule, and in `churn` the requests that came meanwhile.
+`steps_per_s` is what one core could serve each worker with; steps of 10 ms need 100. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,78 +18,156 @@ import heapq
 import json
 import pstats
 import time
-from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 STEP_S = 0.010
 BLOCK_SIZE = 16
+PROMPT_LEN = 128
 MAX_MODEL_LEN = 4096
-NEVER = 3000  # tokens of an answer that outlasts the bench
+LONGEST = MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE  # an answer that outlasts the bench
 
 
-class Fleet:
+class Cluster:
     """Workers that answer after a fixed time, and the requests that keep them full."""
 
-    def __init__(self, num_workers: int, num_rows: int, prompt_len: int) -> None:
+    def __init__(self, num_workers: int, num_rows: int) -> None:
         self.scheduler = Scheduler(SchedulerConfig(max_waiting=1 << 20, max_waiting_tokens=1 << 40))
+        num_blocks = num_rows * MAX_MODEL_LEN // BLOCK_SIZE
         for i in range(num_workers):
-            blocks = num_rows * MAX_MODEL_LEN // BLOCK_SIZE
-            self.scheduler.add_worker(
-                WorkerCapacity(f"w{i}", 1, blocks, BLOCK_SIZE, num_rows, 8192, MAX_MODEL_LEN, 2), 0.0
-            )
+            capacity = WorkerCapacity(f"w{i}", 1, num_blocks, BLOCK_SIZE, num_rows, 8192, MAX_MODEL_LEN, 2)
+            self.scheduler.add_worker(capacity, 0.0)
         self.now = 0.0
-        self.num_steps = self.num_tokens = self.num_ended = self.num_added = 0
         self.step_ns: list[int] = []
+        self.num_ended = 0
         self.queue_delays_s: list[float] = []
         self._rng = np.random.default_rng(0)
-        self._prompt_len = prompt_len
-        self._answers: deque[tuple[float, StepBatch]] = deque()  # in order of time: all take the same
-        self._added_at: dict[int, float] = {}
+        self._added_at: list[float] = []  # by handle
+        self._free_at = {f"w{i}": STEP_S * i / num_workers for i in range(num_workers)}  # not all at once
+        self._answers: list[tuple[float, int, StepBatch]] = []  # when, number
+        self._num_sent = 0
 
     def add(self, max_tokens: int) -> None:
-        """One request comes."""
-        prompt = self._rng.integers(3, 1 << 17, self._prompt_len, dtype=np.uint32)
-        handle = self.num_added
-        self.num_added += 1
-        self._added_at[handle] = self.now
-        group = SequenceGroup(str(handle), prompt, StopCondition(max_tokens, ignore_eos=True), handle=handle)
-        self.scheduler.add_group(group, self.now)
+        """A request comes. Lengths differ, so that blocks are filled at different times."""
+        handle = len(self._added_at)
+        prompt = self._rng.integers(3, 1 << 17, PROMPT_LEN + handle % BLOCK_SIZE, dtype=np.uint32)
+        self._added_at.append(self.now)
+        stop = StopCondition(max_tokens, ignore_eos=True)
+        self.scheduler.add_group(SequenceGroup(str(handle), prompt, stop, handle=handle), self.now)
+
+    def add_some(self, count: int, mean_output: int) -> None:
+        for length in self._rng.exponential(mean_output, count).tolist():
+            self.add(min(LONGEST, 1 + int(length)))
 
     def schedule(self) -> None:
-        for batch in self.scheduler.schedule(self.now):
-            self._answers.append((self.now + STEP_S * (1 + (len(self._answers) and 1)), batch))
-            for opened in batch.opens:
-                self.queue_delays_s.append(self.now - self._added_at.pop(opened.group.handle))
+        self._send(self.scheduler.schedule(self.now))
 
-    def answer(self) -> Deltas:
-        """The next worker answers its oldest step, and gets another."""
-        self.now, batch = self._answers.popleft()
-        rows = batch.rows[batch.sample_mask]
+    def step(self, mean_output: int | None) -> None:
+        """The next worker answers and gets its next step; for each answer that has ended a request comes."""
+        self.now, _, batch = heapq.heappop(self._answers)
+        rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
         answer = StepOutput(batch.worker_id, batch.step_id, rows, np.full(len(rows), 7, dtype=np.uint32))
         start = time.thread_time_ns()
         deltas = self.scheduler.update(answer, self.now)
-        self.schedule()
+        if mean_output is not None and deltas.finished:
+            self.add_some(len(deltas.finished), mean_output)
+        batches = self.scheduler.schedule(self.now)
         self.scheduler.take_prefix_events()
         self.step_ns.append(time.thread_time_ns() - start)
-        self.num_steps += 1
-        self.num_tokens += len(deltas.token_ids)
-        return deltas
+        self.num_ended += len(deltas.finished)
+        self._send(batches)
+
+    def _send(self, batches: list[StepBatch]) -> None:
+        for batch in batches:
+            self._num_sent += 1
+            self._free_at[batch.worker_id] = max(self.now, self._free_at[batch.worker_id]) + STEP_S
+            heapq.heappush(self._answers, (self._free_at[batch.worker_id], self._num_sent, batch))
+            self.queue_delays_s += [self.now - self._added_at[opened.group.handle] for opened in batch.opens]
+
+    def forget_figures(self) -> None:
+        self.step_ns, self.queue_delays_s, self.num_ended = [], [], 0
+
+    def figures(self) -> dict[str, float]:
+        """Of the steps since the last `forget_figures`."""
+        spent_us = np.array(self.step_ns) / 1000
+        num_workers, load = len(self._free_at), self.scheduler.load()
+        p50, p99 = np.percentile(spent_us, (50, 99))
+        delays = np.percentile(self.queue_delays_s or [0.0], (50, 90, 99))
+        return {
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "ended": self.num_ended,
+            "us_per_step": round(float(spent_us.mean()), 1),
+            "us_p50": round(float(p50), 1),
+            "us_p99": round(float(p99), 1),
+            "steps_per_s": round(1e6 / float(spent_us.mean()) / num_workers, 1),
+            **{f"queue_delay_p{p}_s": round(float(s), 4) for p, s in zip((50, 90, 99), delays, strict=True)},
+        }
 
 
-def start(num_workers: int, num_rows: int, prompt_len: int, progress: str) -> Fleet:
-    """A fleet of which every row decodes, no two in the same phase of their blocks."""
-    fleet = Fleet(num_workers, num_rows, prompt_len)
-    print(progress, flush=True)
-    for _ in range(num_workers * num_rows):
-        fleet.add(NEVER)
-    fleet.schedule()
-    while fleet.scheduler.load().num_waiting or fleet.scheduler.load().pending_tokens:
-        fleet.answer()
-    return fleet
+def fill(cluster: Cluster, num_rows: int, mean_output: int | None) -> None:
+    """Until every row decodes."""
+    if mean_output is None:
+        for _ in range(num_rows):
+            cluster.add(LONGEST)
+    else:
+        cluster.add_some(num_rows, mean_output)
+    cluster.schedule()
+    target = 0.99 * num_rows
+    while (
+        cluster.scheduler.load().num_running < target or cluster.scheduler.load().pending_tokens > target * PROMPT_LEN
+    ):
+        for _ in range(200):
+            cluster.step(mean_output)
+
+
+def measure(cluster: Cluster, num_steps: int, mean_output: int | None) -> dict[str, float]:
+    cluster.forget_figures()
+    gc.collect()
+    gc.freeze()
+    for _ in range(num_steps):
+        cluster.step(mean_output)
+    return cluster.figures()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=312, help="running sequences of each worker")
+    parser.add_argument("--steps", type=int, default=100, help="measured steps of each worker")
+    parser.add_argument("--mean-output", type=int, default=1000, help="tokens of an answer in `churn`")
+    parser.add_argument("--waiting", type=int, default=5000, help="requests in the queue in `churn`")
+    parser.add_argument(
+        "--profile", action="store_true", help="tell where the time of `churn` goes, instead of figures"
+    )
+    args = parser.parse_args()
+    num_rows, num_steps = args.workers * args.rows, args.workers * args.steps
+    figures = {}
+    for phase, mean_output in (("steady", None), ("churn", args.mean_output)):
+        print(f"{phase}: {args.workers} workers are filled with {num_rows} sequences", flush=True)
+        cluster = Cluster(args.workers, args.rows)
+        fill(cluster, num_rows, mean_output)
+        if mean_output is not None:
+            cluster.add_some(args.waiting, mean_output)
+            if args.profile:
+                profile(cluster, num_steps, mean_output)
+                return
+        figures[phase] = measure(cluster, num_steps, mean_output)
+        print(f"  {figures[phase]}", flush=True)
+        del cluster
+    print(json.dumps(figures))
+
+
+def profile(cluster: Cluster, num_steps: int, mean_output: int) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(measure, cluster, num_steps, mean_output)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
