@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ def render(values: Values | None = None, *, name: str = RELEASE) -> Objects:
     notes = next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
     texts = [text for path, text in rendered.items() if not path.endswith(".txt")]
     return Objects(tuple(m for text in texts for m in yaml.load_all(text, Loader) if m), notes)
+
+
+def program(name: str) -> str:
+    """A command that was installed beside this Python, whatever the PATH is."""
+    return str(Path(sys.executable).with_name(name))
 
 
 def read_values(path: Path) -> Values:

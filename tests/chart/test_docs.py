@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from helm_python.chart import values_from_yaml
 
-from tests.chart.chart import CHART, ROOT, Values, loaded_chart, render, validate
+from tests.chart.chart import CHART, ROOT, Values, loaded_chart, program, render, validate
 from tests.chart.test_images import stages
 from tests.chart.test_values import merged
 from tests.processes.children import start_child
@@ -177,10 +176,6 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.1)
             raise RuntimeError(log.read_text())
-
-
-def program(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
 
 
 @pytest.mark.parametrize("words", commands("quire"))

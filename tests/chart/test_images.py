@@ -16,7 +16,7 @@ import yaml
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
-from tests.chart.chart import ROOT, render
+from tests.chart.chart import ROOT, program, render
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
@@ -48,7 +48,7 @@ def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
 
 @every_dockerfile
 def test_the_linter_has_nothing_to_say(path: Path) -> None:
-    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True)
+    done = subprocess.run([program("hadolint"), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -106,6 +106,7 @@ def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
         if word == "RUN":
             script = rest.replace("/opt/quire", str(environment))
             variables = os.environ | arguments | {"UV_PYTHON": sys.executable, "UV_LINK_MODE": "hardlink"}
+            variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             done = subprocess.run(["bash", "-ec", script], cwd=context, env=variables, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
     return environment
@@ -125,7 +126,7 @@ def environments(context: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def packages(environment: Path) -> dict[str, str]:
-    command = ["uv", "pip", "list", "--format=json", "--python", str(environment / "bin" / "python")]
+    command = [program("uv"), "pip", "list", "--format=json", "--python", str(environment / "bin" / "python")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {package["name"]: package["version"] for package in json.loads(done.stdout)}
 
@@ -199,9 +200,7 @@ def compose() -> dict[str, Any]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_compose_gives_settings_that_the_services_take(service: str) -> None:
     command, *flags = compose()["services"][service]["command"]
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(command)), *flags, "--print-config"], capture_output=True, text=True
-    )
+    done = subprocess.run([program(command), *flags, "--print-config"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     settings = done.stdout.replace("# flag", "").replace(" ", "")
     assert all(flag.removeprefix("--").partition("=")[0] + "=" in settings for flag in flags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 import sys
 import urllib.request
@@ -21,7 +22,7 @@ from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad
 from tests.chart.chart import CHART, NAMESPACE, Objects, Values, read_values, render
 from tests.chart.cluster import Cluster, PortProxy
-from tests.chart.kubelet import Pod
+from tests.chart.kubelet import Node, Pod
 from tests.chart.test_values import merged
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
@@ -202,3 +203,57 @@ async def test_a_pod_that_fails_to_start_says_why(tmp_path: Path) -> None:
         with pytest.raises(ExceptionGroup) as failed:
             await cluster.apply(Objects(tuple(m for m in wrong.manifests if m["kind"] != "StatefulSet"), ""))
         assert failed.group_contains(LookupError, match="the cluster has no name r-quire-scheduler-demo-0")
+
+
+STUBBORN = """
+import signal, socket, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server = socket.create_server(("0.0.0.0", 7200))
+time.sleep(60)
+"""
+SHORT_LIVED = """
+import socket
+server = socket.create_server(("0.0.0.0", 7200))
+server.accept()
+server.accept()
+raise SystemExit(3)
+"""
+
+
+def pod_of(script: str) -> dict[str, Any]:
+    probe = {"tcpSocket": {"port": "http"}, "periodSeconds": 1}
+    container = {
+        "name": "main",
+        "command": ["python", "-c", script],
+        "ports": [{"name": "http", "containerPort": 7200}],
+        "startupProbe": probe | {"failureThreshold": 30},
+        "livenessProbe": probe,
+        "readinessProbe": probe,
+    }
+    return {"metadata": {"labels": {}}, "spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
+
+
+async def test_the_kubelet_itself_kills_who_does_not_leave(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    pod = Pod("stubborn", pod_ip(), pod_of(STUBBORN), node)
+    await pod.start()
+    await pod.wait_ready()
+    await pod.terminate()
+    assert node.problems == ["stubborn: main was still there at the end of its grace period"]
+
+
+async def test_the_kubelet_itself_notices_an_exit(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    pod = Pod("short-lived", pod_ip(), pod_of(SHORT_LIVED), node)
+    await pod.start()
+    async with asyncio.timeout(30.0):
+        while not node.problems:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert not pod.is_ready
+    await pod.terminate()
+    assert node.problems == ["short-lived: it exited or the liveness probe failed", "short-lived: main left with 3"]
+
+
+def pod_ip() -> str:
+    """An address for a pod without a cluster."""
+    return f"127.{64 + os.getpid() % 128}.9.9"

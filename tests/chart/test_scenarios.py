@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_it_packs(tmp_path: Path) -> None:
 
 def test_what_is_generated_is_up_to_date() -> None:
     done = subprocess.run(
-        ["python", "deploy/k8s/generate.py", "--check"], cwd=CHART.parents[2], capture_output=True, text=True
+        [sys.executable, "deploy/k8s/generate.py", "--check"], cwd=CHART.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr + "run python deploy/k8s/generate.py"
 
