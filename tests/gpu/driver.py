@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ class DeviceDriver(Driver):
         compute._model.forward = forward
 
 
-def load(folder: Path, **settings: Any) -> DeviceRunner:
+def load(folder: Path, make: Callable[[EngineConfig], DeviceRunner] = DeviceRunner, **settings: Any) -> DeviceRunner:
     fields = {
         "dtype": "float32", "backend": "cuda", "block_size": 16, "num_blocks": 64, "max_num_seqs": 5,
         "max_num_batched_tokens": 128, "determinism": "best_effort",
     } | settings  # fmt: skip
-    return DeviceRunner(EngineConfig(folder, **fields))
+    return make(EngineConfig(folder, **fields))

@@ -20,7 +20,8 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mode
 
         return ModelRunner(config, progress)
     try:
+        from worker_svc.engine.gpu.ranks import ParallelRunner
         from worker_svc.engine.gpu.runner import DeviceRunner
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(f"{error.name} is not installed; pip install 'quire[cuda]'") from error
-    return DeviceRunner(config, progress)
+    return (DeviceRunner if config.tensor_parallel_size == 1 else ParallelRunner)(config, progress)

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PENDING = 2**32 - 1  # in the history: sampled, and not yet known to the host
+RESET_ROWS = "reset rows"  # a message to the other ranks, as a batch is one
 MIN_HEAD_DIM = 16  # of a matrix product on tensor cores
 
 
@@ -134,7 +135,8 @@ class DeviceRunner:
             self._compute = StepCompute(
                 decoder, attention, self._buffer, self._state, config.block_size, whole.vocab_size
             )
-            num_blocks = fitting_blocks(config, model, DTYPES[dtype], self._compute, self._device)
+            found = fitting_blocks(config, model, DTYPES[dtype], self._compute, self._device)
+            num_blocks = self._group.least(found)
             self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
             self._compute.use_cache(self._pool)
             num_graphs = self._compute.capture()
@@ -199,6 +201,7 @@ class DeviceRunner:
 
     def reset_rows(self) -> None:
         """Closes all rows, for a new lease. Committed blocks stay."""
+        self._group.broadcast(RESET_ROWS)
         self._rows.reset()
 
     def rows_used(self) -> int:
@@ -206,9 +209,12 @@ class DeviceRunner:
         return self._rows.rows_used()
 
     def follow(self) -> None:
-        """Runs the steps that rank 0 launches, until it says None. For the other ranks."""
-        while (batch := self._group.broadcast()) is not None:
-            self._launch(batch)
+        """Does what rank 0 does, until it says None. For the other ranks."""
+        while (message := self._group.broadcast()) is not None:
+            if message == RESET_ROWS:
+                self._rows.reset()
+            else:
+                self._launch(message)
 
     # A step
 
@@ -234,7 +240,8 @@ class DeviceRunner:
             self._start(batch, plan, token_ids, staging)
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
-            if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
+            is_alone = self._group.size == 1  # other ranks went on: nobody can say what they have written
+            if not (is_alone and is_out_of_memory(error)) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
                 raise
             logger.error("step %d ran out of memory, its rows fail: %s", batch.step_id, error)
             for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
