@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class ParallelRunner(DeviceRunner):
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
         size = config.tensor_parallel_size
-        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
+        store: Any = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = multiprocessing.get_context("spawn")
         self._followers: list[BaseProcess] = [
             context.Process(target=_follow, args=(config, rank, size, store.port), name=f"rank-{rank}", daemon=True)
@@ -72,12 +73,12 @@ def end_worker(lost: Sequence[str]) -> None:
 
 
 def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
-    store = dist.TCPStore(HOST, port, size, is_master=False)
+    store: Any = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
     DeviceRunner(config, None, _join(rank, size, store)).follow()
     dist.destroy_process_group()
 
 
-def _join(rank: int, size: int, store: dist.Store) -> Group:
+def _join(rank: int, size: int, store: Any) -> Group:
     """Meets the other ranks: NCCL between devices, gloo for messages and where there is no device."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
