@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How many streamed tokens one gateway process delivers, to 256 clients of which some are slow.
 
-    python bench/gateway.py [--seconds 15] [--clients 256] [--slow 32] [--steps-per-s 62.5,150]
+    python bench/gateway.py [--seconds 15] [--clients 256] [--slow 32] [--steps-per-s 70,150] [--realtime]
 
 A scheduler that only paces (bench/pacing_scheduler.py), one real gateway, and the clients in a third process: fast ones
 read as they can, slow ones a message every quarter second over connections with small windows. One run per pace; the
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=12.0, help="seconds before that")
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--slow", type=int, default=32, help="how many of the clients are slow")
-    parser.add_argument("--steps-per-s", default="62.5,150", help="tokens per second of each stream, per run")
+    parser.add_argument("--steps-per-s", default="70,150", help="tokens per second of each stream, per run")
     parser.add_argument("--gateway-flags", default="", help="more flags of quire-gateway, in one argument")
     parser.add_argument("--realtime", action="store_true", help="run before everything else on this machine (as root)")
     parser.add_argument("--target", help=argparse.SUPPRESS)
