@@ -8,8 +8,9 @@ Stack: `quire up` (gateway, scheduler, one worker) and one client process (`quir
 In-process: bench/worker.py, the same engine with the same threads, no scheduler and no RPC. Peers run in their own
 virtual environment ($PEERS_VENV, default .peers; made by scripts/install_peers), on the same cores; one that is missing
 is reported as null. Figures are the best of --repeats runs after one that is not counted; stack and engine take turns,
-as the mood of a machine changes. `cpu` is the part of a core that each process used. The last line is one JSON object:
-W1's figures, the others under their names.
+as the mood of a machine changes. `cpu` is the part of a core that each process used, `cpu_ratio` compares output tokens
+per second of processor time, which other programs disturb less than `ratio`. The last line is one JSON object: W1's
+figures, the others under their names.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
 PEER_TIMEOUT_S = 600.0
 PEERS = ("vllm", "transformers", "llama")
+INT8_WORKLOAD = "w2"  # whose model is large enough for int8 weights to matter
 
 
 def main() -> None:
@@ -77,27 +79,44 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
         ask_stack(services, requests, "warm-up")
         for i in range(args.repeats):
             stack.append(ask_stack(services, requests, str(i)))
-            inproc.append(engine_tok_s(name, args))
-    best = max(stack, key=lambda result: float(result["output_tokens_per_s"]))
+            inproc.append(engine_speed(name, args))
+    best = fastest(stack)
+    inproc_tok_s = max(speed["tok_s"] for speed in inproc)
+    stack_per_cpu_s = max(result["tok_per_cpu_s"] for result in stack)
     figures = {
         "stack_tok_s": round(best["output_tokens_per_s"], 1),
-        "inproc_tok_s": max(inproc),
-        "ratio": round(best["output_tokens_per_s"] / max(inproc), 3),
+        "inproc_tok_s": inproc_tok_s,
+        "ratio": round(best["output_tokens_per_s"] / inproc_tok_s, 3),
+        "cpu_ratio": round(stack_per_cpu_s / max(speed["tok_per_cpu_s"] for speed in inproc), 3),
         "cpu": best["cpu"],
         "ttft_p50_ms": best["ttft_ms"]["p50"],
     }
     if workload.shared_len:
-        with running_stack(model, args, scratch, "--no-prefix-caching") as services:
-            ask_stack(services, requests, "warm-up")
-            cold = ask_stack(services, requests, "cold")
+        cold = another_stack(model, requests, args, scratch, "--no-prefix-caching")
         figures["no_cache_tok_s"] = round(cold["output_tokens_per_s"], 1)
         figures["no_cache_ttft_p50_ms"] = cold["ttft_ms"]["p50"]
         figures["ttft_gain"] = round(cold["ttft_ms"]["p50"] / best["ttft_ms"]["p50"], 2)
+    if name == INT8_WORKLOAD:
+        int8 = another_stack(model, requests, args, scratch, "--quantize", "int8")
+        figures["int8_tok_s"] = round(int8["output_tokens_per_s"], 1)
     for peer in peers:
         figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
+    if name == INT8_WORKLOAD and "llama" in peers:
+        figures["llama_cpp_q8_tok_s"] = peer_tok_s("llama_q8", model, requests, args)
     for key, value in figures.items():
         tell(f"  {key:24} {value}")
     return figures
+
+
+def another_stack(model: Path, requests: Path, args: argparse.Namespace, scratch: Path, *flags: str) -> dict[str, Any]:
+    """The best of some runs of a stack with other flags."""
+    with running_stack(model, args, scratch, *flags) as services:
+        ask_stack(services, requests, "warm-up")
+        return fastest([ask_stack(services, requests, str(i)) for i in range(args.repeats)])
+
+
+def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return max(results, key=lambda result: float(result["output_tokens_per_s"]))
 
 
 def write_requests(path: Path, workload: Workload) -> Path:
@@ -161,7 +180,8 @@ def ask_stack(services: dict[str, Any], requests: Path, salt: str) -> dict[str, 
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     result = quire_bench(requests, "--target", services["target"], "--cache-salt", salt)
     used = {name: round((cpu_s(pid) - before[name]) / result["duration_s"], 2) for name, pid in pids.items()}
-    return result | {"cpu": used | {"client": round(result["client_cpu"], 2)}}
+    used["client"] = round(result["client_cpu"], 2)
+    return result | {"cpu": used, "tok_per_cpu_s": result["output_tokens_per_s"] / sum(used.values())}
 
 
 def cpu_s(pid: int) -> float:
@@ -187,11 +207,11 @@ def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
     return last_json([sys.executable, *command, *flags])
 
 
-def engine_tok_s(name: str, args: argparse.Namespace) -> float:
-    """The same engine without scheduler and RPC."""
+def engine_speed(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """The same engine without scheduler and RPC: tok_s and tok_per_cpu_s."""
     flags = ["--workloads", name, "--numbers", "bfloat16", "--threads", str(args.threads), "--repeats", "1"]
     flags += ["--no-padded", "--max-num-batched-tokens", str(args.max_num_batched_tokens)]
-    return float(last_json([sys.executable, "bench/worker.py", *flags])[name]["bfloat16"]["tok_s"])
+    return dict(last_json([sys.executable, "bench/worker.py", *flags])[name]["bfloat16"])
 
 
 def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:
@@ -222,15 +242,15 @@ def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namesp
     return float(last_json([str(word) for word in command], environment, PEER_TIMEOUT_S)["tok_s"])
 
 
-def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
+def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: str = "bf16") -> float:
     """llama.cpp's server with a slot per request, measured over HTTP by the same `quire bench`."""
     venv = Path(args.peers_venv)
     server = venv / "bin/llama-server"
     if not server.exists():
         raise RuntimeError(f"{server} is not there (scripts/install_peers --llama builds it)")
-    gguf = model.with_suffix(".gguf")
+    gguf = model.with_suffix(f".{weights}.gguf")
     if not gguf.exists():
-        make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf]
+        make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf, weights]
         subprocess.run([str(word) for word in make], check=True, capture_output=True, timeout=PEER_TIMEOUT_S)
     port = free_ports(1)[0]
     num_slots = len(requests.read_text().splitlines())
@@ -247,6 +267,11 @@ def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
     finally:
         process.kill()
         process.wait()
+
+
+def llama_q8_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
+    """The same with 8-bit weights."""
+    return llama_tok_s(model, requests, args, "q8_0")
 
 
 def _wait_http(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -281,7 +306,12 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-RUN_PEER = {"vllm": vllm_tok_s, "transformers": transformers_tok_s, "llama": llama_tok_s}
+RUN_PEER = {
+    "vllm": vllm_tok_s,
+    "transformers": transformers_tok_s,
+    "llama": llama_tok_s,
+    "llama_q8": llama_q8_tok_s,
+}
 PEER_KEYS = {"vllm": "vllm_cpu_tok_s", "transformers": "transformers_cb_tok_s", "llama": "llama_cpp_tok_s"}
 
 if __name__ == "__main__":

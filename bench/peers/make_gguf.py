@@ -1,6 +1,6 @@
 """A checkpoint of bench/workloads.py (Qwen3, bf16, tied embeddings) as GGUF for llama.cpp. Runs in the peers' venv.
 
-    $PEERS_VENV/bin/python bench/peers/make_gguf.py MODEL_DIR OUT.gguf
+    $PEERS_VENV/bin/python bench/peers/make_gguf.py MODEL_DIR OUT.gguf [bf16|q8_0]
 
 The checkpoint has no tokenizer and llama.cpp wants one: every id gets a made-up word.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import gguf.quants
 import torch
 from safetensors.torch import load_file
 
@@ -34,10 +35,11 @@ NAMES = {
 
 def main() -> None:
     folder, out = Path(sys.argv[1]), sys.argv[2]
+    weights = sys.argv[3] if len(sys.argv) > 3 else "bf16"
     writer = gguf.GGUFWriter(out, "qwen3")
     add_settings(writer, json.loads((folder / "config.json").read_text()))
     for name, tensor in load_file(folder / "model.safetensors").items():
-        add_tensor(writer, name.removeprefix("model.").removesuffix(".weight"), tensor)
+        add_tensor(writer, name.removeprefix("model.").removesuffix(".weight"), tensor, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,13 +75,17 @@ def byte_alphabet() -> str:
     return "".join(map(chr, shown)) + "".join(chr(256 + i) for i in range(len(hidden)))
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
-    """Norms in float32 as llama.cpp wants them, matrices in bf16."""
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, weights: str) -> None:
+    """Norms in float32 as llama.cpp wants them, matrices in bf16 or in 8 bits."""
     _, _, in_layer = name.partition("layers.")
     number, _, part = in_layer.partition(".")
     target = f"blk.{number}.{NAMES[part]}.weight" if in_layer else f"{NAMES[name]}.weight"
     if tensor.dim() == 1:
         writer.add_tensor(target, tensor.float().numpy())
+        return
+    if weights == "q8_0":
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(target, gguf.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
         return
     data = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
     writer.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
