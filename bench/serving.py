@@ -35,8 +35,8 @@ from quire_client.cli.stack import free_ports
 from bench.workloads import WORKLOADS, Workload, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
+MODELS = ROOT / ".cache" / "bench"  # always the same path: vLLM finds what it compiled for it
 START_TIMEOUT_S = 120.0
-PEER_TIMEOUT_S = 600.0
 PEERS = ("vllm", "transformers", "llama")
 INT8_WORKLOAD = "w2"  # whose model is large enough for int8 weights to matter
 
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="of worker and engine")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers-venv", default=os.environ.get("PEERS_VENV", str(ROOT / ".peers")))
+    parser.add_argument("--peer-timeout-s", type=float, default=420.0, help="a peer that takes longer is not measured")
     parser.add_argument("--log-dir", help="keep the services' logs here")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -58,6 +59,7 @@ def main() -> None:
         parser.error(
             f"unknown: {', '.join(sorted(unknown))}; peers are {', '.join(PEERS)}, workloads {list(WORKLOADS)}"
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.workloads.split(","):
@@ -69,8 +71,8 @@ def main() -> None:
 def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: Path) -> dict[str, Any]:
     """All figures of one workload."""
     workload = WORKLOADS[name]()
-    model = scratch / f"model-{workload.model['hidden_size']}"
-    if not model.exists():
+    model = MODELS / f"hidden-{workload.model['hidden_size']}"
+    if not (model / "config.json").exists():  # written last
         make_model(model, workload.model)
     requests = write_requests(scratch / f"{name}.jsonl", workload)
     tell(f"{name}: {len(workload.requests)} requests, {workload.num_output} output tokens")
@@ -99,12 +101,11 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
     if name == INT8_WORKLOAD:
         int8 = another_stack(model, requests, args, scratch, "--quantize", "int8")
         figures["int8_tok_s"] = round(int8["output_tokens_per_s"], 1)
-    for peer in peers:
-        figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
-    if name == INT8_WORKLOAD and "llama" in peers:
-        figures["llama_cpp_q8_tok_s"] = peer_tok_s("llama_q8", model, requests, args)
     for key, value in figures.items():
         tell(f"  {key:24} {value}")
+    for peer in [*peers, *(["llama_q8"] if name == INT8_WORKLOAD and "llama" in peers else [])]:
+        figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
+        tell(f"  {PEER_KEYS[peer]:24} {figures[PEER_KEYS[peer]]}")
     return figures
 
 
@@ -239,7 +240,7 @@ def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namesp
     command = [venv / "bin/python", ROOT / "bench/peers" / script, model, requests, "--threads", args.threads, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["VLLM_CACHE_ROOT"] = str(venv / "cache")  # what torch.compile made is there for the next time
-    return float(last_json([str(word) for word in command], environment, PEER_TIMEOUT_S)["tok_s"])
+    return float(last_json([str(word) for word in command], environment, args.peer_timeout_s)["tok_s"])
 
 
 def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: str = "bf16") -> float:
@@ -251,16 +252,16 @@ def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: 
     gguf = model.with_suffix(f".{weights}.gguf")
     if not gguf.exists():
         make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf, weights]
-        subprocess.run([str(word) for word in make], check=True, capture_output=True, timeout=PEER_TIMEOUT_S)
+        subprocess.run([str(word) for word in make], check=True, capture_output=True, timeout=args.peer_timeout_s)
     port = free_ports(1)[0]
     num_slots = len(requests.read_text().splitlines())
     command = [server, "-m", gguf, "--port", port, "-t", args.threads, "-np", num_slots, "-c", 1280 * num_slots]
     command += ["--no-webui", "-b", 2048, "-ub", 512]
-    with (model.parent / "llama.log").open("w") as log:
+    with model.with_suffix(".llama.log").open("w") as log:
         process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_http(process, f"{url}/health", model.parent / "llama.log")
+        _wait_http(process, f"{url}/health", model.with_suffix(".llama.log"))
         flags = ("--backend", "openai", "--base-url", url, "--extra-body", json.dumps({"cache_prompt": True}))
         quire_bench(requests, *flags, "--num-prompts", "4")
         return float(quire_bench(requests, *flags)["output_tokens_per_s"])
@@ -312,7 +313,12 @@ RUN_PEER = {
     "llama": llama_tok_s,
     "llama_q8": llama_q8_tok_s,
 }
-PEER_KEYS = {"vllm": "vllm_cpu_tok_s", "transformers": "transformers_cb_tok_s", "llama": "llama_cpp_tok_s"}
+PEER_KEYS = {
+    "vllm": "vllm_cpu_tok_s",
+    "transformers": "transformers_cb_tok_s",
+    "llama": "llama_cpp_tok_s",
+    "llama_q8": "llama_cpp_q8_tok_s",
+}
 
 if __name__ == "__main__":
     main()
