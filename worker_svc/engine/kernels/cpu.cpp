@@ -88,20 +88,44 @@ struct QkvShape {
   int64_t q_heads, kv_heads, head_dim, block_size;
 };
 
+template <typename T> INLINE v16 round16(v16 x) {
+  T rounded[kLanes];
+  store16(rounded, x);
+  return load16(rounded);
+}
+
 template <typename T>
 INLINE void norm_rope_head(const T* x, const T* weight, const float* cos, const float* sin, int64_t head_dim, float eps,
-                           float* out) {
-  for (int64_t d = 0; d < head_dim; d++) out[d] = to_float(x[d]);
-  if (weight) {
-    const float scale = 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + eps);
-    for (int64_t d = 0; d < head_dim; d++) out[d] = round_to<T>(round_to<T>(out[d] * scale) * to_float(weight[d]));
-  }
+                           T* out) {
   const int64_t half = head_dim / 2;
-  for (int64_t d = 0; d < half; d++) {
-    const float a = out[d], b = out[d + half];
-    out[d] = a * cos[d] - b * sin[d];
-    out[d + half] = b * cos[d] + a * sin[d];
+  const float scale = weight ? 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + eps) : 1.f;
+  auto normed16 = [&](int64_t d) {
+    const v16 v = load16(x + d);
+    return weight ? round16<T>(round16<T>(v * scale) * load16(weight + d)) : v;
+  };
+  auto normed1 = [&](int64_t d) {
+    const float v = to_float(x[d]);
+    return weight ? round_to<T>(round_to<T>(v * scale) * to_float(weight[d])) : v;
+  };
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const v16 a = normed16(d), b = normed16(d + half), c = load16(cos + d), s = load16(sin + d);
+    store16(out + d, a * c - b * s);
+    store16(out + d + half, b * c + a * s);
   }
+  for (; d < half; d++) {
+    const float a = normed1(d), b = normed1(d + half);
+    out[d] = from_float<T>(a * cos[d] - b * sin[d]);
+    out[d + half] = from_float<T>(b * cos[d] + a * sin[d]);
+  }
+}
+
+// One key, or one value, into its block. `width` is 2 in a block of pairs, else 1.
+template <typename T, int width> INLINE void store_key(const T* key, int64_t dim, int64_t block_size, T* out) {
+  for (int64_t d = 0; d < dim; d += width) memcpy(out + d * block_size, key + d, width * sizeof(T));
+}
+template <typename T, int width> INLINE void store_value(const T* value, int64_t dim, T* out) {
+  for (int64_t d = 0; d < dim; d++) out[d * width] = value[d];
 }
 
 template <typename T>
@@ -112,25 +136,27 @@ void qk_norm_rope_store(const T* qkv, const T* q_norm, const T* k_norm, const fl
   const int64_t width = is_paired<T>(s.block_size) ? 2 : 1;
 #pragma omp parallel num_threads(threads) if (threads > 1 && n * heads * dim > kSerialWork)
   {
-    std::vector<float> head(dim);
+    std::vector<T> key(dim);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; i++) {
       const T* x = qkv + i * heads * dim;
       const float *c = cos + positions[i] * half, *sn = sin + positions[i] * half;
       const int64_t block = slots[i] / s.block_size, offset = slots[i] % s.block_size;
       for (int64_t h = 0; h < s.q_heads; h++) {
-        norm_rope_head(x + h * dim, q_norm, c, sn, dim, eps, head.data());
-        T* q = q_out + (i * s.q_heads + h) * dim;
-        for (int64_t d = 0; d < dim; d++) q[d] = from_float<T>(head[d]);
+        norm_rope_head(x + h * dim, q_norm, c, sn, dim, eps, q_out + (i * s.q_heads + h) * dim);
       }
       for (int64_t h = 0; h < s.kv_heads; h++) {
-        norm_rope_head(x + (s.q_heads + h) * dim, k_norm, c, sn, dim, eps, head.data());
-        T* k = k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
-        for (int64_t d = 0; d < dim; d += width)
-          for (int64_t i = 0; i < width; i++) k[d * s.block_size + i] = from_float<T>(head[d + i]);
+        norm_rope_head(x + (s.q_heads + h) * dim, k_norm, c, sn, dim, eps, key.data());
         const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
+        T* k = k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
         T* v = v_cache + ((block * s.kv_heads + h) * s.block_size + offset / width * width) * dim + offset % width;
-        for (int64_t d = 0; d < dim; d++) v[d * width] = value[d];
+        if (width == 2) {
+          store_key<T, 2>(key.data(), dim, s.block_size, k);
+          store_value<T, 2>(value, dim, v);
+        } else {
+          store_key<T, 1>(key.data(), dim, s.block_size, k);
+          store_value<T, 1>(value, dim, v);
+        }
       }
     }
   }
