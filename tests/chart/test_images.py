@@ -17,8 +17,8 @@ from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
 from tests.chart.chart import ROOT, program, render
-from tests.processes.children import start_child
 from tests.processes.ports import free_port
+from tests.processes.stack import Service
 
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -166,18 +166,21 @@ async def test_the_three_environments_serve_together(environments: dict[str, Pat
         ],
     }
     clean = ["env", "-i", f"HOME={tmp_path}", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
-    processes = []
-    for service, port in ports.items():
-        command = [str(environments[service] / "bin" / f"quire-{service}"), f"--listen=127.0.0.1:{port}"]
-        processes.append(start_child([*clean, *command, *flags[service]], tmp_path / f"{service}.log"))
+    services = []
+    for name, port in ports.items():
+        address = f"127.0.0.1:{port}"
+        command = [*clean, str(environments[name] / "bin" / f"quire-{name}"), f"--listen={address}", *flags[name]]
+        services.append(Service(name, command, address, tmp_path / f"{name}.log"))
     try:
-        async with await AsyncClient.connect(f"127.0.0.1:{ports['gateway']}", timeout_s=120.0) as client:
+        for service in services:
+            service.start()
+        services[0].wait_ready()  # the gateway, once a model can be asked for
+        async with await AsyncClient.connect(services[0].address, timeout_s=120.0) as client:
             result = await client.chat("Who are you?", temperature=0)
-            assert result.text == demo_answer("Who are you?")
+        assert result.text == demo_answer("Who are you?")
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for service in filter(lambda service: service.is_running, services):
+            service.kill()
 
 
 def kernel_cache() -> Path:
