@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers-venv", default=os.environ.get("PEERS_VENV", str(ROOT / ".peers")))
     parser.add_argument("--peer-timeout-s", type=float, default=420.0, help="a peer that takes longer is not measured")
+    parser.add_argument("--stack-flags", default="", help='more flags of quire up, e.g. "--chunk-interval-ms 20"')
     parser.add_argument("--log-dir", help="keep the services' logs here")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -152,7 +154,7 @@ def running_stack(model: Path, args: argparse.Namespace, scratch: Path, *flags: 
         "--max-num-batched-tokens",
         args.max_num_batched_tokens,
     ]
-    command += ["--kv-cache-memory", "2G", "--max-model-len", 2048, *flags]
+    command += ["--kv-cache-memory", "2G", "--max-model-len", 2048, *shlex.split(args.stack_flags), *flags]
     if args.log_dir:
         command += ["--log-dir", args.log_dir]
     with (scratch / "up.log").open("w") as log:
