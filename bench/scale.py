@@ -148,22 +148,23 @@ def main() -> None:
     args = parser.parse_args()
     num_rows, num_steps = args.workers * args.rows, args.workers * args.steps
     figures = {}
-    for phase, mean_output in (("steady", None), ("churn", args.mean_output)):
+    phases = {"steady": None, "churn": args.mean_output}
+    for phase, mean_output in phases.items() if not args.profile else [("churn", args.mean_output)]:
         print(f"{phase}: {args.workers} workers are filled with {num_rows} sequences", flush=True)
         cluster = Cluster(args.workers, args.rows)
         fill(cluster, num_rows, mean_output)
         if mean_output is not None:
             cluster.add_some(args.waiting, mean_output)
-            if args.profile:
-                profile(cluster, num_steps, mean_output)
-                return
+        if args.profile:
+            profile(cluster, num_steps, mean_output)
+            return
         figures[phase] = measure(cluster, num_steps, mean_output)
         print(f"  {figures[phase]}", flush=True)
         del cluster
     print(json.dumps(figures))
 
 
-def profile(cluster: Cluster, num_steps: int, mean_output: int) -> None:
+def profile(cluster: Cluster, num_steps: int, mean_output: int | None) -> None:
     profiler = cProfile.Profile()
     profiler.runcall(measure, cluster, num_steps, mean_output)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)

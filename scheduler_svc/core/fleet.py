@@ -196,7 +196,7 @@ class Fleet:
             seq.num_cached_at = np.array(counts, dtype=np.int64)
             seq.looked_at = (self._version, self._pass, now)
             return
-        if last_pass == self._pass - 1:
+        if last_pass == self._pass - 1 and when == now:
             return  # when it joined the queue, since when nothing has happened
         for i in np.flatnonzero(self._is_ready).tolist():
             seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)

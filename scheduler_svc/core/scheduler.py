@@ -506,9 +506,10 @@ class Scheduler:
         Ends when nobody could take more: a queue of thousands costs no more than one of a few.
         """
         placed: dict[str, list[Sequence]] = {}
-        if not len(self._waiting):
+        is_mixed = len(self._priorities) > 1
+        if not len(self._waiting) or not (is_mixed or any(worker.num_free_rows > 0 for worker in self._ready.values())):
             return placed
-        self._fleet.begin(self._ready.values(), is_mixed=len(self._priorities) > 1)
+        self._fleet.begin(self._ready.values(), is_mixed=is_mixed)
         moved: list[tuple[Sequence, float]] = []
         num_passed = 0
         for seq in self._waiting if self._fleet.num_takers else ():
