@@ -42,6 +42,9 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
+# What differs little from a variant that --short keeps.
+LEFT_OUT = ("gelu", "bias=True", "4096", "list 0.6b prefill", "list 0.6b exact", "norm=False", "sums 0", "descend 1")
+LEFT_OUT_PAGES = ("prefill page 16", "exact page 16")
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
 
@@ -201,6 +204,8 @@ def main() -> None:
     print(f"triton {triton.__version__}, sm_{TARGET.arch}")
     is_short = "--short" in sys.argv
     for variant in variants(models=["0.6b"], pages=[16, 256]) if is_short else variants():
+        if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
+            continue
         report = compile_variant(variant)
         reports.append(report)
         verdict = "" if report.is_within_bounds else "  BEYOND THE BOUNDS"
