@@ -74,6 +74,10 @@ class Rows:
         self.prompts = prompts
         self.size = runner.info.block_size
         self.blocks = -(-(max(map(len, prompts)) + room) // self.size)
+        if self.blocks * len(prompts) > runner.info.num_blocks:
+            raise RuntimeError(
+                f"{len(prompts)} rows need {self.blocks * len(prompts)} blocks, {runner.info.num_blocks} fit"
+            )
         self.computed = np.full(len(prompts), computed, np.int64)
         self.step_id = 0
         self._opens = [self._open(i, computed) for i in range(len(prompts))]
@@ -182,6 +186,8 @@ def decode_steps(report: Report) -> None:
             [(3, 30)] if report.is_smoke else [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
         ):
             ms = time_decode(runner, report, num_rows, context)
+            if ms is None:
+                continue
             report.row("decode_steps", f"B {num_rows} ctx {context}", ms=ms, note=f"{num_rows / ms * 1e3:.0f} tok/s")
             report.figures[f"step_ms_b{num_rows}_ctx{context}"] = ms
         graphs, runner._compute._graphs = runner._compute._graphs, {}
@@ -196,6 +202,8 @@ def exact_cost(report: Report) -> None:
         runner = load(make_checkpoint(Path(scratch), report), report, determinism="exact")
         for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (32, 512), (256, 512), (256, 4096)]:
             ms = time_decode(runner, report, num_rows, context)
+            if ms is None:
+                continue
             fast = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
             report.row(
                 "exact_cost", f"B {num_rows} ctx {context}", ms=ms, note=f"{ms / fast:.2f} of fast" if fast else ""
@@ -228,15 +236,20 @@ def decode_tokens(runner: DeviceRunner, report: Report) -> list[list[int]]:
     return [rows.launch(dict.fromkeys(range(len(prompts)), 1)).result().token_ids.tolist() for _ in range(8)]
 
 
-def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: int) -> float:
-    """Milliseconds of a step in a row of steps, two in flight. What the blocks hold does not matter for time."""
+def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: int) -> float | None:
+    """Milliseconds of a step in a row of steps, two in flight; None where the pool is too small. What the blocks hold
+    does not matter for time."""
     steps = 3 if report.is_smoke else 40
     rng = np.random.default_rng(0)
+    if num_rows * -(-(context + steps + 8) // runner.info.block_size) > runner.info.num_blocks:
+        report.row("decode_steps", f"B {num_rows} ctx {context}", note="left out: the pool is too small")
+        return None
     prompts = [rng.integers(3, runner.info.vocab_size, context).tolist() for _ in range(num_rows)]
     rows = Rows(runner, prompts, room=steps + 8, computed=context - 1)
     counts = dict.fromkeys(range(num_rows), 1)
     for _ in range(4):
-        rows.launch(counts).result()
+        if errors := rows.launch(counts).result().errors:
+            raise RuntimeError(str(errors[0]))
     started = time.perf_counter()
     before = rows.launch(counts)
     for _ in range(steps - 1):
