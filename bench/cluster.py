@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How good placement, admission order and eviction are: a simulated cluster on virtual time around the real core.
+"""How good placement and admission order are: a simulated cluster on virtual time around the real core.
 
     python bench/cluster.py [--seconds 60] [--workloads chat,templates,agents] [--trace FILE]
 
