@@ -95,17 +95,25 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def wheels_at_hand() -> str:
+    """A folder of wheels that this machine's pip is told to look into; empty if it is told of none."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return os.environ.get("PIP_FIND_LINKS") or found.stdout.strip()
+
+
 def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
     """Run a build stage's commands with /opt/quire in `home`. Returns the environment's folder."""
     environment = home / "quire"
     arguments = dict(rest.split("=", 1) for word, rest in stage if word == "ARG")
-    if wheels := os.environ.get("PIP_FIND_LINKS"):
-        # Wheels at hand: the CPU build of torch may be among them, and its own index is not needed.
+    if wheels := wheels_at_hand():
+        # The CPU build of torch may be among them, and its own index is not needed.
         arguments |= {"UV_FIND_LINKS": wheels, "TORCH_INDEX": "https://pypi.org/simple"}
     for word, rest in stage:
         if word == "RUN":
             script = rest.replace("/opt/quire", str(environment))
             variables = os.environ | arguments | {"UV_PYTHON": sys.executable, "UV_LINK_MODE": "hardlink"}
+            variables["UV_SYSTEM_CERTS"] = "1"  # what pip trusts on this machine
             variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             done = subprocess.run(["bash", "-ec", script], cwd=context, env=variables, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
