@@ -33,14 +33,14 @@ def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     return xxh3_128_digest(head + root_salt + root_key)
 
 
-def block_digest(parent: bytes, block_tokens: U32Column) -> bytes:
-    """Digest of one full block whose prefix has digest `parent`."""
-    return xxh3_128_digest(parent + _little_endian(block_tokens))
+def block_digest(parent: bytes, block_bytes: bytes) -> bytes:
+    """Digest of one full block, as `token_bytes` gives it, whose prefix has digest `parent`."""
+    return xxh3_128_digest(parent + block_bytes)
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
     """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
-    data = _little_endian(token_ids)
+    data = token_bytes(token_ids)
     stride = 4 * block_size
     parent = digests[-1] if digests else root
     for start in range(len(digests) * stride, len(data) - stride + 1, stride):
@@ -57,7 +57,8 @@ def compute_hash(token_ids: Sequence[int], parent: int | None = None) -> int:
     return state.intdigest()
 
 
-def _little_endian(column: U32Column) -> bytes:
+def token_bytes(column: U32Column) -> bytes:
+    """Token ids as little-endian uint32: what is digested."""
     data = column.tobytes()
     if sys.byteorder == "little":
         return data

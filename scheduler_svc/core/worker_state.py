@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prefix_index.hashing import block_digest, extend_digests, root_digest
+from prefix_index.hashing import block_digest, extend_digests, root_digest, token_bytes
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
@@ -501,19 +501,15 @@ class WorkerState:
         tokens = r.tokens[rows[:, None], ends[:, None] + np.arange(-bs, 0)]  # [len(rows), block_size]
         indices = ends // bs - 1
         blocks = r.table[rows, indices].tolist()
-        digests = [
-            self._digest_at(r.sequence(row), index, tokens[i])
-            for i, (row, index) in enumerate(zip(rows.tolist(), indices.tolist(), strict=True))
-        ]
+        data, stride, digests = token_bytes(tokens), 4 * bs, []
+        for i, (row, index) in enumerate(zip(rows.tolist(), indices.tolist(), strict=True)):
+            seq = r.sequence(row)
+            if index == len(seq.digests):  # its last token was sampled: unknown until now
+                parent = seq.digests[-1] if seq.digests else self._root(seq)
+                seq.digests.append(block_digest(parent, data[i * stride : (i + 1) * stride]))
+            digests.append(seq.digests[index])
         taken = self.pool.register(blocks, digests, tokens)
         self._commits += self.pool.commit([(blocks[i], digests[i]) for i in taken])
-
-    def _digest_at(self, seq: Sequence, index: int, block_tokens: U32) -> bytes:
-        """Digest of a full block, which may be the first that the sequence's chain does not have yet."""
-        digests = seq.digests
-        if index == len(digests):
-            digests.append(block_digest(digests[-1] if digests else self._root(seq), block_tokens))
-        return digests[index]
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""

@@ -185,7 +185,7 @@ def hash_without_parent(patch: Patch) -> None:
     def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
         while (len(digests) + 1) * block_size <= len(tokens):
             start = len(digests) * block_size
-            digests.append(hashing.block_digest(root, tokens[start : start + block_size]))
+            digests.append(hashing.block_digest(root, hashing.token_bytes(tokens[start : start + block_size])))
 
     wrap(patch, worker_state, "extend_digests", extend)
     trust_digests(patch)
