@@ -41,7 +41,7 @@ NUM_WORKERS = 8
 BLOCK_SIZE = 32
 TRACE_BLOCK_SIZE = 512
 VOCAB = 1 << 31
-IN_ORDER = {"aging_tokens_per_s": float("inf"), "max_bypass": 1 << 30}
+PLAIN = {"aging_tokens_per_s": float("inf"), "max_bypass": 1 << 30, "reuse_bonus": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Pooled(Policy):
     is_pooled = True
 
     def make(self, config: SchedulerConfig) -> Scheduler:
-        return Scheduler(replace(config, **IN_ORDER))
+        return Scheduler(replace(config, **PLAIN))
 
 
 class Router(Policy):
@@ -211,7 +211,7 @@ class Router(Policy):
         self._pick = pick
 
     def make(self, config: SchedulerConfig) -> Scheduler:
-        config = replace(config, **IN_ORDER)
+        config = replace(config, **PLAIN)
         scheduler = Scheduler(config)
         scheduler._fleet = self._fleet = BoundOnArrival(config, self._pick)
         return scheduler

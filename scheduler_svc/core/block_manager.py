@@ -3,7 +3,8 @@
 A block is in exactly one place:
 
     empty    holds nothing                     taken first, oldest first
-    cached   holds a prefix nobody uses now    taken last, least recently used first
+    cached   holds a prefix nobody uses now    taken last, least recently used first; what was ever hit counts as used
+                                               `reuse_bonus` pools of blocks later than it was
     used     ref count > 0                     never taken
 
 A block that holds a prefix is *pending* from the moment its step is planned until that step is acknowledged: it may
@@ -31,7 +32,9 @@ class BlockManager:
     Without `prefix_caching` no block ever holds a prefix: only samples of one request share blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, reuse_bonus: float = 0.0
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
         self.num_blocks = num_blocks
@@ -39,7 +42,11 @@ class BlockManager:
         self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
         self._empty: deque[int] = deque(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, int] = OrderedDict()  # never hit -> when it was put back
+        self._reused: OrderedDict[int, int] = OrderedDict()  # hit before -> when it was put back
+        self._clock = 0  # blocks put back so far
+        self._bonus = int(reuse_bonus * num_blocks)
+        self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.zeros((num_blocks, block_size), dtype=np.uint32)
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -51,7 +58,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated: empty or cached."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) + len(self._reused)
 
     @property
     def num_empty(self) -> int:
@@ -59,7 +66,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._reused)
 
     @property
     def num_used(self) -> int:
@@ -135,6 +142,7 @@ class BlockManager:
         if digest is None:
             return
         self._digest_of[block] = None
+        self._was_hit[block] = False
         del self._block_of[digest]
         if block in self._committed:
             self._committed.remove(block)
@@ -147,7 +155,7 @@ class BlockManager:
             return False
         self.commit([(block, digest)])
         self._empty.remove(block)
-        self._cached[block] = None
+        self._put_back(block)
         return True
 
     def take_events(self) -> list[tuple[bytes, bool]]:
@@ -168,7 +176,15 @@ class BlockManager:
         refs = self.refs[blocks]
         for block in blocks[refs == 0].tolist():
             self._cached.pop(block, None)
+            self._reused.pop(block, None)
         self.refs[blocks] = refs + 1
+
+    def hit(self, blocks: I64) -> None:
+        """A sequence uses what `match` found. Never called for forks: their blocks need not hold the prefix themselves,
+        and then the head of a chain would go before its tail.
+        """
+        self.share(blocks)
+        self._was_hit[blocks] = True
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
@@ -177,14 +193,22 @@ class BlockManager:
         take = self._empty.popleft if count <= len(self._empty) else self._take_one
         blocks = [take() for _ in range(count)]
         self.refs[blocks] = 1
+        self._was_hit[blocks] = False
         return blocks
 
     def _take_one(self) -> int:
         if self._empty:
             return self._empty.popleft()
-        block, _ = self._cached.popitem(last=False)
+        block, _ = self._goes_next().popitem(last=False)
         self.forget(block)
         return block
+
+    def _goes_next(self) -> OrderedDict[int, int]:
+        """The line whose head is evicted next."""
+        if not self._cached or not self._reused:
+            return self._cached or self._reused
+        never_hit, hit = (next(iter(line.values())) for line in (self._cached, self._reused))
+        return self._reused if hit + self._bonus < never_hit else self._cached
 
     def free(self, blocks: Sequence[int]) -> None:
         """One sequence less uses these blocks; pass a table tail first."""
@@ -198,7 +222,9 @@ class BlockManager:
 
     def _put_back(self, block: int) -> None:
         if block in self._committed:
-            self._cached[block] = None
+            self._clock += 1
+            line = self._reused if self._was_hit[block] else self._cached
+            line[block] = self._clock
             return
         self.forget(block)
         self._empty.append(block)
@@ -207,7 +233,8 @@ class BlockManager:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
-        empty, cached = set(self._empty), set(self._cached)
+        empty, cached = set(self._empty), set(self._cached) | set(self._reused)
+        assert len(cached) == len(self._cached) + len(self._reused), "a block is in both lines"
         used = set(np.flatnonzero(self.refs).tolist())
         assert len(empty) == len(self._empty), "a block is twice in the empty list"
         assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or lost"

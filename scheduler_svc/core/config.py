@@ -23,6 +23,7 @@ class SchedulerConfig:
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
     expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
     eos_token_ids: frozenset[int] = frozenset()
+    reuse_bonus: float = 2.0  # how much longer a prefix block stays that was ever hit, in turnovers of its pool
     prefix_caching: bool = True  # off: no request shares what another has computed
     root_salt: bytes = b""  # enters every hash chain: model revision, dtype
 
@@ -37,6 +38,8 @@ class SchedulerConfig:
             raise ValueError(f"aging_tokens_per_s is {self.aging_tokens_per_s}; must be above 0")
         if not self.placement_alpha >= 0:
             raise ValueError(f"placement_alpha is {self.placement_alpha}; must be at least 0")
+        if not self.reuse_bonus >= 0:
+            raise ValueError(f"reuse_bonus is {self.reuse_bonus}; must be at least 0")
         if not self.placement_slack >= 0:
             raise ValueError(f"placement_slack is {self.placement_slack}; must be at least 0")
         if not self.leave_part >= 0:

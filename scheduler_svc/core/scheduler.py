@@ -122,7 +122,13 @@ class Scheduler:
             )
         _check_same("block_size", capacity, self._model or capacity)
         _check_same("max_model_len", capacity, self._model or capacity)
-        worker = WorkerState(capacity, self.config.root_salt, next_step_id, prefix_caching=self.config.prefix_caching)
+        worker = WorkerState(
+            capacity,
+            self.config.root_salt,
+            next_step_id,
+            prefix_caching=self.config.prefix_caching,
+            reuse_bonus=self.config.reuse_bonus,
+        )
         worker.adopt(blocks)
         self._model = self._model or capacity
         self._workers[capacity.worker_id] = self._ready[capacity.worker_id] = worker

@@ -69,10 +69,18 @@ class WorkerState:
     """Books of one worker. The Scheduler decides who comes; this class knows how a step is made and undone."""
 
     def __init__(
-        self, capacity: WorkerCapacity, root_salt: bytes, next_step_id: int, *, prefix_caching: bool = True
+        self,
+        capacity: WorkerCapacity,
+        root_salt: bytes,
+        next_step_id: int,
+        *,
+        prefix_caching: bool = True,
+        reuse_bonus: float = 0.0,
     ) -> None:
         self.capacity = capacity
-        self.pool = BlockManager(capacity.num_blocks, capacity.block_size, prefix_caching=prefix_caching)
+        self.pool = BlockManager(
+            capacity.num_blocks, capacity.block_size, prefix_caching=prefix_caching, reuse_bonus=reuse_bonus
+        )
         self.rows = RowTable(capacity)
         self.flights: deque[Flight] = deque()
         self.answered_at = 0.0
@@ -178,7 +186,7 @@ class WorkerState:
         saved = len(hits) - unused
         if not self._peak_fits(seq, len(token_ids), limit, saved, watermark, mean_output):
             return False
-        self.pool.share(hits)
+        self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed))).astype(np.uint32)
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
         self.rows.saved_blocks[row] = saved

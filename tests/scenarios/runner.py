@@ -180,7 +180,8 @@ class Transcript:
 
     def do_cached(self, worker_id: str = "w") -> str:
         pool = self.scheduler._workers[worker_id].pool
-        return f"cached, next to go first: {list(pool._cached)}; empty: {list(pool._empty)}"
+        lines = (list(pool._cached), list(pool._reused), list(pool._empty))
+        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*lines)
 
     def do_stats(self) -> str:
         s = self.scheduler.stats()

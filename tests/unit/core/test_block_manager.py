@@ -119,3 +119,38 @@ def test_allocating_too_much_is_a_bug_that_says_so() -> None:
         pool.allocate(3)
     with pytest.raises(ValueError, match="0 blocks"):
         BlockManager(0, 16)
+
+
+def cache(pool: BlockManager, *digests: bytes) -> list[int]:
+    """Blocks that hold these prefixes and nobody uses any more."""
+    blocks = pool.allocate(len(digests))
+    for i, digest in enumerate(digests):
+        register(pool, blocks[i], digest, u32(i, i))
+        commit(pool, blocks[i], digest)
+    pool.free(blocks[::-1])
+    return blocks
+
+
+def test_what_was_hit_stays_longer_but_not_for_ever() -> None:
+    pool = BlockManager(4, 2, reuse_bonus=1.0)
+    (hot,) = cache(pool, A)
+    pool.hit(np.array([hot]))
+    pool.free([hot])
+    names = [bytes([i] * 16) for i in range(2, 20)]
+    for name in names[:4]:
+        cache(pool, name)
+    assert pool.match_len([A], 1) == 1  # least recently used, and it was hit
+    for name in names[4:]:
+        cache(pool, name)
+    assert pool.match_len([A], 1) == 0  # a pool of others has come since
+    pool.check_invariants()
+
+
+def test_without_a_bonus_the_least_recently_used_goes_first() -> None:
+    pool = BlockManager(2, 2)
+    (hot,) = cache(pool, A)
+    pool.hit(np.array([hot]))
+    pool.free([hot])
+    cache(pool, B)
+    cache(pool, bytes([2] * 16))
+    assert (pool.match_len([A], 1), pool.match_len([B], 1)) == (0, 1)
