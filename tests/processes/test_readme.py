@@ -1,0 +1,97 @@
+"""Every command and example of README.md: run against a real stack, or, where that needs what is not here, checked.
+
+The helm lines are tests/chart/test_docs.py's; `make demo` and `make test` are what CI does with a fresh clone.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quire_client import cli
+from quire_client.cli.arguments import make_parser
+from quire_client.demo import demo_model_dir
+
+from tests.processes.openai_server import openai_server
+from tests.processes.stack import ROOT, Stack
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = FENCE.findall((ROOT / "README.md").read_text())
+LINES = [
+    line
+    for language, text in BLOCKS
+    if not language and not text.startswith(" ")  # that is the drawing at the top
+    for line in text.replace("\\\n", " ").splitlines()
+    if line
+]
+QUIRE = [line for line in LINES if line.startswith("quire ")]
+SERVICES = [line for line in LINES if line.startswith("quire-")]
+BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
+ELSEWHERE = ("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ")
+LOAD = {"--num-prompts": "12", "--request-rate": "50", "--concurrency": "4"}  # the same, in less time
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Stack(tmp_path_factory.mktemp("readme")) as stack:
+        scheduler = stack.start_scheduler()
+        worker = stack.start_worker(scheduler, demo_model_dir(), "--kv-cache-memory", "64M")
+        gateway = stack.start_gateway(scheduler)
+        worker.wait_ready()
+        gateway.wait_ready()
+        yield gateway.address
+
+
+def test_every_line_is_looked_at() -> None:
+    others = set(LINES) - {*QUIRE, *SERVICES, *BUF}
+    assert QUIRE
+    assert SERVICES
+    assert BUF
+    assert [line for line in others if not line.startswith(ELSEWHERE)] == []
+
+
+@pytest.mark.parametrize("line", QUIRE)
+def test_quire_does_what_the_readme_says(line: str, target: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] == "up":
+        taken = {str(value) for value in vars(make_parser().parse_args(words)).values()}
+        assert set(words[2::2]) <= taken
+        return
+    monkeypatch.setenv("QUIRE_TARGET", target)
+    monkeypatch.chdir(tmp_path)
+    words = [LOAD.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    with openai_server() as server:
+        code = cli.main([word.replace("http://localhost:8000", server.url) for word in words])
+    assert (code, capsys.readouterr().out != "") == (0, True)
+
+
+@pytest.mark.parametrize("line", SERVICES)
+def test_services_know_the_flags(line: str) -> None:
+    name, *flags = shlex.split(line)
+    command = [sys.executable, "-m", f"{name.removeprefix('quire-')}_svc.server", *flags, "--print-config"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        (setting,) = re.findall(rf"^{flag.removeprefix('--')} = .*# flag.*$", shown, re.MULTILINE)
+        assert value.removeprefix("./") in setting
+
+
+@pytest.mark.parametrize("line", BUF)
+def test_buf_curl_streams_an_answer(line: str, target: str) -> None:
+    words = shlex.split(line.replace("localhost:50051", target))
+    command = [str(Path(sys.executable).with_name("buf")), *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert '"accepted"' in done.stdout
+    assert '"finished"' in done.stdout
+
+
+@pytest.mark.parametrize("code", [text for language, text in BLOCKS if language == "python"])
+def test_examples_run(code: str, target: str) -> None:
+    code = code.replace("localhost:50051", target)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
