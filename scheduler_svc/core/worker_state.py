@@ -255,7 +255,7 @@ class WorkerState:
         if run is None:
             return False
         if run.version != self.rows.version or not run.steps_left or len(run.full) > self.pool.num_free:
-            self._run = None
+            self._run = self._decoded = None  # a run has gone on since that step: nobody may begin there again
             return False
         if len(run.full):
             self._append_blocks(run.rows[run.full], plan)

@@ -1,0 +1,29 @@
+"""Steady decode goes on exactly where the last step ended, whatever came between."""
+
+import numpy as np
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+
+
+def test_a_row_that_had_no_block_for_a_while_goes_on_where_it_was() -> None:
+    scheduler = Scheduler(SchedulerConfig(watermark=0.0))
+    scheduler.add_worker(WorkerCapacity("w", 1, 16, 4, 1, 16, 64, pipeline_depth=4), 0.0)
+    scheduler.add_group(SequenceGroup("r", np.array([5, 6, 7], np.uint32), StopCondition(20)), 0.0)
+    in_flight = scheduler.schedule(0.0)  # contexts 0, 3, 4, 5
+    worker = scheduler._workers["w"]
+    worker.flights[-1].releases.extend(worker.pool.allocate(worker.pool.num_free))
+
+    def answer_oldest() -> list[StepBatch]:
+        batch = in_flight.pop(0)
+        sampled = batch.rows[batch.sample_mask]
+        scheduler.update(StepOutput("w", batch.step_id, sampled, np.full(len(sampled), 9, np.uint32)), 0.0)
+        return scheduler.schedule(0.0)
+
+    in_flight += answer_oldest() + answer_oldest()  # contexts 6 and 7, which fills the block
+    assert answer_oldest() == []  # no block is free yet
+    (batch,) = answer_oldest()[:1]  # the step that named the blocks is answered
+    assert batch.context_lens.tolist() == [8]
+    scheduler.check_invariants()
