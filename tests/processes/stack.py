@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire_client import AsyncClient
+from quire_client.demo import demo_model_dir
 from quire_client.types import SchedulerStatus, WorkerStatus
 
 from tests.processes.children import start_child
@@ -190,3 +192,15 @@ async def wait_idle(stack: Stack, client: AsyncClient) -> tuple[SchedulerStatus,
 def is_idle(scheduler: SchedulerStatus) -> bool:
     is_quiet = scheduler.num_waiting == 0 and scheduler.num_running == 0
     return is_quiet and all(worker.blocks_used == 0 for worker in scheduler.workers)
+
+
+@contextmanager
+def demo_gateway(folder: Path) -> Iterator[str]:
+    """One process of each service with the bundled model; gives the gateway's address once it answers."""
+    with Stack(folder) as stack:
+        scheduler = stack.start_scheduler()
+        worker = stack.start_worker(scheduler, demo_model_dir(), "--kv-cache-memory", "64M")
+        gateway = stack.start_gateway(scheduler)
+        worker.wait_ready()
+        gateway.wait_ready()
+        yield gateway.address

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from quire_client import Client, cli
-from quire_client.demo import demo_model_dir
 
 from tests.processes.openai_server import openai_server
-from tests.processes.stack import ROOT, Stack
+from tests.processes.stack import ROOT, demo_gateway
 
 GUIDE = ROOT / "docs" / "benchmarking.md"
 TRACE = [
@@ -30,13 +29,8 @@ OWN = ("--warmup", "0", "--cache-salt", "own", "--json")  # nothing of it is cac
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Stack(tmp_path_factory.mktemp("bench")) as stack:
-        scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, demo_model_dir(), "--kv-cache-memory", "64M")
-        gateway = stack.start_gateway(scheduler)
-        worker.wait_ready()
-        gateway.wait_ready()
-        yield gateway.address
+    with demo_gateway(tmp_path_factory.mktemp("bench")) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from quire_client import cli
 from quire_client.cli.arguments import make_parser
-from quire_client.demo import demo_model_dir
 
 from tests.processes.openai_server import openai_server
-from tests.processes.stack import ROOT, Stack
+from tests.processes.stack import ROOT, demo_gateway
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = FENCE.findall((ROOT / "README.md").read_text())
@@ -38,13 +37,8 @@ LOAD = {"--num-prompts": "12", "--request-rate": "50", "--concurrency": "4"}  # 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Stack(tmp_path_factory.mktemp("readme")) as stack:
-        scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, demo_model_dir(), "--kv-cache-memory", "64M")
-        gateway = stack.start_gateway(scheduler)
-        worker.wait_ready()
-        gateway.wait_ready()
-        yield gateway.address
+    with demo_gateway(tmp_path_factory.mktemp("readme")) as address:
+        yield address
 
 
 def test_every_line_is_looked_at() -> None:
