@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import noise, sample, threshold
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
+from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.noise import gumbel_noise
 
 VOCAB = 4500  # two chunks of the thresholds, three of the scores
@@ -126,6 +130,82 @@ def test_padding_is_left_alone():
     sample.sample(logits, state, rows, ints(0, 0), lowest, sample.scratch_for(2, VOCAB, DEVICE), out)
     assert out[0].tolist() == [-5, int(logits[1].argmax())]
     assert torch.equal(state[2], before[2])
+
+
+class Meeting:
+    """Where ranks that are threads meet. One runs at a time: the interpreter is made for one."""
+
+    def __init__(self, size):
+        self.size = size
+        self.turn = threading.Condition()
+        self.brought = []
+        self.results = []
+
+    def reduce(self, x, operation):
+        place = len(self.results)
+        self.brought.append(x)
+        if len(self.brought) == self.size:
+            self.results.append(operation(torch.stack(self.brought)))
+            self.brought = []
+            self.turn.notify_all()
+        assert self.turn.wait_for(lambda: len(self.results) > place, 60)
+        return x.copy_(self.results[place])
+
+
+class Rank(Group):
+    def __init__(self, rank, meeting):
+        super().__init__(rank, meeting.size)
+        self.meeting = meeting
+
+    def all_reduce(self, x):
+        return self.meeting.reduce(x, lambda all: all.sum(0))
+
+    def largest(self, x):
+        return self.meeting.reduce(x, lambda all: all.amax(0))
+
+
+def run_in_parts(size, logits, params, positions):
+    """What each rank finds, which holds only its part of the vocabulary."""
+    meeting = Meeting(size)
+
+    def run_one(rank):
+        group = Rank(rank, meeting)
+        part, count = group.vocab_part(logits.shape[1]), len(params)
+        with meeting.turn:
+            state, rows = state_of(params, [0] * count)
+            mine = logits[:, part.start : part.stop].contiguous()
+            lowest = find_thresholds(mine, state, rows, Scratch.make(count, len(part), DEVICE), group)
+            out, scratch = (ints(*[-5] * count), ints(*[-5] * count)), sample.scratch_for(count, len(part), DEVICE)
+            sample.sample(mine, state, rows, ints(*positions), lowest, scratch, out, part.start, group)
+            return out[0].tolist(), out[1].tolist(), state[rows.long(), 0].tolist()
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(run_one, range(size)))
+
+
+def test_parts_of_a_vocabulary_find_what_the_whole_does():
+    """Winners in both parts, ties across the border, thresholds that one part does not reach, faults of one part."""
+    params = [params_of(40), params_of(41, top_k=50), params_of(42, top_p=0.5, min_p=0.01)] + [GREEDY] * 5
+    logits = randn(len(params), seed=8)
+    logits[1, 2400:] += 9  # all that is kept lies in the second part
+    logits[3, [4400, 2252, 2251]] = 99.0
+    logits[4] = -0.0
+    logits[4, 4000] = 0.0  # equal to the others
+    logits[5] = -float("inf")
+    logits[6, 4400] = float("nan")
+    logits[7, :4000] = -float("inf")
+    whole = run(logits, params, range(len(params)))
+    assert whole[0][3:5] == [2251, 0]
+    assert whole[1] == [0] * 5 + [1, 1, 0]
+    for found in run_in_parts(2, logits, params, range(len(params))):
+        assert found == whole
+
+
+def test_parts_cover_the_vocabulary():
+    for vocab_size, size in ((151_936, 8), (98, 2), (97, 3), (13, 4)):
+        parts = [Group(rank, size).vocab_part(vocab_size) for rank in range(size)]
+        assert [token for part in parts for token in part] == list(range(vocab_size))
+        assert all(part.start % 4 == 0 for part in parts)
 
 
 @triton.jit

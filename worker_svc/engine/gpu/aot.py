@@ -43,7 +43,17 @@ TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
 # What differs little from a variant that --short keeps.
-LEFT_OUT = ("gelu", "bias=True", "4096", "list 0.6b prefill", "list 0.6b exact", "norm=False", "sums 0", "descend 1")
+LEFT_OUT = (
+    "gelu",
+    "bias=True",
+    "4096",
+    "list 0.6b prefill",
+    "list 0.6b exact",
+    "norm=False",
+    "sums 0",
+    "descend 1",
+    "filter=False part=True",
+)
 LEFT_OUT_PAGES = ("prefill page 16", "exact page 16")
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
@@ -152,10 +162,13 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
     for is_filtered in (False, True):
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}
-        types = f"{source} {i} {f} {f} {i} i32"
+        types = f"{source} {i} {f} {f} {i} i32 i32"
         yield Variant(f"scores filter={is_filtered}", sample.chunk_scores_kernel, types, chosen)
-        chosen |= {"ERROR": noise.APPROXIMATION_ERROR, "CHUNKS": chunks}
-        yield Variant(f"pick filter={is_filtered}", sample.pick_kernel, f"{types} {i} {i}", chosen)
+        for is_part in (False, True):
+            last = chosen | {"ERROR": noise.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_part}
+            name = f"pick filter={is_filtered} part={is_part}"
+            yield Variant(name, sample.pick_kernel, f"{types} {i} {i} *i64", last)
+    yield Variant("read_keys", sample.read_keys_kernel, f"*i64 {i} i32 {i} {i} {i} i32", {"BLOCK": sample.KEYS})
 
 
 def compile_variant(variant: Variant) -> Report:

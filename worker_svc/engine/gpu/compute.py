@@ -13,6 +13,7 @@ from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.model import DeviceDecoder
+from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer
 from worker_svc.engine.plan import StepPlan
 
@@ -37,7 +38,8 @@ class StepCompute:
         buffer: StepBuffer,
         state: torch.Tensor,
         block_size: int,
-        vocab_size: int,
+        vocab: range,
+        group: Group,
     ) -> None:
         max_rows, device = len(state), state.device
         self._model = model
@@ -47,8 +49,10 @@ class StepCompute:
         self._block_size = block_size
         self._max_rows = max_rows
         self._sizes = decode_sizes(max_rows)
-        self._thresholds = Scratch.make(max_rows, vocab_size, device)
-        self._scores, self._faults = sample.scratch_for(max_rows, vocab_size, device)
+        self._vocab = vocab
+        self._group = group
+        self._thresholds = Scratch.make(max_rows, len(vocab), device)
+        self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self._cache = torch.empty(0)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
@@ -90,10 +94,10 @@ class StepCompute:
             return
         lowest = None
         if bucket.is_filtered:
-            lowest = find_thresholds(logits, self._state, columns.sample_rows, self._thresholds)
+            lowest = find_thresholds(logits, self._state, columns.sample_rows, self._thresholds, self._group)
         sample.sample(
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,
-            (self._scores, self._faults), (self.results[0], self.results[1]),
+            (self._scores, self._faults), (self.results[0], self.results[1]), self._vocab.start, self._group,
         )  # fmt: skip
 
     def capture(self) -> int:

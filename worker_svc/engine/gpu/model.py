@@ -34,6 +34,7 @@ class DeviceDecoder:
         self._group = group
         rotary = rotary_table(config.inv_freq, max_positions)
         self._rotary = RotaryTable(rotary.cos.to(device), rotary.sin.to(device))
+        self._vocab = group.vocab_part(config.vocab_size)
         self._embedding = loader.embedding()
         self._final_norm = loader.final_norm()
         self._layers: list[Layer] = []
@@ -46,7 +47,7 @@ class DeviceDecoder:
     def forward(self, columns: StepColumns, attention: Attention, cache: torch.Tensor) -> torch.Tensor | None:
         """Stores keys and values of all tokens in cache [layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
-        Returns logits [S, vocab], or None if nobody samples.
+        Returns logits [S, this rank's part of the vocabulary], or None if nobody samples.
         """
         x = self._embed(columns.token_ids)
         attention.begin(columns)
@@ -61,14 +62,14 @@ class DeviceDecoder:
             residual = self._feed_forward(x, self._group.all_reduce(layer.o(attended)), layer)
         normed = torch.empty_like(x)
         add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
-        return self._group.all_gather(self._head(normed))
+        return self._head(normed)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.size == 1:
             return F.embedding(token_ids, self._embedding)
-        local = token_ids - self._group.rank * len(self._embedding)
-        is_here = (local >= 0) & (local < len(self._embedding))
-        x = F.embedding(local.clamp(0, len(self._embedding) - 1), self._embedding)
+        local = token_ids - self._vocab.start
+        is_here = (local >= 0) & (local < len(self._vocab))
+        x = F.embedding(local.clamp(0, len(self._vocab) - 1), self._embedding)
         return self._group.all_reduce(x.masked_fill(~is_here[:, None], 0.0))
 
     def _attend(

@@ -1,7 +1,7 @@
-"""Tensor parallel: each rank holds a shard of every matrix; sums and logits meet here.
+"""Tensor parallel: each rank holds a shard of every matrix; what all need of the others meets here.
 
-Ranks see the same messages in the same order and sample the same tokens, by counters, from the same logits. So only
-batches are sent, by rank 0, and no tokens.
+Ranks see the same messages in the same order. Each looks for the next token in its own part of the vocabulary, and a
+maximum over ranks decides; logits stay where they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+NOISE_IDS = 4  # token ids that one call of the noise serves
 
 
 class Group:
@@ -26,13 +28,16 @@ class Group:
             dist.all_reduce(x)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, part] of each rank side by side: [n, size * part]."""
-        if self.size == 1:
-            return x
-        parts = x.new_empty(self.size * len(x), x.shape[1])
-        dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The maximum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
+    def vocab_part(self, vocab_size: int) -> range:
+        """The token ids of this rank: as many for all but the last, in whole calls of the noise."""
+        part = -(-vocab_size // (self.size * NOISE_IDS)) * NOISE_IDS
+        return range(vocab_size)[self.rank * part : (self.rank + 1) * part]
 
     def broadcast(self, message: Any = None) -> Any:
         """Rank 0's message, on every rank."""
@@ -47,3 +52,6 @@ class Group:
         if self.size > 1:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=self._control)
         return int(found)
+
+
+ALONE = Group()

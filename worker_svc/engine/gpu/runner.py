@@ -133,8 +133,9 @@ class DeviceRunner:
             max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
             self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
             self._compute = StepCompute(
-                decoder, attention, self._buffer, self._state, config.block_size, whole.vocab_size
-            )
+                decoder, attention, self._buffer, self._state, config.block_size,
+                self._group.vocab_part(whole.vocab_size), self._group,
+            )  # fmt: skip
             found = fitting_blocks(config, model, DTYPES[dtype], self._compute, self._device)
             num_blocks = self._group.least(found)
             self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)

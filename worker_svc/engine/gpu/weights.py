@@ -15,7 +15,8 @@ from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.model import EMBEDDING, HEAD, WeightLoader
 
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # each rank makes a part of the output
+COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank makes a part of the output
+KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may need one head
 ROW_PARALLEL = ("o_proj", "down_proj")  # each rank takes a part of the input; outputs are added
 
 
@@ -31,18 +32,27 @@ class DeviceLinears:
 
 
 def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
-    """The shape of one rank's part. BackendUnavailableError where ranks cannot share evenly."""
+    """The shape of one rank's part. BackendUnavailableError where ranks cannot share evenly.
+
+    Ranks beyond the number of key-value heads hold copies of them.
+    """
     heads, size = config.heads, group.size
-    sizes = {
-        "num_attention_heads": heads.num_q_heads,
-        "num_key_value_heads": heads.num_kv_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    for name, value in sizes.items():
+    for name, value in (
+        ("num_attention_heads", heads.num_q_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
         if value % size:
-            raise BackendUnavailableError(f"tensor_parallel_size {size} does not divide {name} {value}")
-    shape = HeadShape(heads.num_q_heads // size, heads.num_kv_heads // size, heads.head_dim)
+            raise BackendUnavailableError(
+                f"tensor_parallel_size {size} does not divide {name} {value}; use a size that does"
+            )
+    if max(heads.num_kv_heads, size) % min(heads.num_kv_heads, size):
+        raise BackendUnavailableError(
+            f"tensor_parallel_size {size} neither divides num_key_value_heads {heads.num_kv_heads} nor is a multiple "
+            "of it; use a size that does or is"
+        )
+    if not Group(size - 1, size).vocab_part(config.vocab_size):
+        raise BackendUnavailableError(f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}")
+    shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
     return replace(config, heads=shape, intermediate_size=config.intermediate_size // size)
 
 
@@ -70,8 +80,14 @@ class ShardLoader(WeightLoader):
         if size == 1:
             return whole
         kind = name.split(".")[-2]
-        if kind in COLUMN_PARALLEL or name in (EMBEDDING, HEAD):
+        if name in (EMBEDDING, HEAD):
+            part = self._group.vocab_part(self._config.vocab_size)
+            return whole[part.start : part.stop].contiguous()
+        if kind in COLUMN_PARALLEL:
             return whole.chunk(size)[rank].contiguous()
+        if kind in KEY_VALUE:
+            parts = min(size, self._config.heads.num_kv_heads)
+            return whole.chunk(parts)[rank * parts // size].contiguous()
         if kind in ROW_PARALLEL and whole.dim() == 2:
             return whole.chunk(size, dim=1)[rank].contiguous()
         if kind in ROW_PARALLEL and rank > 0:

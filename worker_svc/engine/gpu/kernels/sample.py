@@ -2,6 +2,11 @@
 
 The first kernel finds each chunk's best score with approximate noise. The second looks again, with the specified noise
 in float64, at the few chunks that can hold the winner, and leaves the token where the row's next step finds it.
+
+Of a vocabulary in parts, each rank picks in its own and makes a key of score and id. The largest key of all ranks is
+the token that one rank would have picked:
+
+    order of the score, 32 bits, signed | 0xFFFFFFFF - id       all ones below the sign: numbers of no use
 """
 
 from __future__ import annotations
@@ -14,15 +19,17 @@ import triton.language as tl
 from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
 from worker_svc.engine.gpu.kernels.threshold import load_z
+from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import sample_token
 
 CHUNK = 2048
+KEYS = 128  # of one program
 
 
 @triton.jit
 def chunk_scores_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
-    chunks, FILTER: tl.constexpr, CHUNK: tl.constexpr,
+    chunks, first_id, FILTER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     sample, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + sample)
@@ -41,7 +48,7 @@ def chunk_scores_kernel(
             tl.load(state + 6),
             tl.load(position_ptr + sample),
             tl.load(state + 7),
-            chunk * CHUNK,
+            first_id + chunk * CHUNK,
             CHUNK,
         )
         if FILTER:
@@ -53,7 +60,8 @@ def chunk_scores_kernel(
 @triton.jit
 def pick_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
-    chunks, token_ptr, status_ptr, ERROR: tl.constexpr, FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    chunks, first_id, token_ptr, status_ptr, key_ptr, ERROR: tl.constexpr, FILTER: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
@@ -66,9 +74,8 @@ def pick_kernel(
     chunk = tl.arange(0, CHUNKS)
     scores = tl.load(score_ptr + sample * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
     best = tl.max(scores, 0)
-    is_bad = (tl.max(tl.load(bad_ptr + sample * chunks + chunk, mask=chunk < chunks, other=0), 0) > 0) | (
-        best == -float("inf")
-    )
+    has_fault = tl.max(tl.load(bad_ptr + sample * chunks + chunk, mask=chunk < chunks, other=0), 0) > 0
+    is_bad = has_fault | (best == -float("inf"))
     enough = best - 2 * ERROR - 1e-6 * tl.abs(best)
     best = -float("inf")
     token = 0
@@ -80,7 +87,7 @@ def pick_kernel(
                 if not is_greedy:
                     words = philox_words(
                         tl.load(state + 5), tl.load(state + 6), tl.load(position_ptr + sample), tl.load(state + 7),
-                        index * CHUNK, CHUNK,
+                        first_id + index * CHUNK, CHUNK,
                     )  # fmt: skip
                     if FILTER:
                         score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
@@ -88,10 +95,33 @@ def pick_kernel(
                 top = tl.max(score, 0)
                 if top > best:  # chunks come in order: ties go to the lowest id
                     best = top
-                    token = index * CHUNK + tl.argmax(score, 0)
-    tl.store(token_ptr + sample, token)
-    tl.store(status_ptr + sample, is_bad.to(tl.int32))
-    tl.store(state, token)
+                    token = first_id + index * CHUNK + tl.argmax(score, 0)
+    if IS_PART:
+        bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # of two zeros none is larger
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        order = tl.where(has_fault, 0x7FFFFFFF, order)
+        tl.store(key_ptr + sample, (order.to(tl.int64) << 32) | (0xFFFFFFFF - token))
+    else:
+        tl.store(token_ptr + sample, token)
+        tl.store(status_ptr + sample, is_bad.to(tl.int32))
+        tl.store(state, token)
+
+
+@triton.jit
+def read_keys_kernel(
+    key_ptr, state_ptr, state_stride, row_ptr, token_ptr, status_ptr, num_samples, BLOCK: tl.constexpr
+):
+    """What the picking kernel stores where it sees the whole vocabulary."""
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + sample, mask=sample < num_samples, other=-1)
+    is_row = row >= 0
+    key = tl.load(key_ptr + sample, mask=is_row, other=0)
+    order = key >> 32
+    is_bad = (order == 0x7FFFFFFF) | (order == -0x7F800001)  # the order of minus infinity: nothing was let through
+    token = tl.where(is_bad, 0, 0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+    tl.store(token_ptr + sample, token, mask=is_row)
+    tl.store(status_ptr + sample, is_bad.to(tl.int32), mask=is_row)
+    tl.store(state_ptr + row.to(tl.int64) * state_stride, token, mask=is_row)
 
 
 def sample(
@@ -102,8 +132,12 @@ def sample(
     lowest: torch.Tensor | None,
     scratch: tuple[torch.Tensor, torch.Tensor],
     out: tuple[torch.Tensor, torch.Tensor],
+    first_id: int = 0,
+    group: Group = ALONE,
 ) -> None:
     """Tokens and statuses (1: no usable numbers), int32 [S], for logits [S, vocab] of lines `rows` of `state`.
+
+    Of a group, every rank passes its part of the vocabulary, which starts at `first_id`, and gets the same tokens.
 
     `positions` are output positions, `lowest` the thresholds if any row filters, `scratch` float32 and int32
     [S, chunks]. Lines of -1 are padding. The token becomes the row's last one.
@@ -113,13 +147,19 @@ def sample(
     is_filtered = lowest is not None
     source = (
         logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,
-        logits if lowest is None else lowest, *scratch, chunks,
+        logits if lowest is None else lowest, *scratch, chunks, first_id,
     )  # fmt: skip
+    is_part = group.size > 1
+    keys = torch.empty(num_samples, dtype=torch.int64, device=logits.device) if is_part else out[0]
     chunk_scores_kernel[(num_samples, chunks)](*source, FILTER=is_filtered, CHUNK=CHUNK, num_warps=4)
     pick_kernel[(num_samples,)](
-        *source, *out, ERROR=APPROXIMATION_ERROR, FILTER=is_filtered, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
+        *source, *out, keys, ERROR=APPROXIMATION_ERROR, FILTER=is_filtered, CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks), IS_PART=is_part, num_warps=4,
     )  # fmt: skip
+    if is_part:
+        read_keys_kernel[(triton.cdiv(num_samples, KEYS),)](
+            group.largest(keys), state, state.stride(0), rows, *out, num_samples, BLOCK=KEYS, num_warps=4
+        )
 
 
 def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.batch import SamplingParams
+from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import keep_threshold
 
 CHUNK = 4096
@@ -173,8 +174,13 @@ def descend_kernel(
         tl.store(lowest_ptr + sample, bits.to(tl.float32, bitcast=True))
 
 
-def find_thresholds(logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The smallest z that each of the S rows keeps, float32 [S]. `rows` are lines of `state`, -1 for padding."""
+def find_thresholds(
+    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, scratch: Scratch, group: Group = ALONE
+) -> torch.Tensor:
+    """The smallest z that each of the S rows keeps, float32 [S]. `rows` are lines of `state`, -1 for padding.
+
+    Of a vocabulary in parts, ranks add up their integers: all find what one would, and no logit travels.
+    """
     num_samples, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
     grid = (num_samples, chunks)
@@ -182,6 +188,9 @@ def find_thresholds(logits: torch.Tensor, state: torch.Tensor, rows: torch.Tenso
     common = (state, state.stride(0), rows)
     source = (logits, logits.stride(0), vocab_size, *common)
     chunk_top_kernel[grid](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=8)
+    if group.size > 1:
+        top = scratch.top[:num_samples]
+        top[:, 0] = group.largest(top.amax(1))
     start_kernel[(num_samples,)](*common, scratch.top, scratch.lowest, chunks, CHUNKS=lines, num_warps=1)
     for kind in (COUNT, WEIGH):
         for shift in range(28, -1, -4):
@@ -189,9 +198,12 @@ def find_thresholds(logits: torch.Tensor, state: torch.Tensor, rows: torch.Tenso
                 *source, scratch.top, scratch.lowest, scratch.prefix, scratch.sums, chunks,
                 KIND=kind, SHIFT=shift, CHUNK=CHUNK, num_warps=8,
             )  # fmt: skip
+            sums, parts = scratch.sums, chunks
+            if group.size > 1:
+                sums, parts = group.all_reduce(sums[:num_samples].sum(1)), 1
             descend_kernel[(num_samples,)](
-                *common, scratch.lowest, scratch.prefix, scratch.need, scratch.sums, chunks,
-                KIND=kind, SHIFT=shift, CHUNKS=lines, num_warps=1,
+                *common, scratch.lowest, scratch.prefix, scratch.need, sums, parts,
+                KIND=kind, SHIFT=shift, CHUNKS=triton.next_power_of_2(parts), num_warps=1,
             )  # fmt: skip
     return scratch.lowest
 
