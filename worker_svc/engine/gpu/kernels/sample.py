@@ -100,7 +100,7 @@ def pick_kernel(
         bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # of two zeros none is larger
         order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         order = tl.where(has_fault, 0x7FFFFFFF, order)
-        tl.store(key_ptr + sample, (order.to(tl.int64) << 32) | (0xFFFFFFFF - token))
+        tl.store(key_ptr + sample, (order.to(tl.int64) << 32) | (0xFFFFFFFF - tl.cast(token, tl.int64)))
     else:
         tl.store(token_ptr + sample, token)
         tl.store(status_ptr + sample, is_bad.to(tl.int32))
