@@ -79,7 +79,8 @@ class Cluster:
         self._make_scheduler = make_scheduler
         self._checks_invariants = checks_invariants
         self._by_handle: dict[tuple[int, int], Request] = {}
-        self._sample_of_row: dict[tuple[str, int], int] = {}
+        self._groups: dict[str, SequenceGroup] = {}  # of open requests, as the scheduler has them
+        self._told: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, row) -> (request, sample) it was opened for
         self._published: dict[str, set[bytes]] = {}
         self._failed_requests: set[str] = set()
         self._has_seen_worker = False
@@ -133,6 +134,7 @@ class Cluster:
             self._check_refusal(request, error)
             return
         self.open[request.request_id] = request
+        self._groups[request.request_id] = group
         self._by_handle[request.owner, request.handle] = request
         self._absorb(deltas)
 
@@ -219,20 +221,32 @@ class Cluster:
             self.trace.append(("send", batch))
             if worker.is_draining and any(opened.fork_of_row is None for opened in batch.opens):
                 raise Violation(f"worker {batch.worker_id} drains and gets a new row")
+            for row in batch.close_rows.tolist():
+                self._told.pop((batch.worker_id, row), None)
             for opened in batch.opens:
                 self._note_cached(batch.worker_id, opened)
             worker.send(batch)
         self.num_steps += len(batches)
         self.check()
+        self._check_rows()
         return len(batches)
+
+    def _check_rows(self) -> None:
+        """Whatever runs, its worker has been told of: a row that is opened in the books alone never gets a token."""
+        for name in self.open:
+            for seq in self._groups[name].sequences:
+                told, _ = self._told.get((seq.worker_id or "", seq.row or 0), (None, 0))
+                if seq.worker_id is not None and told != name:
+                    raise Violation(f"row {seq.row} of {seq.worker_id} runs {name} and was never opened for it")
 
     def _note_cached(self, worker_id: str, opened: RowOpen) -> None:
         """What usage.cached_tokens will have to say: the hit of the first admission, a fork's being its parent's."""
         request, sample = self.requests[opened.group.request_id], opened.sample_index
         num_cached = opened.num_computed_tokens
         if opened.fork_of_row is not None:
-            num_cached = request.num_cached[self._sample_of_row[worker_id, opened.fork_of_row]]
-        self._sample_of_row[worker_id, opened.row] = sample
+            _, parent = self._told[worker_id, opened.fork_of_row]
+            num_cached = request.num_cached[parent]
+        self._told[worker_id, opened.row] = (request.request_id, sample)
         request.num_cached.setdefault(sample, min(num_cached, len(request.prompt)))
 
     def answer(self, worker: SymbolicWorker) -> None:
@@ -306,6 +320,7 @@ class Cluster:
         self.trace.append(("join", c, f"blocks {len(blocks)}", f"next step {worker.next_step_id}"))
         self.workers[c.worker_id] = worker
         self._has_seen_worker = True
+        self._told = {place: told for place, told in self._told.items() if place[0] != c.worker_id}
         self._published[c.worker_id] = set()
         self.scheduler.add_worker(c, self.now, blocks, next_step_id=worker.next_step_id)
         self._follow_prefixes()

@@ -111,7 +111,7 @@ class Simulation:
         budget = max_num_seqs + rng.choice((0, 1, 5, 20, 100))
         self._next_epoch += 1
         return WorkerCapacity(
-            worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len, pipeline_depth=rng.randint(1, 3)
+            worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len, pipeline_depth=rng.randint(1, 6)
         )
 
     def _choose_prompt(self) -> list[int]:

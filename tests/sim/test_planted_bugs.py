@@ -225,7 +225,7 @@ def committed_before_the_answer(patch: Patch) -> None:
     wrap(patch, WorkerState, "finish_plan", finish)
 
 
-@bug("opens with nothing to compute|closes row .* which is not open")
+@bug("opens with nothing to compute|was never opened for it")
 def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
     def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, limit: int) -> list[int]:
         return original(pool, digests, tokens, len(tokens) // pool.block_size)
