@@ -145,10 +145,16 @@ class Stack:
         return f"{kind}-{sum(service.name.startswith(kind) for service in self.services)}"
 
     async def connect(self, gateway: Service, *, workers: int = 1) -> AsyncClient:
-        """A client, once every model of the gateway has at least `workers` ready workers."""
+        """A client, once every model of the gateway has at least `workers` ready workers and can be asked for."""
         gateway.wait_ready()
         client = await AsyncClient.connect(gateway.address, timeout_s=120.0)
-        await self.until(client, lambda schedulers: all(num_ready(s) >= workers for s in schedulers))
+        schedulers = await self.until(client, lambda schedulers: all(num_ready(s) >= workers for s in schedulers))
+        deadline = time.monotonic() + READY_DEADLINE_S
+        # A gateway learns of a scheduler's first worker a moment after the scheduler does.
+        while missing := {s.model for s in schedulers if s.model} - {model.name for model in await client.models()}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not served after {READY_DEADLINE_S} s: {missing}\n{self.logs()}")
+            await asyncio.sleep(POLL_S)
         return client
 
     async def until(
