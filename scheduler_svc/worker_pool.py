@@ -38,12 +38,13 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 # What all workers of a scheduler agree in; num_blocks and max_num_seqs may differ.
 SHARED_FACTS = (
     "model",
-    "quantization",  # before the revision, which differs with it but tells nobody why
+    "dtype",  # these four before the revision, which differs with them but tells nobody why
+    "quantization",
+    "determinism",
+    "numerics",  # of exact workers only
     "revision",
     "block_size",
     "max_model_len",
-    "dtype",
-    "determinism",
     "vocab_size",
     "bundle_digest",
     "eos_token_ids",
@@ -283,7 +284,10 @@ class WorkerPool:
         """All workers agree, as long as the model is in use; then a first worker may bring another one."""
         if self._reference is None or not (self._has_links or self._step_loop.has_work):
             return
+        is_exact = info.determinism == types_pb2.DETERMINISM_EXACT
         for name in SHARED_FACTS:
+            if name == "numerics" and not is_exact:
+                continue
             mine, theirs = getattr(info, name), getattr(self._reference.info, name)
             if mine != theirs:
                 raise WorkerRefusedError(
@@ -319,9 +323,23 @@ class WorkerPool:
             self._reference = Reference(worker.worker_id, info)
         worker.link = link
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
+        self._tell_of_other_bits(worker.worker_id, info)
         if worker.state == DRAINING:  # it changed its mind during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
+
+    def _tell_of_other_bits(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """What is no reason to refuse a worker, and may yet change a token of a sequence that moves."""
+        if self._reference is None:
+            return
+        for name in ("numerics", "build"):
+            mine, theirs = getattr(info, name), getattr(self._reference.info, name)
+            if mine != theirs:
+                log.warning(
+                    "worker %s has %s %s, worker %s has %s: a sequence that moves between them may go on with other "
+                    "tokens where two are nearly as likely",
+                    worker_id, name, _show(name, mine), self._reference.worker_id, _show(name, theirs),
+                )  # fmt: skip
 
     def _end_of_lease(self, worker: Worker, reason: str) -> QuireError | None:
         if worker.state == DRAINING or self._is_closed:

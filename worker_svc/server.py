@@ -419,7 +419,7 @@ def describe(info: EngineInfo) -> str:
     numbers = f"{info.dtype}, weights {info.quantize}" if info.quantize else info.dtype
     return (
         f"{info.model} ({numbers}, {info.determinism}), max_model_len {info.max_model_len}, "
-        f"{info.num_blocks} blocks of {info.block_size} tokens, {info.max_num_seqs} rows, backend {info.backend}"
+        f"{info.num_blocks} blocks of {info.block_size} tokens, {info.max_num_seqs} rows, backend {info.numerics}"
     )
 
 

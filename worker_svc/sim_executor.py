@@ -305,6 +305,8 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         dtype=dtype,
         determinism=config.determinism,
         backend="sim",
+        numerics="sim",
+        build="sim",
         quantize=config.quantize,
     )
 

@@ -202,6 +202,8 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         dtype=info.dtype,
         max_num_seqs=info.max_num_seqs,
         quantization=info.quantize or "",
+        numerics=info.numerics,
+        build=info.build,
     )
 
 

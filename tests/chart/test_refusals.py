@@ -46,6 +46,10 @@ COMBINATIONS = [
     (pools({"gpuCount": 1, "backend": "cpu"}), "set gpuCount to 0, or leave backend empty"),
     (pools({"backend": "cuda"}), "set gpuCount to 1 or more"),
     (pools({"gpuCount": 1, "executor": "sim"}), "executor sim, which uses no GPU"),
+    (
+        {"workers": [{"name": "a", "model": "demo"}, {"name": "b", "model": "demo", "gpuCount": 2}]},
+        'pools of model "demo" have backend cpu, gpuCount 0 and backend cuda, gpuCount 2, which find other tokens',
+    ),
     (pools({"resources": {"limits": {"nvidia.com/gpu": 1}}}), "set gpuCount instead"),
     ({"redis": {"external": {"url": "redis://h:1"}}}, "set redis.enabled to false to use your own Redis"),
     ({"redis": {"enabled": False, "external": {"url": "redis://h:1", "existingSecret": "s"}}}, "set only one"),

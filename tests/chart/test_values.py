@@ -279,6 +279,10 @@ POOLS = [
     Case("workerDefaults.gpuCount", 2, WORKER, "container.resources.requests.nvidia~com/gpu", 2),
     Case("workerDefaults.gpuCount", 1, WORKER, "container.image", "quire-worker:0.1.0-cuda"),
     Case("workerDefaults.gpuCount", 1, WORKER, "arg --backend", "cuda"),
+    Case("workerDefaults.gpuCount", 1, WORKER, "arg --tensor-parallel-size", None),
+    Case("workerDefaults.gpuCount", 4, WORKER, "arg --tensor-parallel-size", "4"),
+    Case("workerDefaults.gpuCount", 1, WORKER, "volume shm", {}),
+    Case("workerDefaults.gpuCount", 4, WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}),
     Case(
         "workerDefaults.gpuResource",
         "amd~com/gpu".replace("~", "."),

@@ -51,6 +51,8 @@ def make_info(**changes: object) -> EngineInfo:
         "dtype": "float32",
         "determinism": "exact",
         "backend": "fake",
+        "numerics": "fake",
+        "build": "fake",
     }
     return EngineInfo(**{**facts, **changes})  # type: ignore[arg-type]
 

@@ -76,7 +76,7 @@ class EngineInfo:
     """What a loaded engine is: announced at registration, and what callers may rely on."""
 
     model: str
-    revision: str  # hex digest of configuration, tensor names, shapes, the dtype in use and quantization
+    revision: str  # hex digest of configuration, tensor names, shapes, the dtype in use, quantization; exact: numerics
     max_model_len: int
     vocab_size: int
     num_blocks: int
@@ -88,4 +88,6 @@ class EngineInfo:
     dtype: Literal["float32", "bfloat16"]
     determinism: Determinism
     backend: str
+    numerics: str  # the kind of worker: in exact mode, another one may find another token
+    build: str  # what it was built from
     quantize: Quantization | None = None

@@ -19,6 +19,7 @@ from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader
+from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
@@ -62,9 +63,12 @@ class ModelRunner:
         )
         self._model.fuse(self._pool)
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
+        kind = cpu_numerics(self._backend.name)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(DTYPES[dtype], config.quantize),
+            revision=checkpoint.revision(
+                DTYPES[dtype], config.quantize, kind if config.determinism == "exact" else None
+            ),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             num_blocks=num_blocks,
@@ -76,6 +80,8 @@ class ModelRunner:
             dtype=dtype,
             determinism=config.determinism,
             backend=self._backend.name,
+            numerics=kind,
+            build=build(),
             quantize=config.quantize,
         )
         self._planner = StepPlanner(self._rows, self.info)

@@ -158,4 +158,6 @@ def engine_info(capacity: messages.WorkerCapacity, vocab_size: int, eos_token_id
         dtype="float32",
         determinism="exact",
         backend="symbolic",
+        numerics="symbolic",
+        build="symbolic",
     )

@@ -89,6 +89,7 @@ async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack
         ("model", {"model": "other"}, ("'toy'", "'other'")),
         ("quantization", {"revision": "r2", "quantization": "int8"}, ("'int8'", "none")),
         ("revision", {"revision": "r2"}, ("'r1'", "'r2'")),
+        ("numerics", {"revision": "r2", "numerics": "cuda/triton, sm_90"}, ("'cpu, avx2'", "'cuda/triton, sm_90'")),
         ("block_size", {"block_size": 8}, ("4", "8")),
         ("max_model_len", {"max_model_len": 128}, ("256", "128")),
         ("dtype", {"dtype": "bfloat16"}, ("'float32'", "'bfloat16'")),
@@ -114,6 +115,27 @@ async def test_a_worker_that_differs_is_refused_with_both_values(
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
     assert stack.parts.pool.num_ready == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"build": "torch-2"}, "worker w1 has build 'torch-2', worker w0 has 'torch-1': a sequence that moves"),
+        (
+            {"determinism": types_pb2.DETERMINISM_BEST_EFFORT, "numerics": "cuda/flash, sm_89"},
+            "worker w1 has numerics 'cuda/flash, sm_89', worker w0 has 'cpu, avx2': a sequence that moves",
+        ),
+    ],
+)
+async def test_workers_that_may_find_other_tokens_are_told_of(
+    make_stack: MakeStack, caplog: pytest.LogCaptureFixture, changes: dict[str, object], says: str
+) -> None:
+    stack = await make_stack()
+    await stack.worker(determinism=changes.get("determinism", types_pb2.DETERMINISM_EXACT))
+    await ready(stack)
+    await stack.worker("w1", epoch=12, **changes)
+    await ready(stack, 2)
+    assert says in caplog.text
 
 
 async def test_a_bundle_that_is_not_what_its_digest_says_is_refused(make_stack: MakeStack) -> None:

@@ -45,6 +45,8 @@ def make_info(**changes: Any) -> types_pb2.ModelInfo:
         "block_size": 4,
         "determinism": types_pb2.DETERMINISM_EXACT,
         "dtype": "float32",
+        "numerics": "cpu, avx2",
+        "build": "torch-1",
     }
     return types_pb2.ModelInfo(**(facts | changes))
 

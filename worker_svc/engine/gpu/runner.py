@@ -36,6 +36,7 @@ from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.noise import GREEDY_BELOW
+from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
@@ -148,9 +149,11 @@ class DeviceRunner:
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # steps in a row
+        backend = f"cuda/{attention.name}"
+        kind = device_numerics(backend, self._device, self._group.size)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(DTYPES[dtype]),
+            revision=checkpoint.revision(DTYPES[dtype], None, kind if config.determinism == "exact" else None),
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,
@@ -161,7 +164,9 @@ class DeviceRunner:
             default_sampling=default_sampling(checkpoint),
             dtype=dtype,
             determinism=config.determinism,
-            backend=f"cuda/{attention.name}",
+            backend=backend,
+            numerics=kind,
+            build=build(),
         )
         self._planner = StepPlanner(self._rows, self.info)
 

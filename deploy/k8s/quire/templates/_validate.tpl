@@ -57,6 +57,7 @@
 {{- $names := dict -}}
 {{- $blockSizes := dict -}}
 {{- $roundings := dict -}}
+{{- $kinds := dict -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if hasKey $names .name -}}
 {{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
@@ -71,6 +72,12 @@
 {{- fail (printf "pools of model %q differ in quantize: set the same in all of them" .model) -}}
 {{- end -}}
 {{- $_ := set $roundings .model .quantize -}}
+{{- $kind := printf "backend %s, gpuCount %d" .backend (int .gpuCount) -}}
+{{- $otherKind := get $kinds .model -}}
+{{- if and $otherKind (ne $otherKind $kind) (eq .determinism "exact") (eq .executor "model") -}}
+{{- fail (printf "pools of model %q have %s and %s, which find other tokens: set the same in all of them, or determinism to best_effort" .model $otherKind $kind) -}}
+{{- end -}}
+{{- $_ := set $kinds .model $kind -}}
 {{- if and (eq .backend "cpu") (int .gpuCount) -}}
 {{- fail (printf "pool %q has gpuCount %d and backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
 {{- end -}}

@@ -1,0 +1,47 @@
+"""What a worker says of the bits that it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.engine.models import make_model
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.numerics import build, cpu_numerics, device_numerics
+
+
+def info_of(folder: Path, **settings: str):
+    return ModelRunner(EngineConfig(folder, num_blocks=8, threads=1, **settings)).info
+
+
+def test_kinds_of_processors_differ_by_their_instruction_sets(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("processor : 0\nflags\t\t: fpu avx2 sse4\n")
+    new.write_text("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 ibpb\n")
+    assert cpu_numerics("cpu", old).endswith(" avx2")
+    assert cpu_numerics("cpu", new).endswith(" avx2 avx512f avx512_bf16")
+    assert cpu_numerics("cpu", tmp_path / "none").startswith("cpu, ")
+
+
+def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    assert device_numerics("cuda/triton", device, 1) == "cuda/triton, sm_90, 1 rank"
+    assert device_numerics("cuda/triton", device, 2) == "cuda/triton, sm_90, 2 ranks"
+
+
+def test_a_build_names_sources_and_libraries():
+    assert build().startswith("engine-")
+    assert f"torch-{torch.__version__.split('+')[0]}" in build()
+
+
+@pytest.mark.parametrize(("determinism", "is_same"), [("exact", False), ("best_effort", True)])
+def test_exact_revisions_differ_between_kinds_of_workers(tmp_path, determinism, is_same):
+    folder = make_model(tmp_path, "qwen3")
+    cpu = info_of(folder, backend="cpu", determinism=determinism)
+    reference = info_of(folder, backend="reference", determinism=determinism)
+    assert (cpu.revision == reference.revision) == is_same
+    assert cpu.numerics != reference.numerics

@@ -1,0 +1,59 @@
+"""What decides the bits of results besides the model and its settings: the kind of worker, and what it was built from.
+
+In exact mode a sequence may go on at another worker only if its kind is the same, so the kind enters the revision, and
+workers of other kinds are refused. Builds differ during every upgrade; schedulers and logs tell when they do.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import xxhash
+
+# Of a processor: what our kernels, or oneDNN, compute differently with.
+INSTRUCTION_SETS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
+BUILT_FROM = ("torch", "triton")
+SOURCES = Path(__file__).parent
+
+
+def cpu_numerics(backend: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The kind of a worker that computes on the processor."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    sets = [name for name in INSTRUCTION_SETS if name in named]
+    return ", ".join((backend, " ".join((platform.machine(), *sets))))
+
+
+def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:
+    """The kind of a worker that computes on a GPU. Ranks add up parts, so how many there are decides roundings."""
+    kind = "interpreted"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        kind = f"sm_{major}{minor}"
+    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"))
+
+
+@cache
+def build() -> str:
+    """The kernels' sources and the libraries that compile or run them."""
+    digest = xxhash.xxh3_64()
+    for path in sorted((*SOURCES.rglob("*.py"), *SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
+        digest.update(path.read_bytes())
+    return " ".join((f"engine-{digest.hexdigest()}", *(f"{name}-{_version(name)}" for name in BUILT_FROM)))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
