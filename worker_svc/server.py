@@ -23,7 +23,7 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.engine.config import ATTENTION, EngineConfig, EngineInfo
+from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
@@ -115,6 +115,19 @@ def make_parser() -> argparse.ArgumentParser:
     compute.add_argument(
         "--tensor-parallel-size", type=_at_least_1, default=1, metavar="N", help="cuda: devices that share one model"
     )
+    compute.add_argument(
+        "--cuda-graphs",
+        choices=CUDA_GRAPHS,
+        default="start",
+        help="cuda: steps that the host launches as one, made at the start, lazily when a size first comes, or never",
+    )
+    compute.add_argument(
+        "--cuda-graph-tokens",
+        type=_tokens_or_none,
+        default=4096,
+        metavar="N",
+        help="cuda: largest step with prompts that is a graph; larger ones hide their launches; 0: decode only",
+    )
     compute.add_argument("--threads", type=_at_least_1, metavar="N", help="unset: one per core this process may use")
     sim = parser.add_argument_group(
         "simulation", "for load and failure tests: no weights are read, nothing is computed"
@@ -195,6 +208,7 @@ addresses = config.Kind(_addresses, "host:port")
 
 _at_least_0 = config.in_range(float, 0.0, 1e9)
 _at_least_1 = config.in_range(int, 1, 2**31 - 1)
+_tokens_or_none = config.in_range(int, 0, 2**31 - 1)
 
 
 def scheduler_addresses(args: argparse.Namespace) -> list[str]:
@@ -220,6 +234,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention=args.attention,
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
+        cuda_graphs=args.cuda_graphs,
+        cuda_graph_tokens=args.cuda_graph_tokens,
         quantize=args.quantize,
     )
 

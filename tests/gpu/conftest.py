@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -10,8 +11,36 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import triton
+import triton.language as tl
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patch_the_language_once_per_launch():
+    """Triton's interpreter replaces the functions of its language at every call within a kernel; once will do."""
+    if not triton.knobs.runtime.interpret:
+        yield
+        return
+    interpreter, done = importlib.import_module("triton.runtime.interpreter"), set()
+    patch_lang, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
+
+    def patch_once(fn):
+        modules = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if modules in done:
+            return None
+        done.add(modules)
+        return patch_lang(fn)
+
+    def launch(executor, *args, **kwargs):
+        done.clear()
+        return call(executor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch)
+        yield
 
 
 @pytest.fixture

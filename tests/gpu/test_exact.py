@@ -71,7 +71,7 @@ def test_chunks_change_nothing(runner, prompt, alone, chunk):
 def test_63_others_change_nothing(runner, prompt, alone):
     driver = start(runner)
     for row, other in enumerate(small_prompts([1 + row % 3 for row in range(OTHERS)], seed=2)):
-        driver.open(row, other, seeded(row))
+        driver.open(row, other)
     driver.open(OTHERS, prompt, seeded(1))
     some = dict.fromkeys(range(10), 1)
     driver.step({row: len(driver.rows[row].tokens) for row in range(OTHERS)} | {OTHERS: 20})

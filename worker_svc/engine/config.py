@@ -11,9 +11,11 @@ from worker_svc.engine.batch import SamplingParams
 Dtype = Literal["float32", "bfloat16", "auto"]
 Determinism = Literal["exact", "best_effort"]
 Quantization = Literal["int8"]
+CudaGraphs = Literal["start", "lazy", "off"]
 
 MAX_BLOCK_SIZE = 256
 ATTENTION = ("auto", "triton", "flash", "torch")
+CUDA_GRAPHS = ("start", "lazy", "off")
 QUANTIZING_BACKENDS = ("cpu", "reference")
 
 
@@ -25,6 +27,8 @@ class EngineConfig:
     max_model_len None: the model's own, capped by what the pool can hold.
     threads None: one per core this process may use.
     attention, gpu_memory_utilization (of the device, for all it holds) and tensor_parallel_size are of backend cuda.
+    cuda_graphs (recorded at the start, when a size first comes, or never) and cuda_graph_tokens (largest step with
+    prompts that is one; 0: only steps that decode) are too: docs/adr/0013-gpu-engine.md.
     quantize None: weights stay in `dtype`; int8: weights and what they are multiplied with are (docs/adr/0009-int8.md).
     """
 
@@ -44,11 +48,16 @@ class EngineConfig:
     attention: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    cuda_graphs: CudaGraphs = "start"
+    cuda_graph_tokens: int = 4096
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("float32", "bfloat16", "auto"))
         _check_choice("determinism", self.determinism, ("exact", "best_effort"))
         _check_choice("attention", self.attention, ATTENTION)
+        _check_choice("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
+        if self.cuda_graph_tokens < 0:
+            raise ValueError(f"cuda_graph_tokens must be 0 (none) or more, got {self.cuda_graph_tokens}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
         size = self.block_size

@@ -152,9 +152,11 @@ class Driver:
             if row not in failed:
                 self.rows[row].computed += count
         for i, (row, token) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
-            if row in self.rows:
+            if row not in self.rows:
+                continue
+            if self._sampled:  # replayed graphs show none
                 self.logits[row, len(self.rows[row].tokens)] = self._sampled[0][i]
-                self.rows[row].tokens.append(token)
+            self.rows[row].tokens.append(token)
 
     def _record_logits(self) -> None:
         backend = self.runner._backend

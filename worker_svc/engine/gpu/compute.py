@@ -1,14 +1,21 @@
-"""One step on the device: prepare, forward, sample; as a CUDA graph where there is one for its bucket."""
+"""One step on the device: prepare, forward, sample; as a CUDA graph where there is one for its bucket.
+
+A step is padded to its bucket: lines beyond the batch are rows without queries, tokens without slots, samples of no
+row. Nothing that a real line computes reads one of them.
+"""
 
 from __future__ import annotations
 
 import bisect
-import logging
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
@@ -17,15 +24,22 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer
 from worker_svc.engine.plan import StepPlan
 
-logger = logging.getLogger(__name__)
-
-WARM_UP_RUNS = 2  # the first compiles, the second finds nothing left to compile
+MIN_MIXED = 128  # tokens; less is padded to that
 
 
 def decode_sizes(max_rows: int) -> list[int]:
     """Rows of the buckets: close together where a step is short."""
     sizes = [1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(288, max_rows + 1, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the buckets of steps with prompts: powers of two and one between, so at most a third is padding."""
+    sizes, size = [], MIN_MIXED
+    while size < max_tokens:
+        sizes += [size, size * 3 // 2]
+        size *= 2
+    return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
 class StepCompute:
@@ -40,7 +54,9 @@ class StepCompute:
         block_size: int,
         vocab: range,
         group: Group,
+        graph_tokens: int,
     ) -> None:
+        """`graph_tokens`: steps with prompts of up to so many tokens may become graphs."""
         max_rows, device = len(state), state.device
         self._model = model
         self._attention = attention
@@ -48,40 +64,77 @@ class StepCompute:
         self._state = state
         self._block_size = block_size
         self._max_rows = max_rows
+        self._group = group
         self._sizes = decode_sizes(max_rows)
         self._vocab = vocab
-        self._group = group
         self._thresholds = Scratch.make(max_rows, len(vocab), device)
         self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._mixed_sizes = mixed_sizes(graph_tokens) if attention.can_capture(is_decode=False) else []
+        self._graphs: Graphs | None = None
         self._cache = torch.empty(0)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def use_cache(self, cache: torch.Tensor) -> None:
-        """The pool that steps from now on read and write; graphs of another are void."""
-        self._graphs.clear()
+        """The pool that steps from now on read and write."""
         self._cache = cache
 
+    def buckets(self) -> list[Bucket]:
+        """Those worth a graph, largest first."""
+        found = [self._mixed_bucket(size, is_filtered=False) for size in reversed(self._mixed_sizes)]
+        if self._attention.can_capture(is_decode=True):
+            found += [self._decode_bucket(size, is_filtered=False) for size in reversed(self._sizes)]
+        return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
+
+    def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
+        """From now on steps are graphs where they can be, within `limit` bytes. The pool must not change any more."""
+        self._graphs = Graphs(
+            lambda bucket: self._compute(bucket, None), self.buckets(), recorder, limit, self._group, is_lazy=is_lazy
+        )
+        self._graphs.record_at_start(progress)
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graphs is None else len(self._graphs)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Steps within are launched kernel by kernel."""
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
+
     def bucket_of(self, plan: StepPlan, *, is_filtered: bool) -> Bucket:
-        """What a step is padded to: single queries to a size that may be captured, others to nothing."""
+        """What a step is padded to: to the size of a graph where there may be one, else to nothing."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
-        if num_tokens > num_rows:
-            return Bucket(num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered)
-        return self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
+        if num_tokens == num_rows:
+            return self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
+        size = max(num_tokens, num_samples)
+        if self._graphs is not None and size <= max(self._mixed_sizes, default=0):
+            bucket = self._mixed_bucket(size, is_filtered=is_filtered)
+            if self._graphs.serves(bucket):
+                return bucket
+        return Bucket(num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered)
 
     def _decode_bucket(self, num_rows: int, *, is_filtered: bool) -> Bucket:
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         return Bucket(size, size, size, is_decode=True, is_filtered=is_filtered)
 
+    def _mixed_bucket(self, num_tokens: int, *, is_filtered: bool) -> Bucket:
+        size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, num_tokens)]
+        rows = min(size, self._max_rows)
+        return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
+
     def run(self, bucket: Bucket, host: HostStep) -> None:
         """Starts the uploaded step."""
-        graph = self._graphs.get(bucket)
-        if graph is not None:
-            graph.replay()
-        else:
-            self._run_eagerly(bucket, host)
+        if self._graphs is None:
+            self._compute(bucket, host)
+        elif not self._graphs.replay(bucket):
+            self._compute(bucket, host)
+            self._graphs.record_after(bucket)
 
-    def _run_eagerly(self, bucket: Bucket, host: HostStep | None) -> None:
+    def _compute(self, bucket: Bucket, host: HostStep | None) -> None:
         columns = self._buffer.columns(bucket, host)
         queries = columns.queries
         made = (columns.token_ids, columns.positions, columns.slots)
@@ -100,28 +153,11 @@ class StepCompute:
             (self._scores, self._faults), (self.results[0], self.results[1]), self._vocab.start, self._group,
         )  # fmt: skip
 
-    def capture(self) -> int:
-        """Captures all decode buckets, largest first so that they share memory. Returns how many."""
-        if self._state.device.type != "cuda" or not self._attention.can_capture(is_decode=True):
-            return 0
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            for is_filtered in (False, True):
-                self._capture_one(self._decode_bucket(size, is_filtered=is_filtered), pool)
-        return len(self._graphs)
-
-    def _capture_one(self, bucket: Bucket, pool: Any) -> None:
-        """The buffer holds a step without rows, so neither warm-up nor capture changes a row or the pool."""
-        for _ in range(WARM_UP_RUNS):
-            self._run_eagerly(bucket, None)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._run_eagerly(bucket, None)
-        self._graphs[bucket] = graph
-
     def warm_up(self, max_tokens: int) -> None:
         """The largest step there is, without rows: compiles, and shows what memory a step takes."""
-        bucket = Bucket(max_tokens, self._max_rows, self._max_rows, is_decode=False, is_filtered=True)
-        none = torch.zeros(1, dtype=torch.int64).numpy()
-        self._run_eagerly(bucket, HostStep(none, none[:0]))
+        self.compute_nothing(Bucket(max_tokens, self._max_rows, self._max_rows, is_decode=False, is_filtered=True))
+
+    def compute_nothing(self, bucket: Bucket) -> None:
+        """A step of this bucket without rows."""
+        none = np.zeros(1, np.int64)
+        self._compute(bucket, HostStep(none, none[:0]))

@@ -28,8 +28,9 @@ from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.gpu.attention import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
+from worker_svc.engine.gpu.graphs import make_recorder
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.memory import fitting_blocks, make_pool
+from worker_svc.engine.gpu.memory import Shares, divide_memory, make_pool
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
@@ -129,20 +130,21 @@ class DeviceRunner:
                 max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
                 device=self._device,
             )  # fmt: skip
-            decoder = DeviceDecoder(loader, model, self._group, most, self._device, progress or (lambda part: None))
+            told = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
+            decoder = DeviceDecoder(loader, model, self._group, most, self._device, told.weights)
             self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
             max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
             self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
             self._compute = StepCompute(
                 decoder, attention, self._buffer, self._state, config.block_size,
-                self._group.vocab_part(whole.vocab_size), self._group,
+                self._group.vocab_part(whole.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
             )  # fmt: skip
-            found = fitting_blocks(config, model, DTYPES[dtype], self._compute, self._device)
-            num_blocks = self._group.least(found)
+            shares = divide_memory(config, model, DTYPES[dtype], self._compute, self._device)
+            num_blocks = self._group.least(shares.num_blocks)
             self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
             self._compute.use_cache(self._pool)
-            num_graphs = self._compute.capture()
-        logger.info("%d CUDA graphs, %d blocks, attention %s", num_graphs, num_blocks, attention.name)
+            self._record_graphs(config, shares, told)
+        logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
@@ -169,6 +171,13 @@ class DeviceRunner:
             build=build(),
         )
         self._planner = StepPlanner(self._rows, self.info)
+
+    def _record_graphs(self, config: EngineConfig, shares: Shares, told: _Stages) -> None:
+        recorder = make_recorder(self._device) if config.cuda_graphs != "off" else None
+        if recorder is not None:
+            is_lazy = config.cuda_graphs == "lazy"
+            self._compute.record(recorder, shares.graph_bytes, told.graphs, is_lazy=is_lazy)
+        told.end()
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Runs one step and waits for it."""
@@ -297,6 +306,25 @@ class DeviceRunner:
         self._last_tokens[writes.sampling_rows] = tokens
         self._rows.fill(writes.sampling_rows, writes.generations, writes.positions, tokens)
         self._buffer.give_back(pending.staging)
+
+
+class _Stages:
+    """One progress out of two: weights, then graphs. Weights may take minutes, graphs seconds."""
+
+    WEIGHTS = 0.8  # where graphs follow
+
+    def __init__(self, progress: Callable[[float], None] | None, *, has_graphs: bool) -> None:
+        self._progress = progress or (lambda part: None)
+        self._share = self.WEIGHTS if has_graphs else 1.0
+
+    def weights(self, part: float) -> None:
+        self._progress(part * self._share)
+
+    def graphs(self, part: float) -> None:
+        self._progress(self._share + part * (1 - self._share))
+
+    def end(self) -> None:
+        self._progress(1.0)
 
 
 def find_device(rank: int = 0) -> torch.device:

@@ -1,0 +1,148 @@
+"""Steps as graphs: padded to their bucket, replayed for other lengths, within bounds of memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.gpu.driver import DeviceDriver, load
+from tests.gpu.fake_graphs import FakeRecorder
+from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
+from tests.unit.engine.driver import GREEDY, seeded
+from tests.unit.engine.models import make_model
+from worker_svc.engine.gpu import compute, graphs, runner
+from worker_svc.engine.gpu.compute import mixed_sizes
+from worker_svc.engine.gpu.graphs import CudaRecorder, Graphs
+from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.step_buffer import Bucket
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL, **HEADS_4_2)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Stands for CUDA's where there is none. Mixed steps of small sizes get graphs."""
+    monkeypatch.setattr(compute, "MIN_MIXED", 16)
+    made = FakeRecorder() if not torch.cuda.is_available() else CudaRecorder(torch.device("cuda"))
+    monkeypatch.setattr(runner, "make_recorder", lambda device: made)
+    return made
+
+
+def run(engine):
+    """Mixed steps that fall into one bucket with other rows, lengths and samples, then decode."""
+    driver = DeviceDriver(engine)
+    prompts = small_prompts([9, 22, 30])
+    for row, sampling in enumerate((seeded(1), GREEDY, seeded(4, 0.7))):
+        driver.open(row, prompts[row], sampling)
+    driver.step({0: 9, 1: 11})  # 20 tokens, one sample
+    driver.step({0: 1, 1: 11, 2: 10})  # 22, contexts behind them
+    driver.step({2: 20, 1: 1, 0: 1})  # 22, three samples
+    driver.decode([2, 0, 1], 1)
+    driver.decode([1, 2, 0], 1)
+    assert driver.errors == []
+    return [driver.rows[row].tokens for row in range(3)], engine._pool
+
+
+@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
+def test_replayed_steps_are_those_of_unpadded_ones(folder, recorder, determinism):
+    """Every key and value of the pool, and every token: each is a function of all that came before it."""
+    plain, pool = run(load(folder, determinism=determinism, cuda_graphs="off"))
+    replayed, other = run(load(folder, determinism=determinism, cuda_graphs="lazy", cuda_graph_tokens=24))
+    assert replayed == plain
+    if determinism == "exact":
+        assert torch.equal(other, pool)
+    assert torch.allclose(other, pool, atol=1e-5)
+    if isinstance(recorder, FakeRecorder):
+        assert recorder.num_replays >= 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the names are those of the fake")
+def test_launches_of_a_step(folder, recorder):
+    """What a graph holds: ten kernels a layer, eleven with prompts, and few around them."""
+    load(folder, cuda_graphs="lazy", cuda_graph_tokens=16)
+    mixed, decode = (Counter(names) for names in recorder.recordings)
+    per_layer = {
+        "rms_norm_kernel": 2, "linear.default": 4, "rope_store_kernel": 1, "paged_attention_kernel": 1,
+        "combine_kernel": 1, "gated_activation_kernel": 1,
+    }  # fmt: skip
+    once = {
+        "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2,
+        "rms_norm_kernel": 1, "linear.default": 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
+    }  # fmt: skip
+    assert sum(per_layer.values()) == 10
+    layers = SMALL["num_hidden_layers"]
+    expected = Counter(once) + Counter({name: layers * count for name, count in per_layer.items()})
+    assert decode == expected
+    assert mixed == expected + Counter({"paged_attention_kernel": layers, "work_list_kernel": 1})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replays are counted by the fake")
+def test_larger_steps_and_those_without_memory_run_without(folder, recorder, monkeypatch, caplog):
+    engine = load(folder, cuda_graphs="lazy", cuda_graph_tokens=16)
+    at_start = recorder.num_replays
+    driver = DeviceDriver(engine)
+    driver.open(0, small_prompts([40])[0])
+    driver.step({0: 20})
+    driver.step({0: 18})
+    assert recorder.num_replays == at_start
+    monkeypatch.setattr(engine._compute._graphs, "_limit", 0)
+    driver.step({0: 2})  # the bucket of the start is served
+    assert recorder.num_replays == at_start + 1
+    driver.open(1, small_prompts([4])[0], seeded(1, top_k=3))
+    driver.step({1: 4})
+    assert "no more are recorded" in caplog.text
+    assert driver.errors == []
+
+
+def bucket(size):
+    return Bucket(size, size, size, is_decode=True, is_filtered=False)
+
+
+def make_graphs(recorder, limit, *, is_lazy=False):
+    computed = []
+    return computed, Graphs(computed.append, [bucket(n) for n in (4, 2, 1)], recorder, limit, Group(), is_lazy=is_lazy)
+
+
+def test_recording_at_the_start_stops_at_its_memory(caplog):
+    computed, made = make_graphs(FakeRecorder(bytes_per_graph=10), 20)
+    parts = []
+    made.record_at_start(parts.append)
+    assert [made.serves(bucket(n)) for n in (4, 2, 1)] == [True, True, False]
+    assert parts == [1 / 3, 2 / 3]
+    assert computed == [bucket(4), bucket(4), bucket(2), bucket(2)]  # warm-up, recording
+    assert "2 of 3 CUDA graphs are recorded" in caplog.text
+    assert made.replay(bucket(2))
+    assert not made.replay(bucket(1))
+
+
+def test_recording_at_the_start_stops_at_its_time(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_RECORDING_S", 0.0)
+    _, made = make_graphs(FakeRecorder(), 1)
+    made.record_at_start(lambda part: None)
+    assert len(made) == 0
+
+
+def test_what_cannot_be_recorded_is_not_tried_again():
+    class Failing(FakeRecorder):
+        def record(self, step):
+            raise RuntimeError("capture failed")
+
+    _, made = make_graphs(Failing(), 1, is_lazy=True)
+    with pytest.raises(RuntimeError, match="capture failed"):
+        made.record_after(bucket(2))
+    assert not made.serves(bucket(2))
+    made.record_after(bucket(2))
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [
+    (0, []), (100, [100]), (128, [128]), (700, [128, 192, 256, 384, 512, 700]),
+])  # fmt: skip
+def test_sizes_of_mixed_steps(limit, sizes):
+    assert mixed_sizes(limit) == sizes
