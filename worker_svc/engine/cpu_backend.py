@@ -21,7 +21,7 @@ from worker_svc.engine.backend import (
 )
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.fused import ACTIVATIONS, FusedModel, fuse
-from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
+from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
 
@@ -120,8 +120,8 @@ class CpuBackend:
         if self._quantize == "int8":
             check_int8_width(weight.shape[1])
             return INT8
-        is_supported = weight.dtype is torch.bfloat16 and self._kernels.quire_linear_supports(BFLOAT16)
-        return BFLOAT16 if is_supported else None
+        kind = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[weight.dtype]
+        return kind if self._kernels.quire_linear_supports(kind) else None
 
     def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedModel | None:
         """The whole forward pass in one call; see fused.py."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker_svc.engine.backend import ForwardBatch
-from worker_svc.engine.kernel_linear import KernelLinear, LinearStruct
+from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
 
 if TYPE_CHECKING:
     from worker_svc.engine.kv_cache import KVCachePool
@@ -102,9 +102,11 @@ class FusedModel:
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless all linear layers are our own kernels'."""
+    """None unless all linear layers are our own kernels', and gate and up fill whole panels of them."""
     linears = [linear for layer in parts.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
+    if parts.config.intermediate_size % PANEL or not all(
+        isinstance(linear, KernelLinear) for linear in (*linears, parts.head)
+    ):
         return None
     return FusedModel(kernels, parts, pool, threads)
 

@@ -1,4 +1,4 @@
-"""Linear layers that our own kernels multiply, in bfloat16 or int8."""
+"""Linear layers that our own kernels multiply, in float32, bfloat16 or int8."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-BFLOAT16, INT8 = 0, 1  # kinds of linear.cpp
+BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # kinds of linear.cpp
 PANEL = 32  # outputs that linear.cpp packs together
 
 

@@ -196,6 +196,7 @@ def mask_off_by_one(driver):
         attention(q, cache, replace(batch, context_lens=batch.context_lens - 1), out, shape)
 
     backend.paged_attention = short_sighted
+    driver.runner._model._fused = None  # a pass in one call does not come by here
 
 
 @pytest.mark.parametrize("plant", [wrong_rotation, page_read_twice, swapped_norms, mask_off_by_one])

@@ -3,6 +3,7 @@
 // chunk borders and batch mates change nothing.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -20,16 +21,11 @@ template <typename T> struct AttentionArgs {
   const int32_t* tables;  // [rows, table_stride]
   int64_t table_stride;
   const int32_t *rows, *query_starts, *context_lens;  // [B], [B + 1], [B]
-  int64_t num_rows, q_heads, kv_heads, head_dim, block_shift;
+  int64_t q_heads, kv_heads, head_dim, block_shift;
   float scale;
 };
 
-// What one thread does at a time.
-struct Task {
-  int32_t row, head, first;  // the first query vector
-  int32_t queries;
-  int64_t num_keys;  // that the last of them sees
-};
+typedef AttentionTask Task;
 
 template <typename T> struct Scratch {
   std::vector<float> q, scores, acc;  // [kQueryTile, head_dim], [kQueryTile, kKeyTile], [kQueryTile, padded_dim]
@@ -515,44 +511,62 @@ void paired_task(const PairedArgs& a, const Task& task, const Task& following, i
 
 // ---------------------------------------------------------------------------------------------------------------
 
-// Where a tile's work is shared by thread: `run(task, following, scratch)` for every task.
-template <typename Scratch, typename Run>
-void run_tasks(const std::vector<Task>& tasks, int64_t head_dim, int64_t padded_dim, int threads, const Run& run) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && tasks.size() > 1)
-  {
-    Scratch scratch(head_dim, padded_dim);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t i = 0; i < int64_t(tasks.size()); i++)
-      run(tasks[i], tasks[std::min(i + 1, int64_t(tasks.size()) - 1)], scratch);
-  }
+// A thread's scratch, kept from call to call: to allocate is to fault in fresh pages.
+template <typename Scratch> Scratch& scratch_of_thread(int64_t head_dim, int64_t padded_dim) {
+  thread_local std::unique_ptr<Scratch> scratch;
+  thread_local int64_t dim = 0;
+  if (dim != head_dim) scratch = std::make_unique<Scratch>(head_dim, padded_dim), dim = head_dim;
+  return *scratch;
 }
 
-template <typename T> void paged_attention(const AttentionArgs<T>& a, int threads) {
-  const int64_t group = a.q_heads / a.kv_heads, padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes;
-  std::vector<Task> tasks;
-  for (int32_t b = 0; b < a.num_rows; b++) {
-    const int64_t queries = (a.query_starts[b + 1] - a.query_starts[b]) * group;
-    for (int64_t first = 0; first < queries; first += kQueryTile) {
-      const int64_t count = std::min<int64_t>(kQueryTile, queries - first);
-      const int64_t num_keys = a.context_lens[b] + (first + count - 1) / group + 1;
-      for (int32_t h = 0; h < a.kv_heads; h++) tasks.push_back({b, h, int32_t(first), int32_t(count), num_keys});
-    }
-  }
+template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const std::vector<Task>& tasks) {
+  const int64_t padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes, count = tasks.size();
+  const int64_t grain = std::clamp<int64_t>(count / (16 * pass.threads), 1, 8);
+  pass.run(count, grain, [&](int64_t first, int64_t last) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  if constexpr (sizeof(T) == sizeof(uint16_t))
-    return run_tasks<PairedScratch>(tasks, a.head_dim, padded_dim, threads,
-                                    [&](const Task& task, const Task& following, PairedScratch& scratch) {
-                                      paired_task(a, task, following, padded_dim, scratch);
-                                    });
-  else
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      PairedScratch& scratch = scratch_of_thread<PairedScratch>(a.head_dim, padded_dim);
+      for (int64_t i = first; i < last; i++)
+        paired_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], padded_dim, scratch);
+      return;
+    }
 #endif
-    run_tasks<Scratch<T>>(tasks, a.head_dim, padded_dim, threads,
-                          [&](const Task& task, const Task&, Scratch<T>& scratch) {
-                            attention_task(a, task, padded_dim, scratch);
-                          });
+    Scratch<T>& scratch = scratch_of_thread<Scratch<T>>(a.head_dim, padded_dim);
+    for (int64_t i = first; i < last; i++) attention_task(a, tasks[i], padded_dim, scratch);
+  });
 }
 
 }  // namespace
+
+std::vector<AttentionTask> attention_tasks(const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows,
+                                           int64_t q_heads, int64_t kv_heads) {
+  const int64_t group = q_heads / kv_heads;
+  std::vector<AttentionTask> tasks;
+  for (int32_t b = 0; b < num_rows; b++) {
+    const int64_t queries = (query_starts[b + 1] - query_starts[b]) * group;
+    for (int64_t first = 0; first < queries; first += kQueryTile) {
+      const int64_t count = std::min<int64_t>(kQueryTile, queries - first);
+      const int64_t num_keys = context_lens[b] + (first + count - 1) / group + 1;
+      for (int32_t h = 0; h < kv_heads; h++) tasks.push_back({b, h, int32_t(first), int32_t(count), num_keys});
+    }
+  }
+  return tasks;
+}
+
+void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const void* q,
+                     const void* k_cache, const void* v_cache, void* out, const int32_t* tables, int64_t table_stride,
+                     const int32_t* rows, const int32_t* query_starts, const int32_t* context_lens,
+                     const QkvShape& shape, float scale) {
+  auto run = [&](auto type) {
+    typedef decltype(type) T;
+    const AttentionArgs<T> args{(const T*)q,    (const T*)k_cache, (const T*)v_cache, (T*)out,
+                                tables,         table_stride,      rows,              query_starts,
+                                context_lens,   shape.q_heads,     shape.kv_heads,    shape.head_dim,
+                                __builtin_ctzll(uint64_t(shape.block_size)), scale};
+    attend(pass, args, tasks);
+  };
+  is_bf16 ? run(uint16_t()) : run(float());
+}
 
 extern "C" {
 
@@ -565,16 +579,9 @@ void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, cons
                            const int32_t* tables, int64_t table_stride, const int32_t* rows,
                            const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows, int64_t q_heads,
                            int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, int threads) {
-  const int64_t shift = __builtin_ctzll(uint64_t(block_size));
-  if (is_bf16)
-    paged_attention(AttentionArgs<uint16_t>{(const uint16_t*)q, (const uint16_t*)k_cache, (const uint16_t*)v_cache,
-                                            (uint16_t*)out, tables, table_stride, rows, query_starts, context_lens,
-                                            num_rows, q_heads, kv_heads, head_dim, shift, scale},
-                    threads);
-  else
-    paged_attention(AttentionArgs<float>{(const float*)q, (const float*)k_cache, (const float*)v_cache, (float*)out,
-                                         tables, table_stride, rows, query_starts, context_lens, num_rows, q_heads,
-                                         kv_heads, head_dim, shift, scale},
-                    threads);
+  Pass pass(threads);
+  paged_attention(pass, is_bf16, attention_tasks(query_starts, context_lens, num_rows, q_heads, kv_heads), q, k_cache,
+                  v_cache, out, tables, table_stride, rows, query_starts, context_lens,
+                  {q_heads, kv_heads, head_dim, block_size}, scale);
 }
 }

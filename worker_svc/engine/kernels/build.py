@@ -1,8 +1,4 @@
-"""Compiles the kernels once per source, compiler and processor, and loads them with ctypes.
-
-The library leaves OpenMP's symbols undefined on purpose. They are bound to the OpenMP runtime that torch has loaded, so
-that kernels and oneDNN run on one pool of threads; two runtimes would each keep spinning threads on the same cores.
-"""
+"""Compiles the kernels once per source, compiler and processor, and loads them with ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,14 +15,25 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "cpu.cpp", "forward.cpp", "linear.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "vec.h"))
-ABI_VERSION = 5
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attention.cpp", "cpu.cpp", "forward.cpp", "linear.cpp", "team.cpp")
+)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "rows.h", "team.h", "vec.h"))
+ABI_VERSION = 6
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order and a multiply-add is fused only where the source says so: results must not depend on how a
 # loop was unrolled or inlined. The last two drop errno and trap bookkeeping, which changes no result.
-STRICT_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
+STRICT_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    "-w",
+)
 
 
 class KernelBuildError(RuntimeError):
@@ -40,17 +46,12 @@ def load_kernels() -> ctypes.CDLL:
     Raises KernelBuildError when there is no compiler or it fails.
     """
     compiler = _find_compiler()
-    runtime = _find_openmp_runtime()
     failures = []
-    for flags in _flag_sets(runtime is not None):
+    for flags in _flag_sets():
         try:
-            library = _load(_build(compiler, flags), runtime)
+            return _load(_build(compiler, flags))
         except KernelBuildError as error:
             failures.append(f"{' '.join(flags)}: {error}")
-            continue
-        if runtime is not None and "-fopenmp" not in flags:
-            logger.warning("CPU kernels run on one thread: %s does not fit %s; g++ does", compiler, runtime)
-        return library
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))
 
 
@@ -73,25 +74,11 @@ def _find_compiler() -> str:
     raise KernelBuildError(f"no C++ compiler found ({looked_for}); install one, e.g. `apt-get install g++`")
 
 
-def _find_openmp_runtime() -> str | None:
-    """Path of the OpenMP library that torch brought into this process."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/") and len(line.split()) > 5}
-    found = sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
-    in_torch = [p for p in found if "torch" in p]
-    return next(iter(in_torch or found), None)
-
-
-def _flag_sets(has_openmp: bool) -> list[tuple[str, ...]]:
+def _flag_sets() -> list[tuple[str, ...]]:
     """Best first; the last ones make do with less."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     native = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
-    openmp = ("-fopenmp",) if has_openmp else ()
-    choices = [(*STRICT_FLAGS, *native, *openmp), (*STRICT_FLAGS, *native[:1], *openmp), (*STRICT_FLAGS, *native[:1])]
-    return list(dict.fromkeys([*choices, STRICT_FLAGS]))
+    return list(dict.fromkeys([(*STRICT_FLAGS, *native), (*STRICT_FLAGS, *native[:1]), STRICT_FLAGS]))
 
 
 def _build(compiler: str, flags: tuple[str, ...]) -> Path:
@@ -109,8 +96,7 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
         objects = [Path(scratch, source.name).with_suffix(".o") for source in SOURCES]
         for source, target_object in zip(SOURCES, objects, strict=True):
             _run([compiler, *flags, "-c", str(source), "-o", str(target_object)])
-        undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-        _run([compiler, "-shared", *undefined, *map(str, objects), "-o", str(library)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
         os.replace(library, target)  # processes that build at the same time put the same file there
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -143,10 +129,8 @@ def _run(command: list[str]) -> None:
         raise KernelBuildError(done.stderr.strip()[-500:] or f"exit status {done.returncode}")
 
 
-def _load(path: Path, runtime: str | None) -> ctypes.CDLL:
+def _load(path: Path) -> ctypes.CDLL:
     try:
-        if runtime is not None:
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(path))
         version = int(library.quire_abi_version())
     except (OSError, AttributeError) as error:

@@ -9,73 +9,44 @@
 #include <vector>
 
 #include "kernels.h"
+#include "rows.h"
 #include "vec.h"
 
 namespace {
 
-constexpr int64_t kSerialWork = 32768;  // elements below which waking other threads costs more than they save
+constexpr int64_t kSerialWork = 32768;      // elements below which waking other threads costs more than they save
+constexpr int64_t kSerialSampling = 1 << 19;  // the same for logits
 
-// ---------------------------------------------------------------------------------------------------------------
-// out = norm(x + residual) * weight; x keeps the sum. A null residual adds nothing.
-
-template <typename T>
-void add_rms_norm_row(T* x, const T* residual, const T* weight, T* out, int64_t dim, float eps) {
-  int64_t i = 0;
-  if (residual) {
-    for (; i + kLanes <= dim; i += kLanes) store16(x + i, load16(x + i) + load16(residual + i));
-    for (; i < dim; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
-  }
-  const float scale = 1.f / sqrtf(sum_of_squares(x, dim) / float(dim) + eps);
-  for (i = 0; i + kLanes <= dim; i += kLanes) {
-    T normed[kLanes];
-    store16(normed, load16(x + i) * scale);
-    store16(out + i, load16(normed) * load16(weight + i));
-  }
-  for (; i < dim; i++) out[i] = from_float<T>(round_to<T>(to_float(x[i]) * scale) * to_float(weight[i]));
-}
+int threads_for(int64_t work, int64_t serial_work, int threads) { return work > serial_work ? threads : 1; }
 
 template <typename T>
 void add_rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t n, int64_t dim, float eps, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > kSerialWork)
-  for (int64_t i = 0; i < n; i++)
-    add_rms_norm_row(x + i * dim, residual ? residual + i * dim : nullptr, weight, out + i * dim, dim, eps);
+  Pass(threads_for(n * dim, kSerialWork, threads)).run(n, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      add_rms_norm_row(x + i * dim, residual ? residual + i * dim : nullptr, weight, out + i * dim, dim, eps);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // out = act(gate) * up of rows [gate | up].
 
-enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
-
-INLINE float activate1(float x, int activation) {
-  if (activation == kGelu) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (1.f + tanhf(inner));
-}
-
-INLINE v16 silu16(v16 x) { return x / (1.f + exp16(-x)); }
-
-template <typename T> void silu_mul_row(const T* gate, const T* up, T* out, int64_t dim) {
+template <typename T>
+void gated_activation_row(const T* gate, const T* up, T* out, int64_t dim, Activation activation) {
   int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes) store16(out + i, silu16(load16(gate + i)) * load16(up + i));
+  for (; i + kLanes <= dim; i += kLanes) store16(out + i, activate16(load16(gate + i), activation) * load16(up + i));
   if (i == dim) return;
   float g[kLanes] = {}, u[kLanes] = {}, y[kLanes];
   for (int64_t j = i; j < dim; j++) g[j - i] = to_float(gate[j]), u[j - i] = to_float(up[j]);
-  store16(y, silu16(load16(g)) * load16(u));
+  store16(y, activate16(load16(g), activation) * load16(u));
   for (int64_t j = i; j < dim; j++) out[j] = from_float<T>(y[j - i]);
 }
 
 template <typename T>
-void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, int activation, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * dim > kSerialWork)
-  for (int64_t i = 0; i < n; i++) {
-    const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
-    if (activation == kSilu) {
-      silu_mul_row(gate, up, out + i * dim, dim);
-      continue;
-    }
-    for (int64_t j = 0; j < dim; j++)
-      out[i * dim + j] = from_float<T>(activate1(to_float(gate[j]), activation) * to_float(up[j]));
-  }
+void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, Activation activation, int threads) {
+  Pass(threads_for(n * dim, kSerialWork, threads)).run(n, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      gated_activation_row(gate_up + i * 2 * dim, gate_up + i * 2 * dim + dim, out + i * dim, dim, activation);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -83,16 +54,6 @@ void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, int acti
 // k_cache: [blocks, kv_heads, head_dim, block_size] (transposed: 16 keys are one vector), v_cache: [.., block_size, head_dim].
 // Where `is_paired` says so, two dimensions of a key and two values of a dimension lie side by side:
 // [head_dim / 2, block_size, 2] and [block_size / 2, head_dim, 2].
-
-struct QkvShape {
-  int64_t q_heads, kv_heads, head_dim, block_size;
-};
-
-template <typename T> INLINE v16 round16(v16 x) {
-  T rounded[kLanes];
-  store16(rounded, x);
-  return load16(rounded);
-}
 
 template <typename T>
 INLINE void norm_rope_head(const T* x, const T* weight, const float* cos, const float* sin, int64_t head_dim, float eps,
@@ -128,38 +89,45 @@ template <typename T, int width> INLINE void store_value(const T* value, int64_t
   for (int64_t d = 0; d < dim; d++) out[d * width] = value[d];
 }
 
-template <typename T>
-void qk_norm_rope_store(const T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin,
-                        const int32_t* positions, const int64_t* slots, T* k_cache, T* v_cache, T* q_out, int64_t n,
-                        QkvShape s, float eps, int threads) {
+template <typename T> struct Qkv {
+  const T *qkv, *q_norm, *k_norm;
+  const float *cos, *sin;
+  const int32_t* positions;
+  const int64_t* slots;
+  T *k_cache, *v_cache, *q_out;
+  QkvShape shape;
+  float eps;
+};
+
+template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
+  const QkvShape& s = a.shape;
   const int64_t dim = s.head_dim, half = dim / 2, heads = s.q_heads + 2 * s.kv_heads;
+  const T* x = a.qkv + i * heads * dim;
+  const float *cos = a.cos + a.positions[i] * half, *sin = a.sin + a.positions[i] * half;
+  const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
   const int64_t width = is_paired<T>(s.block_size) ? 2 : 1;
-#pragma omp parallel num_threads(threads) if (threads > 1 && n * heads * dim > kSerialWork)
-  {
-    std::vector<T> key(dim);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; i++) {
-      const T* x = qkv + i * heads * dim;
-      const float *c = cos + positions[i] * half, *sn = sin + positions[i] * half;
-      const int64_t block = slots[i] / s.block_size, offset = slots[i] % s.block_size;
-      for (int64_t h = 0; h < s.q_heads; h++) {
-        norm_rope_head(x + h * dim, q_norm, c, sn, dim, eps, q_out + (i * s.q_heads + h) * dim);
-      }
-      for (int64_t h = 0; h < s.kv_heads; h++) {
-        norm_rope_head(x + (s.q_heads + h) * dim, k_norm, c, sn, dim, eps, key.data());
-        const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
-        T* k = k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
-        T* v = v_cache + ((block * s.kv_heads + h) * s.block_size + offset / width * width) * dim + offset % width;
-        if (width == 2) {
-          store_key<T, 2>(key.data(), dim, s.block_size, k);
-          store_value<T, 2>(value, dim, v);
-        } else {
-          store_key<T, 1>(key.data(), dim, s.block_size, k);
-          store_value<T, 1>(value, dim, v);
-        }
-      }
+  for (int64_t h = 0; h < s.q_heads; h++)
+    norm_rope_head(x + h * dim, a.q_norm, cos, sin, dim, a.eps, a.q_out + (i * s.q_heads + h) * dim);
+  for (int64_t h = 0; h < s.kv_heads; h++) {
+    norm_rope_head(x + (s.q_heads + h) * dim, a.k_norm, cos, sin, dim, a.eps, key);
+    const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
+    T* k = a.k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
+    T* v = a.v_cache + ((block * s.kv_heads + h) * s.block_size + offset / width * width) * dim + offset % width;
+    if (width == 2) {
+      store_key<T, 2>(key, dim, s.block_size, k);
+      store_value<T, 2>(value, dim, v);
+    } else {
+      store_key<T, 1>(key, dim, s.block_size, k);
+      store_value<T, 1>(value, dim, v);
     }
   }
+}
+
+template <typename T> void store_tokens(Pass& pass, const Qkv<T>& a, int64_t n) {
+  pass.run(n, 4, [&](int64_t first, int64_t last) {
+    std::vector<T> key(a.shape.head_dim);
+    for (int64_t i = first; i < last; i++) store_token(a, i, key.data());
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -385,11 +353,9 @@ template <typename T>
 void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const int32_t* top_k,
             const float* top_p, const float* min_p, const uint64_t* seeds, const uint32_t* sample_indices,
             const uint32_t* positions, uint32_t* tokens, uint8_t* status, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
-  {
+  auto sample_rows = [&](int64_t first, int64_t last) {
     std::vector<float> z((vocab + 63) / 64 * 64);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = first; i < last; i++) {
       const bool is_greedy = temperature[i] < 1e-5f;
       uint32_t top_id = 0;
       const bool is_good = scale_logits(logits + i * vocab, vocab, is_greedy ? 1.f : temperature[i], z.data(), top_id);
@@ -401,17 +367,31 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
       const NoiseKey key{uint32_t(seeds[i]), uint32_t(seeds[i] >> 32), positions[i], sample_indices[i]};
       tokens[i] = gumbel_argmax(z.data(), vocab, top_id, lowest, key);
     }
-  }
+  };
+  Pass(threads_for(n * vocab, kSerialSampling, threads)).run(n, 1, sample_rows);
 }
 
 }  // namespace
+
+void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_norm, const void* k_norm,
+                        const float* cos, const float* sin, const int32_t* positions, const int64_t* slots,
+                        void* k_cache, void* v_cache, void* q_out, int64_t n, const QkvShape& shape, float eps) {
+  auto store = [&](auto type) {
+    typedef decltype(type) T;
+    store_tokens(pass,
+                 Qkv<T>{(const T*)qkv, (const T*)q_norm, (const T*)k_norm, cos, sin, positions, slots, (T*)k_cache,
+                        (T*)v_cache, (T*)q_out, shape, eps},
+                 n);
+  };
+  is_bf16 ? store(uint16_t()) : store(float());
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // The C ABI. `is_bf16` chooses the storage type of every untyped pointer. Raise the number with every change.
 
 extern "C" {
 
-int quire_abi_version() { return 5; }
+int quire_abi_version() { return 6; }
 
 void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
                         int64_t dim, float eps, int threads) {
@@ -424,22 +404,18 @@ void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* 
 void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim, int activation,
                             int threads) {
   if (is_bf16)
-    gated_activation((const uint16_t*)gate_up, (uint16_t*)out, n, dim, activation, threads);
+    gated_activation((const uint16_t*)gate_up, (uint16_t*)out, n, dim, Activation(activation), threads);
   else
-    gated_activation((const float*)gate_up, (float*)out, n, dim, activation, threads);
+    gated_activation((const float*)gate_up, (float*)out, n, dim, Activation(activation), threads);
 }
 
 void quire_qk_norm_rope_store(int is_bf16, const void* qkv, const void* q_norm, const void* k_norm, const float* cos,
                               const float* sin, const int32_t* positions, const int64_t* slots, void* k_cache,
                               void* v_cache, void* q_out, int64_t n, int64_t q_heads, int64_t kv_heads,
                               int64_t head_dim, int64_t block_size, float eps, int threads) {
-  const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
-  if (is_bf16)
-    qk_norm_rope_store((const uint16_t*)qkv, (const uint16_t*)q_norm, (const uint16_t*)k_norm, cos, sin, positions,
-                       slots, (uint16_t*)k_cache, (uint16_t*)v_cache, (uint16_t*)q_out, n, shape, eps, threads);
-  else
-    qk_norm_rope_store((const float*)qkv, (const float*)q_norm, (const float*)k_norm, cos, sin, positions, slots,
-                       (float*)k_cache, (float*)v_cache, (float*)q_out, n, shape, eps, threads);
+  Pass pass(threads_for(n * (q_heads + 2 * kv_heads) * head_dim, kSerialWork, threads));
+  qk_norm_rope_store(pass, is_bf16, qkv, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, q_out, n,
+                     {q_heads, kv_heads, head_dim, block_size}, eps);
 }
 
 void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers,

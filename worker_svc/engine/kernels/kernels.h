@@ -1,25 +1,57 @@
-// What one kernel file calls of another, through the C ABI that Python uses too.
+// What one kernel file calls of another. Each function is one or more phases of a pass; `is_bf16` chooses the storage
+// type of every untyped pointer.
 #pragma once
 #include <cstdint>
+#include <vector>
 
-extern "C" {
+#include "team.h"
 
-void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
-                        int64_t dim, float eps, int threads);
+enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
-void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim, int activation,
-                            int threads);
+// A packed weight; see linear.cpp.
+struct Linear {
+  int64_t kind;
+  const void* packed;
+  const float* scales;
+  const void* bias;
+  int64_t in, out;
+};
 
-void quire_qk_norm_rope_store(int is_bf16, const void* qkv, const void* q_norm, const void* k_norm, const float* cos,
-                              const float* sin, const int32_t* positions, const int64_t* slots, void* k_cache,
-                              void* v_cache, void* q_out, int64_t n, int64_t q_heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t block_size, float eps, int threads);
+// x += residual (null: nothing), and the rows of x that are read are normed and weighted.
+struct Norm {
+  void* x;
+  const void* residual;
+  const void* weight;
+  float eps;
+};
 
-void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out,
-                           const int32_t* tables, int64_t table_stride, const int32_t* rows,
-                           const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows, int64_t q_heads,
-                           int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, int threads);
+struct QkvShape {
+  int64_t q_heads, kv_heads, head_dim, block_size;
+};
 
-void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
-                  void* y, int64_t n, int64_t in, int64_t out, int threads);
-}
+// Query vectors of one row and one KV head.
+struct AttentionTask {
+  int32_t row, head, first;  // the first query vector
+  int32_t queries;
+  int64_t num_keys;  // that the last of them sees
+};
+
+void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n);
+
+void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, void* y, int64_t n);
+
+// y = activation(gate) * up [n, out / 2] of a layer whose outputs are [gate | up]; out / 2 is a multiple of kPanel.
+void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
+                          int64_t n);
+
+void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_norm, const void* k_norm,
+                        const float* cos, const float* sin, const int32_t* positions, const int64_t* slots,
+                        void* k_cache, void* v_cache, void* q_out, int64_t n, const QkvShape& shape, float eps);
+
+std::vector<AttentionTask> attention_tasks(const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows,
+                                           int64_t q_heads, int64_t kv_heads);
+
+void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const void* q,
+                     const void* k_cache, const void* v_cache, void* out, const int32_t* tables, int64_t table_stride,
+                     const int32_t* rows, const int32_t* query_starts, const int32_t* context_lens,
+                     const QkvShape& shape, float scale);

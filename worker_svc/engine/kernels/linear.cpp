@@ -1,9 +1,12 @@
-// Linear layers, y = x W^T + b, for processors that multiply pairs of bfloat16 or quads of int8 in one instruction.
+// Linear layers, y = x W^T + b, for processors that multiply 16 floats, pairs of bfloat16 or quads of int8 in one
+// instruction.
 //
 // W is packed once into panels of kPanel outputs: [out / kPanel][in / group][kPanel][group], where a group is the
 // inputs that one lane multiplies at once, always 4 bytes. A call packs x into tiles of up to kTileRows rows:
 // [in / group][rows][group]. An output adds its groups strictly in order in one lane, whatever tile its row is in:
 // rows do not depend on each other, and int8 sums are exact anyway.
+//
+// Rows that come in may be normed on the way, outputs that are gates and values may leave as one.
 //
 // int8: W has one scale per output and is stored as w + 128 (the instruction wants one unsigned side), x gets one scale
 // per row. What the 128 added, 128 * sum(x), is taken off at the end.
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "rows.h"
 #include "vec.h"
 
 namespace {
@@ -22,14 +26,15 @@ constexpr int kTileRows = 12;  // with kPanel: 24 sums, 2 weights and 1 input fi
 constexpr int kGroupBytes = 4;
 constexpr int kLine = 64;
 constexpr int64_t kBlockBytes = 512 << 10;  // of packed x that is used over and over: half a second-level cache
+constexpr int64_t kBlockTiles = 16;         // and no more, so that threads end together
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 constexpr float kInt8Max = 127.f;
 
-enum Kind { kBfloat16 = 0, kInt8 = 1 };
+enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
 
-INLINE int group_of(int kind) { return kind == kInt8 ? 4 : 2; }
+INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-INLINE int64_t panel_bytes(int kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }
+INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Packing W.
@@ -61,11 +66,12 @@ void pack_panel(int kind, const T* weight, int64_t outs, int64_t in, float* scal
 
 template <typename T>
 void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scales, char* packed, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < ceil_div(out, kPanel); p++) {
-    const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
-    pack_panel(kind, weight + first * in, outs, in, scales + first, packed + p * panel_bytes(kind, in));
-  }
+  Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
+      pack_panel(kind, weight + first * in, outs, in, scales + first, packed + p * panel_bytes(kind, in));
+    }
+  });
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -77,6 +83,19 @@ void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scal
 struct RowScale {
   float scale;
   int32_t offset;  // what 128 in every weight has added
+};
+
+struct Float32 {
+  typedef v16 Sum;
+  static constexpr int kGroup = 1;
+  static INLINE Sum multiply_add(Sum sum, __m512i w, int32_t x) {
+    return (Sum)_mm512_fmadd_ps((__m512)w, (__m512)_mm512_set1_epi32(x), (__m512)sum);
+  }
+  static RowScale pack_row(const float* x, int64_t in, int rows, int32_t* packed) {
+    for (int64_t i = 0; i < in; i++) memcpy(packed + i * rows, x + i, 4);
+    return {1.f, 0};
+  }
+  static INLINE v16 finish(Sum sum, RowScale, const float*) { return sum; }
 };
 
 #if defined(__AVX512BF16__)
@@ -172,12 +191,22 @@ template <typename T> INLINE void store_part(T* out, v16 y, int64_t count) {
 }
 
 template <typename T> struct Call {
-  const T* x;
+  const T* x;       // rows that are read as they are, or
+  const Norm* norm; // rows that are normed first
   const char* weight;
   const float* scales;  // [out rounded up to kPanel]
   const T* bias;        // [out] or null
   T* y;
   int64_t n, in, out;
+};
+
+// Where a panel's outputs go.
+template <typename T> struct Target {
+  T* y;            // of row 0
+  int64_t stride;  // from row to row
+  int64_t count;   // outputs that there are, at most kPanel
+  const T* gates;  // [rows, kPanel], what multiplies y once it is activated; null: nothing
+  Activation activation;
 };
 
 // Rows of x cut into tiles of nearly equal height.
@@ -189,18 +218,20 @@ struct Tiles {
 };
 
 template <typename K, typename T>
-INLINE void store_tile(const Call<T>& c, const typename K::Sum* sums, const RowScale* scales, int64_t row, int rows,
-                       int64_t first) {
+INLINE void store_tile(const Call<T>& c, const Target<T>& target, const typename K::Sum* sums, const RowScale* scales,
+                       int64_t row, int rows, int64_t first) {
   for (int half = 0; half < 2; half++) {
-    const int64_t o = first + half * kLanes, count = std::min<int64_t>(kLanes, c.out - o);
+    const int64_t o = half * kLanes, count = std::min<int64_t>(kLanes, target.count - o);
     if (count <= 0) return;
     T bias[kLanes] = {};
-    if (c.bias) memcpy(bias, c.bias + o, count * sizeof(T));
+    if (c.bias) memcpy(bias, c.bias + first + o, count * sizeof(T));
     const v16 added = load16(bias);
     for (int r = 0; r < rows; r++) {
-      v16 y = K::finish(sums[2 * r + half], scales[row + r], c.scales + o);
+      v16 y = K::finish(sums[2 * r + half], scales[row + r], c.scales + first + o);
       if (c.bias) y += added;
-      T* out = c.y + (row + r) * c.out + o;
+      if (target.gates)
+        y = activate16(load16(target.gates + (row + r) * kPanel + o), target.activation) * round16<T>(y);
+      T* out = target.y + (row + r) * target.stride + o;
       if (count == kLanes)
         store16(out, y);
       else
@@ -209,61 +240,162 @@ INLINE void store_tile(const Call<T>& c, const typename K::Sum* sums, const RowS
   }
 }
 
+// Rows [first_tile, last_tile) times one panel, while the panel at `ahead` is fetched.
 template <typename K, typename T>
 void multiply_panel(const Call<T>& c, const Tiles& tiles, int64_t first_tile, int64_t last_tile, int64_t panel,
-                    const int32_t* x, const RowScale* scales) {
+                    int64_t following, const int32_t* x, const RowScale* scales, const Target<T>& target) {
   const int64_t groups = ceil_div(c.in, K::kGroup), bytes = groups * 2 * kLine;
-  const char* w = c.weight + panel * bytes;
+  const char *w = c.weight + panel * bytes, *ahead = c.weight + following * bytes;
   typename K::Sum sums[2 * kTileRows];
   for (int64_t t = first_tile; t < last_tile; t++) {
     const int rows = tiles.rows(t);
     const int64_t row = tiles.start(t), nth = t - first_tile;
     const int32_t* tile = x + row * groups;
     if (last_tile - first_tile == 1)
-      multiply<K, 2>(rows, w, tile, groups, w + bytes, sums);
+      multiply<K, 2>(rows, w, tile, groups, ahead, sums);
     else if (nth < 2)
-      multiply<K, 1>(rows, w, tile, groups, w + bytes + nth * (bytes / 2), sums);
+      multiply<K, 1>(rows, w, tile, groups, ahead + nth * (bytes / 2), sums);
     else
       multiply<K, 0>(rows, w, tile, groups, w, sums);
-    store_tile<K>(c, sums, scales, row, rows, panel * kPanel);
+    store_tile<K>(c, target, sums, scales, row, rows, panel * kPanel);
   }
 }
 
-template <typename K, typename T> void linear(const Call<T>& c, int threads) {
-  const int64_t groups = ceil_div(c.in, K::kGroup), panels = ceil_div(c.out, kPanel);
-  const Tiles tiles(c.n);
-  const int64_t block = std::max<int64_t>(1, kBlockBytes / (groups * kGroupBytes * kTileRows));  // tiles
-  std::unique_ptr<int32_t[]> x(new int32_t[c.n * groups]);
-  std::unique_ptr<RowScale[]> scales(new RowScale[c.n]);
-  const int64_t share = std::max<int64_t>(1, panels / (8 * threads));
-#pragma omp parallel num_threads(threads) if (threads > 1 && c.n * c.in * c.out > kSerialWork)
-  {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles.count; t++) {
-      const int64_t start = tiles.start(t), rows = tiles.rows(t);
-      for (int64_t r = 0; r < rows; r++)
-        scales[start + r] = K::pack_row(c.x + (start + r) * c.in, c.in, int(rows), x.get() + start * groups + r);
-    }
-    for (int64_t first = 0; first < tiles.count; first += block) {
-      const int64_t last = std::min(first + block, tiles.count);
-#pragma omp for schedule(dynamic, share) nowait
-      for (int64_t panel = 0; panel < panels; panel++)
-        multiply_panel<K>(c, tiles, first, last, panel, x.get(), scales.get());
-    }
-  }
+// A thread's memory that lasts from call to call: to allocate is to fault in fresh pages.
+template <typename T> T* buffer_of_thread(int64_t count) {
+  thread_local std::vector<T> buffer;
+  if (int64_t(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
 }
+
+template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
+  if (!c.norm) return c.x + row * c.in;
+  const Norm& norm = *c.norm;
+  T* normed = buffer_of_thread<T>(c.in);
+  const T* residual = norm.residual ? (const T*)norm.residual + row * c.in : nullptr;
+  add_rms_norm_row((T*)norm.x + row * c.in, residual, (const T*)norm.weight, normed, c.in, norm.eps);
+  return normed;
+}
+
+// Packed rows, and how they are cut.
+struct Packed {
+  Tiles tiles;
+  int64_t groups;
+  std::unique_ptr<int32_t[]> x;
+  std::unique_ptr<RowScale[]> scales;
+};
+
+template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c) {
+  const int64_t groups = ceil_div(c.in, K::kGroup);
+  Packed packed{Tiles(c.n), groups, std::unique_ptr<int32_t[]>(new int32_t[c.n * groups]),
+                std::unique_ptr<RowScale[]>(new RowScale[c.n])};
+  pass.run(packed.tiles.count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+      const int64_t start = packed.tiles.start(t), rows = packed.tiles.rows(t);
+      for (int64_t r = 0; r < rows; r++)
+        packed.scales[start + r] =
+            K::pack_row(row_of(c, start + r), c.in, int(rows), packed.x.get() + start * groups + r);
+    }
+  });
+  return packed;
+}
+
+// run(first_tile, last_tile, panel) for all panels over one block of rows after the other.
+template <typename Run> void over_panels(Pass& pass, const Packed& packed, int64_t panels, const Run& run) {
+  const int64_t fitting = kBlockBytes / (packed.groups * kGroupBytes * kTileRows);
+  const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);
+  const int64_t grain = std::max<int64_t>(1, panels / (8 * pass.threads));
+  const int64_t parts = ceil_div(panels, grain);
+  pass.run(blocks * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t first = i / parts * block, last = std::min(first + block, packed.tiles.count);
+      const int64_t start = i % parts * grain;
+      for (int64_t panel = start; panel < std::min(start + grain, panels); panel++) run(first, last, panel);
+    }
+  });
+}
+
+template <typename K, typename T> void multiply_all(Pass& pass, const Call<T>& c) {
+  const Packed packed = pack_rows<K>(pass, c);
+  over_panels(pass, packed, ceil_div(c.out, kPanel), [&](int64_t first, int64_t last, int64_t panel) {
+    const Target<T> target{c.y + panel * kPanel, c.out, std::min<int64_t>(kPanel, c.out - panel * kPanel), nullptr, kSilu};
+    multiply_panel<K>(c, packed.tiles, first, last, panel, panel + 1, packed.x.get(), packed.scales.get(), target);
+  });
+}
+
+// Outputs [gate | up] become activation(gate) * up.
+template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>& c, Activation activation) {
+  const Packed packed = pack_rows<K>(pass, c);
+  const int64_t inner = c.out / 2, panels = inner / kPanel;
+  over_panels(pass, packed, panels, [&](int64_t first, int64_t last, int64_t panel) {
+    const Tiles& tiles = packed.tiles;
+    const int64_t start = tiles.start(first), rows = tiles.start(last) - start;
+    T* gates = buffer_of_thread<T>(rows * kPanel) - start * kPanel;
+    const Target<T> to_gates{gates, kPanel, kPanel, nullptr, activation};
+    const Target<T> to_y{c.y + panel * kPanel, inner, kPanel, gates, activation};
+    const int32_t* x = packed.x.get();
+    multiply_panel<K>(c, tiles, first, last, panel, panels + panel, x, packed.scales.get(), to_gates);
+    multiply_panel<K>(c, tiles, first, last, panels + panel, panel + 1, x, packed.scales.get(), to_y);
+  });
+}
+
+// run(kind, type) with the kind and the storage type that the numbers stand for.
+template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run) {
+  if (kind == kFloat32) return run(Float32(), float());
+#if defined(__AVX512BF16__)
+  if (kind == kBfloat16) return run(Bfloat16(), uint16_t());
+#endif
+#if defined(__AVX512VNNI__)
+  if (kind == kInt8 && is_bf16) return run(Int8(), uint16_t());
+  if (kind == kInt8) return run(Int8(), float());
+#endif
+}
+
+template <typename T>
+Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, void* y, int64_t n) {
+  return {(const T*)x, norm, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)y, n, layer.in, layer.out};
+}
+
+#else
+
+template <typename Run> void with_kind(int64_t, int, const Run&) {}
 
 #endif
 
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------
-// The C ABI. `kind`: 0 bfloat16, 1 int8. `is_bf16` chooses the storage type of weight, x, bias and y.
+// What forward.cpp calls.
+
+void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n) {
+  with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
+    multiply_all<decltype(kind)>(pass, make_call<decltype(type)>(layer, x, nullptr, y, n));
+  });
+}
+
+void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, void* y, int64_t n) {
+  with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
+    multiply_all<decltype(kind)>(pass, make_call<decltype(type)>(layer, nullptr, &norm, y, n));
+  });
+}
+
+void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
+                          int64_t n) {
+  with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
+    multiply_gated<decltype(kind)>(pass, make_call<decltype(type)>(layer, nullptr, &norm, y, n), activation);
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32. `is_bf16` chooses the storage type of weight, x, bias and y.
 
 extern "C" {
 
 // Whether this processor, as this file was compiled for it, multiplies that kind.
 int quire_linear_supports(int kind) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if (kind == kFloat32) return 1;
+#endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
   if (kind == kBfloat16) return 1;
 #endif
@@ -288,20 +420,7 @@ void quire_linear_pack(int kind, int is_bf16, const void* weight, int64_t out, i
 
 void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
                   void* y, int64_t n, int64_t in, int64_t out, int threads) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  if (kind == kBfloat16)
-    return linear<Bfloat16>(Call<uint16_t>{(const uint16_t*)x, (const char*)packed, scales, (const uint16_t*)bias,
-                                           (uint16_t*)y, n, in, out},
-                            threads);
-#endif
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (is_bf16)
-    linear<Int8>(Call<uint16_t>{(const uint16_t*)x, (const char*)packed, scales, (const uint16_t*)bias, (uint16_t*)y, n,
-                                in, out},
-                 threads);
-  else
-    linear<Int8>(Call<float>{(const float*)x, (const char*)packed, scales, (const float*)bias, (float*)y, n, in, out},
-                 threads);
-#endif
+  Pass pass(n * in * out > kSerialWork ? threads : 1);
+  linear(pass, is_bf16, {kind, packed, scales, bias, in, out}, x, y, n);
 }
 }

@@ -93,6 +93,12 @@ INLINE void store16(uint16_t* p, v16 x) {
   memcpy(p, &h, sizeof h);
 }
 
+template <typename T> INLINE v16 round16(v16 x) {
+  T rounded[kLanes];
+  store16(rounded, x);
+  return load16(rounded);
+}
+
 // One fixed tree over 16 lanes.
 INLINE float sum_lanes(v16 x) {
 #if defined(__AVX512F__)

@@ -1,0 +1,85 @@
+// A thread and the helpers that share its work, one phase after another.
+//
+// A phase is a number of tasks that may run in any order. Whoever is awake takes the next one, so nobody waits for a
+// thread that sleeps or whose core another process has; a phase is over when all tasks that were taken are done, and the
+// caller takes all of them if nobody else comes. Helpers wait for the next phase of a pass awake, but only for a moment,
+// and sleep between passes: the cores belong to other processes too.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+class Team {
+ public:
+  explicit Team(int threads);
+  ~Team();
+
+  // The calling thread's team, made anew when it had another size.
+  static Team& of_this_thread(int threads);
+
+  void open() { is_open_.store(true, std::memory_order_relaxed); }
+  void close() { is_open_.store(false, std::memory_order_relaxed); }
+
+  typedef void (*Task)(const void* context, int64_t first, int64_t last);
+  // Returns when task(context, first, last) has run over parts of at least `grain` that make up [0, count).
+  void share(int64_t count, int64_t grain, Task task, const void* context);
+
+ private:
+  struct Phase {
+    int64_t count, grain;
+    Task task;
+    const void* context;
+  };
+
+  void help();
+  bool await_part();
+  void take_parts();
+  void await_done(int64_t parts);
+  void wake_helpers();
+
+  Phase phase_{};  // written while no part is open, read by who has taken one
+  // The phase's number (32 bits), its parts (16), the next part (16): to take a part is to count it up, and fails for
+  // who looked at an earlier phase.
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<int64_t> num_done_{0};
+  alignas(64) std::atomic<bool> is_open_{false};
+  std::atomic<int> num_asleep_{0};  // helpers that have to be called
+  std::atomic<bool> caller_sleeps_{false};
+  std::mutex mutex_;
+  std::condition_variable helpers_called_, parts_done_;
+  uint64_t num_calls_ = 0;  // under the mutex
+  bool is_over_ = false;    // under the mutex
+  std::vector<std::thread> helpers_;
+};
+
+// Phases that follow closely on each other. With one thread they run where they are called.
+class Pass {
+ public:
+  explicit Pass(int threads) : team_(threads > 1 ? &Team::of_this_thread(threads) : nullptr), threads(threads) {
+    if (team_) team_->open();
+  }
+  ~Pass() {
+    if (team_) team_->close();
+  }
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+
+  // task(first, last) for parts of [0, count), none smaller than `grain` except the last.
+  template <typename Task> void run(int64_t count, int64_t grain, const Task& task) {
+    if (!team_ || count <= grain) {
+      if (count > 0) task(0, count);
+      return;
+    }
+    auto call = [](const void* context, int64_t first, int64_t last) { (*(const Task*)context)(first, last); };
+    team_->share(count, grain, call, &task);
+  }
+
+ private:
+  Team* team_;
+
+ public:
+  const int threads;
+};
