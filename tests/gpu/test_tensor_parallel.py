@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,29 +62,89 @@ def test_two_ranks_give_what_one_gives(folder):
     assert [process.exitcode for process in runner._followers] == [0]
 
 
-LOSE_A_RANK = """
-import sys, time
+HURT_A_RANK = """
+import os, signal, sys
 from pathlib import Path
-from tests.gpu.driver import load
-from worker_svc.engine.gpu.ranks import ParallelRunner
+from tests.gpu.driver import DeviceDriver, load
+from worker_svc.engine.gpu import ranks
 
 if __name__ == "__main__":
-    runner = load(Path(sys.argv[1]), tensor_parallel_size=2, make=ParallelRunner)
-    runner._followers[0].kill()
-    time.sleep(60)
+    ranks.STUCK_AFTER_S = 1.0
+    runner = load(Path(sys.argv[1]), tensor_parallel_size=2, make=ranks.ParallelRunner)
+    follower = runner._followers[0].pid
+    print("follower", follower, flush=True)
+    if sys.argv[2] == "lead":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(follower, signal.SIGSTOP)
+    driver = DeviceDriver(runner)
+    driver.open(0, [1, 2, 3])
+    driver.step({0: 3})
 """
 
 
-def test_the_death_of_a_rank_ends_the_worker(folder, tmp_path):
-    script = tmp_path / "lose_a_rank.py"
-    script.write_text(LOSE_A_RANK)
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, script, folder], cwd=root, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": f"{root}:{root}/protos:{root}/client"},
-    )  # fmt: skip
-    assert done.returncode == EXIT_RANK_LOST, done.stderr
-    assert "rank-1 ended, so this worker ends" in done.stderr
+@pytest.fixture
+def hurt_a_rank(folder, tmp_path):
+    """Loads two ranks in a process of their own, kills the first one or stops the other one in a step."""
+
+    def hurt(which):
+        script = tmp_path / "hurt_a_rank.py"
+        script.write_text(HURT_A_RANK)
+        root = Path(__file__).resolve().parents[2]
+        environment = {**os.environ, "PYTHONPATH": f"{root}:{root}/protos:{root}/client"}
+        said = tmp_path / "said"
+        with said.open("w") as file:  # no pipe: a follower that goes on would hold it open
+            done = subprocess.run(
+                [sys.executable, script, folder, which], cwd=root, stdout=file, stderr=file, timeout=120,
+                env=environment,
+            )  # fmt: skip
+        pid = re.search(r"^follower (\d+)$", said.read_text(), re.MULTILINE)
+        assert pid is not None, said.read_text()
+        return done.returncode, int(pid[1]), said.read_text()
+
+    return hurt
+
+
+def test_a_rank_that_is_stuck_ends_the_worker(hurt_a_rank):
+    """In the middle of a step, in which all others wait for it; it is ended too."""
+    exit_code, follower, said = hurt_a_rank("follower")
+    assert exit_code == EXIT_RANK_LOST, said
+    assert "a step has not ended after 1 s: a rank is stuck, so this worker ends" in said
+    wait_gone(follower)
+
+
+def test_no_rank_outlives_the_first(hurt_a_rank):
+    exit_code, follower, said = hurt_a_rank("lead")
+    assert exit_code == -signal.SIGKILL, said
+    wait_gone(follower)
+
+
+def wait_gone(pid):
+    deadline = time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_exact_sums_have_one_order(monkeypatch):
+    """Whatever shares the message: a library's order depends on its length."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(4, 8, 16, generator=generator).bfloat16()
+
+    def gather(out, x):
+        out.copy_(parts[:, : len(x)])
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    group = Group(0, 4, is_exact=True)
+    expected = (((parts[0].float() + parts[1]) + parts[2]) + parts[3]).bfloat16()
+    assert torch.equal(group.all_reduce(parts[0].clone()), expected)
+    assert torch.equal(group.all_reduce(parts[0, :1].clone()), expected[:1])
 
 
 def test_sizes_that_ranks_cannot_share_are_refused(folder):

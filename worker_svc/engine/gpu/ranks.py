@@ -2,17 +2,20 @@
 
     rank 0: launch(batch) -> broadcast -> own part        others: broadcast -> own part, until told to stop
 
-A rank that dies cannot be replaced: its part of the pool is gone. So its death ends the worker, and the end of rank 0
-breaks the others' connections.
+A rank that dies cannot be replaced: its part of the pool is gone. So its death ends the worker, a step that never ends
+does too, and no rank outlives rank 0.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
+import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -21,15 +24,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.batch import StepBatch
+from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.runner import DeviceRunner
+from worker_svc.engine.gpu.runner import DeviceRunner, PendingStep
+from worker_svc.engine.gpu.weights import shard_config
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+EXIT_BAD_SETTING = 2
 EXIT_RANK_LOST = 70  # as for every fault that leaves the pool untrustworthy
+STUCK_AFTER_S = 60.0  # NCCL does not watch what a graph replays; a scheduler waits for 120 s
+WATCH_INTERVAL_S = 1.0
+OVERSLEPT_S = 5.0  # this process was stopped itself: steps get their time anew
 JOIN_TIMEOUT_S = 30.0
+LOAD_LIMIT = timedelta(hours=1)  # one rank may read its weights long after the others
 IDLE_LIMIT = timedelta(days=365)  # a worker without requests sends no batch: that is no fault
 
 
@@ -38,17 +51,34 @@ class ParallelRunner(DeviceRunner):
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
         size = config.tensor_parallel_size
+        check_shares(config)
         store: Any = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = multiprocessing.get_context("spawn")
         self._followers: list[BaseProcess] = [
             context.Process(target=_follow, args=(config, rank, size, store.port), name=f"rank-{rank}", daemon=True)
             for rank in range(1, size)
         ]
+        self._store = store
+        self._is_closing = threading.Event()
+        self._launching_since: float | None = None
+        self._is_loaded = False
         for process in self._followers:
             process.start()
-        self._is_closing = threading.Event()
+        atexit.register(self._abandon)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-        super().__init__(config, progress, _join(0, size, store))
+        try:
+            super().__init__(config, progress, _join(config, 0, store))
+            self._is_loaded = True
+        except BaseException:
+            self._abandon()
+            raise
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        self._launching_since = time.perf_counter()
+        try:
+            return super().launch(batch)
+        finally:
+            self._launching_since = None
 
     def close(self) -> None:
         """Tells the followers to stop and waits for them."""
@@ -56,32 +86,101 @@ class ParallelRunner(DeviceRunner):
         self._group.broadcast(None)
         for process in self._followers:
             process.join(JOIN_TIMEOUT_S)
+        self._abandon()
         dist.destroy_process_group()
 
+    def _abandon(self) -> None:
+        """Ends what still runs: a follower that is stopped, or waits for others, hears nothing else."""
+        self._is_closing.set()
+        for process in self._followers:
+            process.kill()
+
+    # In a thread of its own
+
     def _watch(self) -> None:
-        ended = wait([process.sentinel for process in self._followers])
-        if not self._is_closing.is_set():
-            end_worker([process.name for process in self._followers if process.sentinel in ended])
+        sentinels = [process.sentinel for process in self._followers]
+        looked_at = excused_until = time.perf_counter()
+        while not self._is_closing.is_set():
+            ended = wait(sentinels, WATCH_INTERVAL_S)
+            if self._is_closing.is_set():
+                return
+            if ended:
+                self._end_with([process for process in self._followers if process.sentinel in ended])
+            now = time.perf_counter()
+            if now - looked_at > OVERSLEPT_S:
+                excused_until = now
+            looked_at = now
+            if now - max(self._busy_since(now), excused_until) > STUCK_AFTER_S:
+                self._end(f"a step has not ended after {STUCK_AFTER_S:g} s: a rank is stuck", EXIT_RANK_LOST)
+
+    def _busy_since(self, now: float) -> float:
+        """When the oldest step was begun that has not ended; `now` if there is none. Loading may take its time."""
+        if not self._is_loaded:
+            return now
+        since = self._launching_since
+        return min(now if since is None else since, self.running_since(now))
+
+    def _end_with(self, lost: list[BaseProcess]) -> None:
+        """These ranks are gone, and with them a part of every block."""
+        for process in lost:
+            process.join()  # it has ended: for its exit code
+        told = [process.name for process in lost if self._store.check([process.name])]
+        if told:
+            self._end("; ".join(f"{name}: {self._store.get(name).decode()}" for name in told), EXIT_BAD_SETTING)
+        names = ", ".join(f"{process.name} ended (exit code {process.exitcode})" for process in lost)
+        self._end(names, EXIT_RANK_LOST)
+
+    def _end(self, reason: str, exit_code: int) -> None:
+        logger.critical("%s, so this worker ends (exit code %d)", reason, exit_code)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        self._abandon()
+        os._exit(exit_code)
 
 
-def end_worker(lost: Sequence[str]) -> None:
-    """These ranks are gone, and with them a part of every block."""
-    logger.critical("%s ended, so this worker ends (exit code %d)", ", ".join(lost), EXIT_RANK_LOST)
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(EXIT_RANK_LOST)
+def check_shares(config: EngineConfig) -> None:
+    """Before any process starts: whether there are as many devices as ranks, and the model can be shared by them."""
+    size = config.tensor_parallel_size
+    if torch.cuda.is_available() and size > torch.cuda.device_count():
+        raise BackendUnavailableError(
+            f"tensor_parallel_size {size} needs as many GPUs, and {torch.cuda.device_count()} can be seen here; "
+            "lower it, or see CUDA_VISIBLE_DEVICES"
+        )
+    shard_config(parse_config(Checkpoint(config.model_dir).config), Group(0, size))
 
 
 def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
+    """The life of a follower. It leaves with rank 0, not when a terminal or a service manager signals them all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
     store: Any = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
-    DeviceRunner(config, None, _join(rank, size, store)).follow()
+    try:
+        runner = DeviceRunner(config, None, _join(config, rank, store))
+    except (ValueError, BackendUnavailableError) as error:
+        store.set(f"rank-{rank}", str(error))
+        os._exit(EXIT_BAD_SETTING)
+    runner.follow()
     dist.destroy_process_group()
 
 
-def _join(rank: int, size: int, store: Any) -> Group:
+def _leave_with_parent() -> None:
+    """Rank 0 may die in the middle of a step, in which this rank would wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(EXIT_RANK_LOST)
+
+
+def _join(config: EngineConfig, rank: int, store: Any) -> Group:
     """Meets the other ranks: NCCL between devices, gloo for messages and where there is no device."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=IDLE_LIMIT)
-    return Group(rank, size, dist.new_group(backend="gloo", timeout=IDLE_LIMIT))
+    size, device = config.tensor_parallel_size, None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device is None else "nccl", store=store, rank=rank, world_size=size, timeout=LOAD_LIMIT,
+        device_id=device,
+    )  # fmt: skip
+    control = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+    return Group(rank, size, control, is_exact=config.determinism == "exact")

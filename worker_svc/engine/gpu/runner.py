@@ -74,7 +74,7 @@ class PendingStep:
         self.writes = writes
         self._step_id = step_id
         self._errors = errors
-        self._started = started
+        self.started = started
         self._output: StepOutput | None = None
 
     def is_done(self) -> bool:
@@ -98,7 +98,7 @@ class PendingStep:
         is_bad = down[half : half + len(rows)] != 0
         nan = "the logits hold NaN, infinity or no finite number"
         errors = self._errors + [RowError(int(row), RowErrorCode.NAN, nan) for row in rows[is_bad]]
-        elapsed_us = int((time.perf_counter() - self._started) * 1e6)
+        elapsed_us = int((time.perf_counter() - self.started) * 1e6)
         return StepOutput(self._step_id, rows[~is_bad].astype(np.uint32), self.sampled()[~is_bad], errors, elapsed_us)
 
 
@@ -222,6 +222,10 @@ class DeviceRunner:
     def rows_used(self) -> int:
         """Open rows."""
         return self._rows.rows_used()
+
+    def running_since(self, now: float) -> float:
+        """When the oldest step was launched that has not finished; `now` if there is none. In any thread."""
+        return min((step.started for step in list(self._in_flight) if not step.is_done()), default=now)
 
     def follow(self) -> None:
         """Does what rank 0 does, until it says None. For the other ranks."""
