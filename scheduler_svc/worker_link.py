@@ -72,7 +72,7 @@ class LeasedWorker:
         self._timeouts = timeouts
         self._meter = meter
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._outbox: asyncio.Queue[worker_pb2.StepStreamRequest] = asyncio.Queue()
         self._in_flight: deque[Step] = deque()
         self._last_seen = self._loop.time()
         self._last_answer = self._last_seen
@@ -94,9 +94,13 @@ class LeasedWorker:
     def send(self, batch: StepBatch) -> None:
         if self._closed.done():
             return
+        steps = [self._sent(step) for step in (batch, *batch.then)]
+        self._outbox.put_nowait(worker_pb2.StepStreamRequest(batch=steps[0], then=steps[1:]))
+
+    def _sent(self, batch: StepBatch) -> worker_pb2.StepBatch:
         message = wire.step_batch_to_proto(batch, self._fence)
         self._in_flight.append(Step(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
-        self._outbox.put_nowait(message)
+        return message
 
     def close(self, reason: str) -> None:
         if not self._closed.done():
@@ -126,12 +130,12 @@ class LeasedWorker:
 
     async def _write(self) -> str:
         while True:
-            batch = await self._outbox.get()
-            await self._call.write(worker_pb2.StepStreamRequest(batch=batch))
+            await self._call.write(await self._outbox.get())
 
     async def _read(self, on_output: Callable[[StepOutput], None]) -> str:
         while isinstance(response := await self._call.read(), worker_pb2.StepStreamResponse):
-            on_output(self._take(response.output))
+            for output in (response.output, *response.then):
+                on_output(self._take(output))
         return f"the worker ended the step stream: {await self._call.details() or 'no reason given'}"
 
     def _take(self, message: worker_pb2.StepOutput) -> StepOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,37 +26,60 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StepInbox:
-    """The answers that one StepStream still owes, in order. Reads at most `depth` steps ahead of what is answered."""
+    """The answers that one StepStream still owes, in order, those of a burst together.
+
+    Reads at most `depth` messages ahead of what is answered.
+    """
 
     def __init__(self, executor: StepExecutor, depth: int) -> None:
         self._executor = executor
         self._room = asyncio.Semaphore(depth)
-        self._answers: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[list[Answer] | Exception | None] = asyncio.Queue()
 
     async def read(self, requests: AsyncIterator[worker_pb2.StepStreamRequest]) -> None:
         """Submit what comes, until the caller ends or a step is refused."""
         try:
             await self._room.acquire()
             async for request in requests:
-                self._answers.put_nowait(self._executor.submit(request.batch))
+                self._submit((request.batch, *request.then))
                 await self._room.acquire()
             self._answers.put_nowait(None)
         except Exception as error:
             self.fail(error)
 
+    def _submit(self, batches: Sequence[worker_pb2.StepBatch]) -> None:
+        answers: list[Answer] = []
+        self._answers.put_nowait(answers)  # a step that is refused ends the stream after those before it
+        for batch in batches:
+            answers.append(self._executor.submit(batch))
+
     def fail(self, error: Exception) -> None:
         """End the stream with `error` after the answers that are owed."""
         self._answers.put_nowait(error)
 
-    async def answers(self) -> AsyncIterator[worker_pb2.StepOutput]:
+    async def answers(self) -> AsyncIterator[worker_pb2.StepStreamResponse]:
         """Answers in the order of the steps. Raises what refused a step or ended the stream."""
         while (item := await self._answers.get()) is not None:
             if isinstance(item, Exception):
                 raise item
-            # Shielded: a caller that leaves must not cancel a step that another stream may ask for again.
-            output = await asyncio.shield(item)
+            outputs, error = await _outcome(item)
             self._room.release()
-            yield output
+            if outputs:
+                yield worker_pb2.StepStreamResponse(output=outputs[0], then=outputs[1:])
+            if error is not None:
+                raise error
+
+
+async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutput], Exception | None]:
+    """Answers to the steps of a message, up to the one that was refused, if one was."""
+    outputs = []
+    for answer in answers:
+        try:
+            # Shielded: a caller that leaves must not cancel a step that another stream may ask for again.
+            outputs.append(await asyncio.shield(answer))
+        except Exception as error:
+            return outputs, error
+    return outputs, None
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -102,8 +125,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._inboxes.add(inbox)
         reader = asyncio.ensure_future(inbox.read(request_iterator))
         try:
-            async for output in inbox.answers():
-                yield worker_pb2.StepStreamResponse(output=output)
+            async for response in inbox.answers():
+                yield response
         finally:
             unwatch()
             self._inboxes.discard(inbox)

@@ -81,6 +81,7 @@ class StepBatch:
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
     commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
     commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
+    then: list[StepBatch] = field(default_factory=list)  # steps that go in the same message and are answered with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -428,7 +428,9 @@ class Scheduler:
         batch = worker.finish_plan(plan)
         if batch is not None:
             worker.flights[-1].sent_at = now
-            self._steps += 1
+            if self.config.burst_s and not candidates:
+                worker.plan_burst(batch, self.config.burst_s)
+            self._steps += 1 + len(batch.then)
         return batch
 
     def _plan_running(self, worker: WorkerState, plan: StepPlan) -> bool:
@@ -558,7 +560,8 @@ class Scheduler:
         flight = worker.flights[0]
         failures = self._check_answer(flight, output)
         worker.flights.popleft()
-        self._ready[output.worker_id] = worker
+        if worker.can_send:
+            self._ready[output.worker_id] = worker
         self._note_change(worker)
         self._note_prefill_pace(worker, flight, now)
         failed = self._fail_rows(worker, flight, failures)
@@ -575,7 +578,7 @@ class Scheduler:
         if flight.is_full:
             chunks = int(flight.query_lens[flight.query_lens > 1].sum())
             self._prefill_pace.note(chunks, now - max(flight.sent_at, worker.answered_at))
-        worker.answered_at = now
+        worker.note_answer(flight, now)
 
     def _check_answer(self, flight: Flight, output: StepOutput) -> list[RowFailure]:
         """Every row that was to sample must have a token or a failure; one that has neither failed too."""

@@ -20,6 +20,8 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+MAX_BURST = 16  # steps of one message
+DECODE_WEIGHT = 0.2  # of the newest message in the running mean of what a steady step takes
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 
@@ -61,6 +63,7 @@ class Flight:
     forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
     is_full: bool  # the token budget was used up
+    burst_len: int = 1  # steps of the message that this one ends; 0: others follow in the same message
     sent_at: float = 0.0
     releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
 
@@ -84,6 +87,7 @@ class WorkerState:
         self.rows = RowTable(capacity)
         self.flights: deque[Flight] = deque()
         self.answered_at = 0.0
+        self.decode_s: float | None = None  # running mean of what a steady step takes
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
         self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
@@ -98,7 +102,12 @@ class WorkerState:
 
     @property
     def can_send(self) -> bool:
-        return len(self.flights) < self.capacity.pipeline_depth
+        return self.num_messages < self.capacity.pipeline_depth
+
+    @property
+    def num_messages(self) -> int:
+        """Messages in flight; each carries one step, or a burst of them."""
+        return sum(flight.burst_len > 0 for flight in self.flights)
 
     @property
     def num_free_rows(self) -> int:
@@ -262,6 +271,28 @@ class WorkerState:
         plan.add(run.rows, run.query_lens, len(run.rows))
         plan.run = run
         return True
+
+    def plan_burst(self, first: StepBatch, burst_s: float) -> None:
+        """Let as many more steps of the same run follow `first` in its message as the worker decodes in that time."""
+        head = self.flights[-1]
+        num_steps = min(MAX_BURST, int(burst_s / self.decode_s)) if self.decode_s else 1
+        while len(first.then) + 1 < num_steps and self.flights[-1].run is not None:
+            plan = self.begin_step()
+            batch = self.finish_plan(plan) if self.continue_run(plan) else None
+            if batch is None:
+                break
+            first.then.append(batch)
+            self.flights[-1].sent_at = head.sent_at
+            self.flights[-1].burst_len, self.flights[-2].burst_len = 1 + len(first.then), 0
+
+    def note_answer(self, flight: Flight, now: float) -> None:
+        """All steps of a message are answered: what one of them took, if they were steady decode."""
+        if not flight.burst_len:
+            return
+        if flight.run is not None:
+            took = (now - max(flight.sent_at, self.answered_at)) / flight.burst_len
+            self.decode_s = took if self.decode_s is None else self.decode_s + DECODE_WEIGHT * (took - self.decode_s)
+        self.answered_at = now
 
     def _new_run(self) -> DecodeRun | None:
         if self._decoded is None or self._decoded[0] != self.rows.version:
@@ -613,7 +644,8 @@ class WorkerState:
         """Raise AssertionError if rows, tables and blocks disagree."""
         self.pool.check_invariants()
         rows, r = self.rows.active(), self.rows
-        assert len(self.flights) <= self.capacity.pipeline_depth, "too many steps in flight"
+        assert self.num_messages <= self.capacity.pipeline_depth, "too many steps in flight"
+        assert not self.flights or self.flights[-1].burst_len, "a burst has no end"
         refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)
         for row in rows.tolist():
             self._check_row(row)

@@ -229,6 +229,30 @@ async def test_no_more_than_the_pipeline_depth_is_read_ahead(worker: WorkerUnder
     assert (await stream.end())[0] is grpc.StatusCode.OK
 
 
+async def test_a_burst_is_answered_together(worker: WorkerUnderTest) -> None:
+    await worker.lease()
+    row = make_row()
+    stream = worker.stream()
+    first = worker.batch([row], opens=[row])
+    await stream.send(first, *(worker.batch([row]) for _ in range(3)))
+    outputs = await stream.receive_all()
+    assert [output.step_id for output in outputs] == [1, 2, 3, 4]
+    await worker.lease()
+    assert [sampled(output)[0] for output in outputs] == await generate(worker, make_row(first_block=8), 4)
+
+
+async def test_what_ran_of_a_burst_is_answered_before_its_end(worker: WorkerUnderTest) -> None:
+    await worker.lease()
+    row = make_row()
+    stream = worker.stream()
+    good = [worker.batch([row], opens=[row]), worker.batch([row])]
+    await stream.send(*good, worker.batch([row], step_id=99), worker.batch([row]))
+    assert [output.step_id for output in await stream.receive_all()] == [1, 2]
+    code, details = await stream.end()
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "expected step 3, got 99" in details
+
+
 async def test_a_repeated_step_gets_its_answer_without_a_run(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()

@@ -216,14 +216,18 @@ class Stream:
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self.call = call
 
-    async def send(self, batch: worker_pb2.StepBatch) -> None:
-        await self.call.write(worker_pb2.StepStreamRequest(batch=batch))
+    async def send(self, batch: worker_pb2.StepBatch, *then: worker_pb2.StepBatch) -> None:
+        await self.call.write(worker_pb2.StepStreamRequest(batch=batch, then=then))
 
     async def receive(self) -> worker_pb2.StepOutput:
+        return (await self.receive_all())[0]
+
+    async def receive_all(self) -> list[worker_pb2.StepOutput]:
+        """The answers of one message."""
         response = await self.call.read()
         if response is grpc.aio.EOF:
             raise AssertionError(f"the stream has ended: {await self.call.code()} {await self.call.details()}")
-        return response.output
+        return [response.output, *response.then]
 
     async def end(self) -> tuple[grpc.StatusCode, str]:
         """Read to the end; its status."""

@@ -96,6 +96,7 @@ class Simulation:
             max_pending_prefill_steps=rng.choice((1, 2)),
             expected_output_tokens=rng.choice((1, 8, 256)),
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
+            burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
             root_salt=ROOT_SALT,
         )
 

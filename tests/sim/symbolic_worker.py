@@ -4,7 +4,7 @@ Every slot of its pool holds the digest of the token prefix that produced it. Be
 open row's table is read back and compared with the digests of the row's own tokens, so a wrong slot, a stale block, a
 bad prefix hit and a block freed early are all one mismatch. Beyond that it checks what the protocol promises:
 
-    steps       ids without gaps, at most pipeline_depth unanswered, budgets and row limits
+    steps       ids without gaps, at most pipeline_depth messages unanswered, budgets and row limits
     rows        opened once, closed once, context lengths that continue where the row stands
     tables      appends at the end, replacements only by copy-on-write, fresh blocks that nobody else names
     writes      slots follow from the table, no slot twice, never into a shared or a committed block
@@ -38,6 +38,7 @@ class Sent:
 
     batch: StepBatch
     num_acked: int  # last step whose answer the scheduler had
+    ends_message: bool = True
     output: StepOutput | None = None
 
 
@@ -120,12 +121,15 @@ class SymbolicWorker:
 
     def send(self, batch: StepBatch) -> None:
         """A step arrives on the stream."""
-        if len(self.queue) >= self.capacity.pipeline_depth:
-            raise Violation(f"{len(self.queue) + 1} steps in flight, pipeline_depth is {self.capacity.pipeline_depth}")
-        sent = Sent(batch, self.num_acked)
-        if not self.is_lazy:
-            sent.output = self.execute(batch, sent.num_acked)
-        self.queue.append(sent)
+        num_messages = 1 + sum(sent.ends_message for sent in self.queue)
+        if num_messages > self.capacity.pipeline_depth:
+            raise Violation(f"{num_messages} messages in flight, pipeline_depth is {self.capacity.pipeline_depth}")
+        steps = (batch, *batch.then)
+        for step in steps:
+            sent = Sent(step, self.num_acked, ends_message=step is steps[-1])
+            if not self.is_lazy:
+                sent.output = self.execute(step, sent.num_acked)
+            self.queue.append(sent)
 
     def answer(self) -> StepOutput:
         """The oldest answer leaves; from now on the scheduler knows it."""

@@ -80,7 +80,11 @@ class Simulation:
             eos_token_ids=frozenset(rng.choice(((), (0,)))),
             uses_redis=rng.random() < 0.5,
             step_s=rng.choice((0.01, 0.04, 0.04, 0.3)),
-            scheduler_config=SchedulerConfig(watermark=0.0, expected_output_tokens=rng.choice((4, 64))),
+            scheduler_config=SchedulerConfig(
+                watermark=0.0,
+                expected_output_tokens=rng.choice((4, 64)),
+                burst_s=Random(f"burst {seed}").choice((0.0, 0.0, 0.05, 1.0)),
+            ),
         )
 
     def _tokens(self, count: int) -> list[int]:
