@@ -170,9 +170,9 @@ def make_arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--burst-ms",
         type=in_range(float, 0.0, 1000 * MAX_BURST_S),
-        default=0.0,
-        help="how long a worker may decode on one message: quick steps travel and are answered together, which saves CPU "
-        "everywhere; a new request waits for up to as much longer. 0: each step is a message",
+        default=5.0,
+        help="how long a worker may decode on one message: steps that are quicker travel and are answered together, which "
+        "saves CPU everywhere; a new request waits for that much longer at most for each message in flight. 0: never",
     )
     parser.add_argument(
         "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"

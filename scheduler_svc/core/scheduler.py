@@ -560,7 +560,7 @@ class Scheduler:
         flight = worker.flights[0]
         failures = self._check_answer(flight, output)
         worker.flights.popleft()
-        if worker.can_send:
+        if flight.burst_len:
             self._ready[output.worker_id] = worker
         self._note_change(worker)
         self._note_prefill_pace(worker, flight, now)
@@ -578,7 +578,8 @@ class Scheduler:
         if flight.is_full:
             chunks = int(flight.query_lens[flight.query_lens > 1].sum())
             self._prefill_pace.note(chunks, now - max(flight.sent_at, worker.answered_at))
-        worker.note_answer(flight, now)
+        if flight.burst_len:
+            worker.note_answer(flight, now)
 
     def _check_answer(self, flight: Flight, output: StepOutput) -> list[RowFailure]:
         """Every row that was to sample must have a token or a failure; one that has neither failed too."""

@@ -86,6 +86,7 @@ class WorkerState:
         )
         self.rows = RowTable(capacity)
         self.flights: deque[Flight] = deque()
+        self.num_messages = 0  # in flight; each carries one step, or a burst of them
         self.answered_at = 0.0
         self.decode_s: float | None = None  # running mean of what a steady step takes
         self.is_draining = False
@@ -103,11 +104,6 @@ class WorkerState:
     @property
     def can_send(self) -> bool:
         return self.num_messages < self.capacity.pipeline_depth
-
-    @property
-    def num_messages(self) -> int:
-        """Messages in flight; each carries one step, or a burst of them."""
-        return sum(flight.burst_len > 0 for flight in self.flights)
 
     @property
     def num_free_rows(self) -> int:
@@ -284,11 +280,11 @@ class WorkerState:
             first.then.append(batch)
             self.flights[-1].sent_at = head.sent_at
             self.flights[-1].burst_len, self.flights[-2].burst_len = 1 + len(first.then), 0
+            self.num_messages -= 1
 
     def note_answer(self, flight: Flight, now: float) -> None:
-        """All steps of a message are answered: what one of them took, if they were steady decode."""
-        if not flight.burst_len:
-            return
+        """All steps of a message are answered: the pipeline takes another, and what took how long is known."""
+        self.num_messages -= 1
         if flight.run is not None:
             took = (now - max(flight.sent_at, self.answered_at)) / flight.burst_len
             self.decode_s = took if self.decode_s is None else self.decode_s + DECODE_WEIGHT * (took - self.decode_s)
@@ -477,6 +473,7 @@ class WorkerState:
     def _send(self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slots: U32) -> StepBatch:
         batch = self._make_batch(plan, flight, sample_mask, slots)
         self.flights.append(flight)
+        self.num_messages += 1
         self._next_step_id += 1
         self.steps += 1
         return batch
@@ -645,6 +642,8 @@ class WorkerState:
         self.pool.check_invariants()
         rows, r = self.rows.active(), self.rows
         assert self.num_messages <= self.capacity.pipeline_depth, "too many steps in flight"
+        num_messages = sum(flight.burst_len > 0 for flight in self.flights)
+        assert self.num_messages == num_messages, "messages in flight are counted wrong"
         assert not self.flights or self.flights[-1].burst_len, "a burst has no end"
         refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)
         for row in rows.tolist():

@@ -169,6 +169,7 @@ def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> Servic
         ("redis", args.redis),
         ("max-waiting", args.max_waiting),
         ("max-waiting-tokens", args.max_waiting_tokens),
+        ("burst-ms", args.burst_ms),
     ]
     switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
     return ServiceSpec(name, "scheduler_svc.server", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)

@@ -83,7 +83,7 @@ class Simulation:
             scheduler_config=SchedulerConfig(
                 watermark=0.0,
                 expected_output_tokens=rng.choice((4, 64)),
-                burst_s=Random(f"burst {seed}").choice((0.0, 0.0, 0.05, 1.0)),
+                burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.05, 1.0)),
             ),
         )
 

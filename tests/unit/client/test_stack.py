@@ -259,12 +259,13 @@ def test_plan_hands_the_flags_on(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
         "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
-        "--quantize", "int8",
+        "--quantize", "int8", "--burst-ms", "7.5",
         "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
     )  # fmt: skip
     assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r"
     assert flags_of(made, "scheduler")["--max-waiting"] == "5"
     assert flags_of(made, "scheduler")["--max-waiting-tokens"] == "99"
+    assert flags_of(made, "scheduler")["--burst-ms"] == "7.5"
     assert flags_of(made, "worker-0")["--executor"] == "sim"
     worker = flags_of(made, "worker-0")
     assert (worker["--threads"], worker["--num-blocks"], worker["--determinism"]) == ("3", "7", "exact")
