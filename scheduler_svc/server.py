@@ -171,7 +171,7 @@ def make_arguments() -> argparse.ArgumentParser:
         "--burst-ms",
         type=in_range(float, 0.0, 1000 * MAX_BURST_S),
         default=5.0,
-        help="how long a worker may decode on one message: quicker steps travel and are answered together, which saves CPU "
+        help="how long a worker may decode on one message: quicker steps travel and are answered together, saving CPU "
         "everywhere; a new request waits for at most that much longer for each message in flight. 0: never",
     )
     parser.add_argument(
