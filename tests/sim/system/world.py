@@ -177,12 +177,13 @@ class World:
 
     def _note_sent(self, call: Call, message: Any) -> None:
         if isinstance(message, worker_pb2.StepStreamRequest):
-            fence, step_id = message.batch.fence, message.batch.step_id
-            self._acked[fence.worker_epoch, fence.scheduler_epoch, step_id] = call.answered
+            for batch in (message.batch, *message.then):
+                self._acked[batch.fence.worker_epoch, batch.fence.scheduler_epoch, batch.step_id] = call.answered
 
     def _note_answer(self, call: Call, data: bytes) -> None:
         if call.path == STEP_STREAM:
-            call.answered = worker_pb2.StepStreamResponse.FromString(data).output.step_id
+            response = worker_pb2.StepStreamResponse.FromString(data)
+            call.answered = [response.output, *response.then][-1].step_id
 
     def _forge(self, call: Call, data: bytes) -> list[bytes]:
         """What a worker that breaks the protocol sends instead of this answer."""
