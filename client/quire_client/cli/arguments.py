@@ -143,6 +143,12 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--backend", choices=("cpu", "cuda", "reference"), help="what computes; cuda: a GPU")
     add("--attention", choices=("auto", "triton", "flash", "torch"), help="of backend cuda")
     add("--gpu-memory-utilization", metavar="PART", help="part of the GPU's memory that a worker may take")
+    add(
+        "--tensor-parallel-size",
+        type=_at_least(1),
+        metavar="N",
+        help="GPUs that share one model; each worker gets its own N",
+    )
     add("--threads", type=_at_least(1), metavar="N", help="CPU threads of each worker (default: the cores, shared out)")
     queue = parser.add_argument_group("handed to every scheduler")
     queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="sequences that may wait")

@@ -57,6 +57,7 @@ class ServiceSpec:
     address: str
     stop_phase: int  # lower ones are stopped first
     metrics: str = ""  # host:port of /metrics, if it is served
+    environment: tuple[tuple[str, str], ...] = ()  # variables of its own
 
 
 class StartFailedError(Exception):
@@ -201,6 +202,7 @@ async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=os.environ | dict(spec.environment),
         )
 
 

@@ -84,12 +84,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     others = free_ports(args.schedulers + args.workers, excluded=ports)
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     threads = threads_each(args.workers, args.threads)
+    devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     specs = [
         *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
-            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, args)
+            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, devices[i], args)
             for i, port in enumerate(others[args.schedulers :])
         ),
         *(_gateway_spec(name, args.host, port, schedulers, args) for name, port in _named("gateway", ports)),
@@ -97,7 +98,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
-        _backend_note(args.backend, args.workers, threads),
+        _backend_note(args, threads),
         _index_note(args.redis, args.schedulers),
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
@@ -182,6 +183,7 @@ def _worker_spec(
     folder: Path,
     model_name: str,
     threads: int,
+    environment: tuple[tuple[str, str], ...],
     args: argparse.Namespace,
 ) -> ServiceSpec:
     flags: list[tuple[str, object]] = [
@@ -206,8 +208,11 @@ def _worker_spec(
         ("backend", args.backend),
         ("attention", args.attention),
         ("gpu-memory-utilization", args.gpu_memory_utilization),
+        ("tensor-parallel-size", args.tensor_parallel_size),
     ]
-    return ServiceSpec(worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE)
+    return ServiceSpec(
+        worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE, environment=environment
+    )
 
 
 def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], args: argparse.Namespace) -> ServiceSpec:
@@ -246,9 +251,25 @@ def _model_note(model: str, folder: Path, name: str) -> str:
     return f"model      {name} from {folder}"
 
 
-def _backend_note(backend: str | None, num_workers: int, threads: int) -> str:
-    if backend == "cuda":
-        return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}"
+def _devices_each(args: argparse.Namespace, visible: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
+    """What tells each worker its own GPUs, where there are enough; workers of one GPU may have to share."""
+    size = args.tensor_parallel_size or 1
+    needed = size * args.workers
+    if visible and needed > len(visible) and size > 1:
+        raise SetupError(
+            f"--workers {args.workers} with --tensor-parallel-size {size} need {needed} GPUs, {len(visible)} can be "
+            "seen; lower one of them, or see CUDA_VISIBLE_DEVICES"
+        )
+    if needed > len(visible):
+        return [()] * args.workers
+    return [(("CUDA_VISIBLE_DEVICES", ",".join(visible[i : i + size])),) for i in range(0, needed, size)]
+
+
+def _backend_note(args: argparse.Namespace, threads: int) -> str:
+    num_workers: int = args.workers
+    if args.backend == "cuda":
+        ranks = f" of {args.tensor_parallel_size} GPUs" if (args.tensor_parallel_size or 1) > 1 else ""
+        return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}"
     reason = "a GPU is here; --backend cuda uses it" if has_gpu() else "no GPU found"
     return f"backend    CPU ({reason}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
 
@@ -264,7 +285,15 @@ def _index_note(redis: str | None, num_schedulers: int) -> str:
 
 def has_gpu() -> bool:
     """Whether an NVIDIA device is visible; asks no driver and loads no torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) and shutil.which("nvidia-smi") is not None
+    return bool(visible_gpus()) and shutil.which("nvidia-smi") is not None
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The devices that a process of ours may use, as CUDA_VISIBLE_DEVICES would name them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device.strip() for device in chosen.split(",") if device.strip()]
+    return [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
 
 
 async def _serve(plan: Plan, args: argparse.Namespace, narrator: Narrator) -> int:

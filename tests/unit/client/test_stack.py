@@ -274,6 +274,31 @@ def test_plan_hands_the_flags_on(model, tmp_path):
     assert made.target.startswith("127.0.0.1:")
 
 
+def test_workers_get_gpus_of_their_own(model, monkeypatch):
+    def devices(*flags):
+        made = plan("--model", model, "--port", "0", "--backend", "cuda", *flags)
+        return [dict(spec.environment).get("CUDA_VISIBLE_DEVICES") for spec in made.specs if "worker" in spec.name]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 5,7")
+    assert devices("--workers", "2", "--tensor-parallel-size", "2") == ["2,3", "5,7"]
+    assert devices("--workers", "5") == [None] * 5  # one GPU each is not to be had: they share
+    with pytest.raises(up.SetupError, match="--workers 3 with --tensor-parallel-size 2 need 6 GPUs, 4 can be seen"):
+        devices("--workers", "3", "--tensor-parallel-size", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(up, "visible_gpus", list)
+    assert devices("--tensor-parallel-size", "2") == [None]
+    made = plan("--model", model, "--port", "0", "--backend", "cuda", "--tensor-parallel-size", "2")
+    assert flags_of(made, "worker-0")["--tensor-parallel-size"] == "2"
+    assert "backend    CUDA, 1 worker of 2 GPUs" in made.notes
+
+
+def test_gpus_are_counted_without_a_driver(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert up.visible_gpus(tmp_path) == ["0", "1"]
+
+
 def test_threads_are_shared_out(monkeypatch):
     monkeypatch.setattr(stack, "cores", lambda: 8)
     assert [stack.threads_each(n, None) for n in (1, 3, 16)] == [8, 2, 1]
