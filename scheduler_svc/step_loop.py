@@ -423,6 +423,10 @@ class StepLoop:
     def _apply_answer(self, link: WorkerLink, output: StepOutput, now: float) -> None:
         if self._workers.get(link.worker_id) is not link or self._scheduler is None:
             return
+        for failure in output.failures:
+            log.warning(
+                "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
+            )
         try:
             self._produce(self._scheduler.update(output, now), now)
         except UnexpectedStepError as error:

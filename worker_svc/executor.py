@@ -273,7 +273,7 @@ class StepExecutor:
         self._check_turn(lease, batch)
         output = self._measured(batch, queued_at, lambda: runner.execute(batch))
         self._note_run(runner, lease)
-        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
+        return self._told(output, queue_us)
 
     def _launch(
         self,
@@ -304,7 +304,13 @@ class StepExecutor:
         except Exception as error:
             done.set_exception(error)
             return
-        done.set_result(step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us))
+        done.set_result(self._told(output, queue_us))
+
+    def _told(self, output: StepOutput, queue_us: int) -> worker_pb2.StepOutput:
+        """The answer. Rows that failed are for the log too: their requests go on elsewhere and may never tell."""
+        for error in output.errors:
+            log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
+        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
 
     def _check_turn(self, lease: Lease, batch: StepBatch) -> None:
         self._check_in_force(lease)

@@ -214,3 +214,17 @@ def test_without_memory_the_rows_of_a_step_fail(qwen3, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             driver.step({0: 5})
     assert np.array_equal(driver.step({0: 5}).rows, [0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_other_faults_of_the_device_are_not_taken_for_a_lack_of_memory(qwen3, monkeypatch, num_ranks):
+    """They end the worker; among several ranks a lack of memory does too, for the others went on."""
+    runner = load(qwen3)
+    driver = DeviceDriver(runner)
+    driver.open(0, small_prompts([5])[0])
+    monkeypatch.setattr(runner._group, "size", num_ranks)
+    monkeypatch.setattr(runner._group, "broadcast", lambda message: message)
+    message = "CUDA error: device-side assert triggered" if num_ranks == 1 else "CUDA error: out of memory"
+    monkeypatch.setattr(runner._compute, "run", lambda *_: (_ for _ in ()).throw(torch.AcceleratorError(message)))
+    with pytest.raises(torch.AcceleratorError, match=message):
+        driver.step({0: 5})

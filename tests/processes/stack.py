@@ -123,11 +123,13 @@ class Stack:
     def start_scheduler(self, *flags: str) -> Service:
         return self._start("scheduler", "scheduler_svc.server", [*flags])
 
-    def start_worker(self, scheduler: Service, model_dir: Path, *flags: str) -> Service:
+    def start_worker(
+        self, scheduler: Service, model_dir: Path, *flags: str, module: str = "worker_svc.server"
+    ) -> Service:
         """One compute thread; its worker id is its name (worker-0, worker-1, ...)."""
         name = self._next_name("worker")
         own = ["--model", str(model_dir), "--scheduler", scheduler.address, "--worker-id", name, "--threads", "1"]
-        return self._start("worker", "worker_svc.server", [*own, *flags])
+        return self._start("worker", module, [*own, *flags])
 
     def start_gateway(self, *schedulers: Service, flags: tuple[str, ...] = ()) -> Service:
         own = [word for scheduler in schedulers for word in ("--scheduler", scheduler.address)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,15 @@ class Shares:
     graph_bytes: int  # that recorded graphs may take
 
 
+@contextmanager
+def fitting(what: str, advice: str) -> Iterator[None]:
+    """What does not fit within is told as a setting that can be changed."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the GPU's memory does not hold {what}; {advice} ({str(error).splitlines()[0]})") from error
+
+
 def make_pool(
     num_blocks: int, block_size: int, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -42,7 +52,9 @@ def divide_memory(
     Runs the largest steps on a pool of one block; all kernels of mixed steps are compiled then.
     """
     compute.use_cache(make_pool(1, config.block_size, model, dtype, device))
-    peak, graph_bytes = _measure(config, compute, device)
+    largest = f"a step of max_num_batched_tokens {config.max_num_batched_tokens}, max_num_seqs {config.max_num_seqs}"
+    with fitting(largest, "lower one of them, or raise tensor_parallel_size"):
+        peak, graph_bytes = _measure(config, compute, device)
     if config.num_blocks is not None:
         return Shares(config.num_blocks, graph_bytes)
     memory = config.kv_cache_memory or _left(config, peak + graph_bytes, device)

@@ -30,7 +30,7 @@ from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import make_recorder
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.memory import Shares, divide_memory, make_pool
+from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
@@ -131,7 +131,8 @@ class DeviceRunner:
                 device=self._device,
             )  # fmt: skip
             told = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
-            decoder = DeviceDecoder(loader, model, self._group, most, self._device, told.weights)
+            with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
+                decoder = DeviceDecoder(loader, model, self._group, most, self._device, told.weights)
             self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
             max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
             self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
@@ -141,7 +142,8 @@ class DeviceRunner:
             )  # fmt: skip
             shares = divide_memory(config, model, DTYPES[dtype], self._compute, self._device)
             num_blocks = self._group.least(shares.num_blocks)
-            self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
+            with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
+                self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
             self._compute.use_cache(self._pool)
             self._record_graphs(config, shares, told)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)

@@ -1,0 +1,103 @@
+"""How a device's memory is divided, by a meter that is told what steps take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.driver import load
+from tests.gpu.test_runner import HEADS_4_2, SMALL
+from tests.unit.engine.models import make_model
+from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import memory, runner
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+MIB = 1 << 20
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, dim, float32
+STEP = 300 * MIB
+
+
+class Device:
+    """Memory of which weights and another process hold a part, and a model whose steps take what they are said to."""
+
+    def __init__(self, total: int = 4096 * MIB, weights: int = 1000 * MIB, others: int = 200 * MIB) -> None:
+        self.total, self.weights, self.others = total, weights, others
+        self.peak = weights
+
+    def use_cache(self, pool: object) -> None: ...
+
+    def buckets(self) -> list[object]:
+        return []
+
+    def warm_up(self, max_tokens: int) -> None:
+        if self.weights + self.others + STEP > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 300.00 MiB.\nmore words")
+        self.peak = max(self.peak, self.weights + STEP)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL, **HEADS_4_2)
+
+
+@pytest.fixture
+def divide(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    model = parse_config(Checkpoint(folder).config)
+
+    def run(device: Device, **settings: object) -> int:
+        monkeypatch.setattr(memory, "make_pool", lambda *_: None)
+        meter = {
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda _: setattr(device, "peak", device.weights),
+            "memory_allocated": lambda _: device.weights,
+            "max_memory_allocated": lambda _: device.peak,
+            "mem_get_info": lambda _: (device.total - device.weights - device.others, device.total),
+        }
+        for name, found in meter.items():
+            monkeypatch.setattr(torch.cuda, name, found)
+        config = EngineConfig(folder, dtype="float32", backend="cuda", cuda_graphs="off", **settings)
+        return memory.divide_memory(config, model, torch.float32, device, torch.device("cuda", 0)).num_blocks
+
+    return run
+
+
+def test_the_pool_takes_what_weights_others_and_the_largest_step_leave(divide):
+    assert divide(Device(), gpu_memory_utilization=0.5) == (2048 - 1200 - 300) * MIB // BLOCK
+    assert divide(Device(), gpu_memory_utilization=0.9) > divide(Device(), gpu_memory_utilization=0.5)
+    assert divide(Device(others=0), gpu_memory_utilization=0.5) == (2048 - 1000 - 300) * MIB // BLOCK
+
+
+def test_what_was_asked_for_is_not_second_guessed(divide):
+    assert divide(Device(), kv_cache_memory=64 * MIB) == 64 * MIB // BLOCK
+    assert divide(Device(), kv_cache_memory=64 * MIB, num_blocks=7) == 7
+
+
+def test_too_little_memory_names_what_to_change(divide):
+    with pytest.raises(ValueError, match=r"^0 bytes are left for KV, one block takes .*raise gpu_memory_utilization"):
+        divide(Device(), gpu_memory_utilization=0.3)
+    says = "does not hold a step of max_num_batched_tokens 8192, max_num_seqs 64; lower one of them.*Tried to allocate"
+    with pytest.raises(ValueError, match=says) as caught:
+        divide(Device(weights=3900 * MIB), max_num_batched_tokens=8192)
+    assert "more words" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ("DeviceDecoder", "does not hold the weights; raise tensor_parallel_size, or use a smaller dtype or model"),
+        ("make_pool", "does not hold 64 blocks; lower num_blocks or kv_cache_memory"),
+    ],
+)
+def test_weights_and_pools_that_do_not_fit_name_what_to_change(folder, monkeypatch, part, says):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(runner, part, fail)
+    with pytest.raises(ValueError, match=says):
+        load(folder)

@@ -1,0 +1,79 @@
+"""quire-worker over a device that fails: steps are launched ahead, and one of them goes wrong.
+
+python -m tests.processes.faulty_worker --fault launch ...    all other flags are quire-worker's; --executor sim
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from worker_svc import server
+from worker_svc.engine.batch import RowError, RowErrorCode, StepBatch, StepOutput
+from worker_svc.executor import Runner
+
+FAULTS = ("launch", "result", "nan", "memory")
+STEPS_BEFORE = 10
+CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
+
+
+class Launched:
+    """A step whose result comes later, or does not."""
+
+    def __init__(self, output: StepOutput, error: Exception | None) -> None:
+        self._output = output
+        self._error = error
+
+    def result(self) -> StepOutput:
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
+class FaultyDevice:
+    """A runner of simulated steps that has one fault."""
+
+    def __init__(self, runner: Runner, fault: str) -> None:
+        self._runner = runner
+        self._fault = fault
+        self._num_steps = 0
+        self.info = runner.info
+        self.execute = runner.execute
+        self.committed_blocks = runner.committed_blocks
+        self.reset_rows = runner.reset_rows
+        self.rows_used = runner.rows_used
+
+    def launch(self, batch: StepBatch) -> Launched:
+        self._num_steps += bool(len(batch.rows))
+        is_due = self._num_steps == STEPS_BEFORE and bool(len(batch.rows))
+        if is_due and self._fault == "launch":
+            raise RuntimeError(CUDA_ERROR)
+        output = self._runner.execute(batch)
+        if not is_due:
+            return Launched(output, None)
+        self._num_steps += 1
+        if self._fault == "result":
+            return Launched(output, RuntimeError(CUDA_ERROR))
+        if self._fault == "nan":
+            return Launched(_without(output, 1, RowErrorCode.NAN), None)
+        return Launched(_without(output, len(output.rows), RowErrorCode.INTERNAL), None)
+
+
+def _without(output: StepOutput, count: int, code: RowErrorCode) -> StepOutput:
+    """The first rows fail, as a runner tells it of logits without numbers or of a step without memory."""
+    errors = [RowError(int(row), code, "planted") for row in output.rows[:count]]
+    return StepOutput(output.step_id, output.rows[count:], output.token_ids[count:], errors, output.forward_us)
+
+
+def main() -> None:
+    """Run one worker."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--fault", choices=FAULTS, required=True)
+    own, others = parser.parse_known_args()
+    make: Callable[..., Runner] = server._make_runner
+    server._make_runner = lambda *args: FaultyDevice(make(*args), own.fault)
+    server.main(others)
+
+
+if __name__ == "__main__":
+    main()
