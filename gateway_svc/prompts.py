@@ -1,4 +1,4 @@
-"""Prompts to token ids: short ones at once, long ones in a thread, so that no prompt stalls other streams."""
+"""Prompts to token ids: what is quick at once, the rest in a thread, so that no prompt stalls other streams."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 1024  # tokenizing this much takes less than a millisecond
+INLINE_ID_BYTES = 16 << 10  # and so does copying this much of token ids, which a hop to a thread costs as well
 
 
 class PromptReader:
@@ -38,7 +39,10 @@ class PromptReader:
         self, prompt: pb.Prompt, model: ServedModel, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         """The prompt's token ids. Raises InvalidRequestError."""
-        return await self.run(prompt.ByteSize(), prompt_token_ids, prompt, model, add_special_tokens=add_special_tokens)
+        size = prompt.ByteSize()
+        if prompt.HasField("tokens") and size <= INLINE_ID_BYTES:
+            return list(prompt.tokens.ids)
+        return await self.run(size, prompt_token_ids, prompt, model, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
         """Let go of the threads."""

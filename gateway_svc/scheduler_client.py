@@ -63,11 +63,14 @@ class SchedulerEvents(Protocol):
 
 
 class SchedulerClient:
-    """Owns the channel to one scheduler and knows the requests that are open there. `events` is set before `run`."""
+    """Owns the channel to one scheduler and knows the requests that are open there. `events` is set before `run`.
+
+    `deltas_interval_s`: further tokens need not come more often.
+    """
 
     events: SchedulerEvents
 
-    def __init__(self, address: str, *, gateway_id: str, bundles: BundleCache) -> None:
+    def __init__(self, address: str, *, gateway_id: str, bundles: BundleCache, deltas_interval_s: float = 0.0) -> None:
         self.address = address
         self.model: ServedModel | None = None
         self.info: types.ModelInfo | None = None  # of the current stream's Welcome
@@ -75,7 +78,11 @@ class SchedulerClient:
         self.scheduler_epoch = 0
         self.ready_workers = 0
         self.problem = "not connected yet"
-        self._gateway_id = gateway_id
+        self._hello = pb.Hello(
+            gateway_id=gateway_id,
+            protocol_version=PROTOCOL_VERSION,
+            deltas_interval_ms=round(1000 * deltas_interval_s),
+        )
         self._bundles = bundles
         self._channel = open_channel(address)
         self._stub = SchedulerServiceStub(self._channel)
@@ -170,8 +177,7 @@ class SchedulerClient:
         """One stream, from its start to its end; returns why it ended."""
         self._outbox = asyncio.Queue()
         self._silence = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
-        hello = pb.Hello(gateway_id=self._gateway_id, protocol_version=PROTOCOL_VERSION)
-        self._outbox.put_nowait(pb.AttachRequest(hello=hello))
+        self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
         call = self._stub.Attach(_messages(self._outbox))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:

@@ -30,7 +30,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer, settle_gc
+from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_within_s: float = 0.0) -> None:
     """One gateway, in this process. Exits with a sentence when it cannot start."""
+    settle_grpc()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
@@ -160,8 +161,10 @@ async def serve(
     server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES, shares_port=shares_port)
     changed = asyncio.Event()
     bundles = BundleCache()
+    chunk_interval_s = args.chunk_interval_ms / 1000
     clients = [
-        SchedulerClient(address, gateway_id=gateway_id, bundles=bundles) for address in dict.fromkeys(args.scheduler)
+        SchedulerClient(address, gateway_id=gateway_id, bundles=bundles, deltas_interval_s=chunk_interval_s)
+        for address in dict.fromkeys(args.scheduler)
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
     directory, prompts, metrics = ModelDirectory(clients), PromptReader(), GatewayMetrics()
@@ -173,7 +176,7 @@ async def serve(
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
         metrics=metrics,
-        chunk_interval_s=args.chunk_interval_ms / 1000,
+        chunk_interval_s=chunk_interval_s,
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)

@@ -4,9 +4,10 @@ An outbox holds at most one Welcome, one heartbeat, the answers to Submits, and 
 
     Welcome (newest) | SchedulerHeartbeat (newest) | SubmitReply ... | Deltas of all updates since the last write
 
-A gateway that reads slowly gets fewer and larger messages. One that has stopped reading is cut off at
-`MAX_PENDING_TOKENS` and its requests are aborted: memory stays bounded and nobody else waits. So is one that has sent
-heartbeats and sends nothing any more: its clients go on through another gateway.
+A gateway that reads slowly gets fewer and larger messages, and so does one that passes tokens on at intervals. One
+that has stopped reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted: memory stays bounded and
+nobody else waits. So is one that has sent heartbeats and sends nothing any more: its clients go on through another
+gateway.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ NOTABLE_PART = 0.25  # of the time a gateway may be silent: a timer that is late
 
 
 class Outbox:
-    """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler."""
+    """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler.
 
-    def __init__(self, gateway_id: str) -> None:
+    `interval_s`: Deltas that bring nothing but further tokens are that far apart.
+    """
+
+    def __init__(self, gateway_id: str, interval_s: float = 0.0) -> None:
         self._gateway_id = gateway_id
+        self._interval_s = interval_s
+        self._is_due = False  # what is in `_deltas` may leave
+        self._next_due = 0.0  # when further tokens may leave again, in loop time
+        self._timer: asyncio.TimerHandle | None = None  # at that time, if some wait for it
         self._welcome: scheduler_pb2.Welcome | None = None
         self._heartbeat: scheduler_pb2.SchedulerHeartbeat | None = None
         self._replies: deque[scheduler_pb2.SubmitReply] = deque()
@@ -75,15 +83,40 @@ class Outbox:
             return
         self._deltas.append(deltas)
         self._num_tokens += len(deltas.token_ids)
-        self._wake.set()
+        if not self._interval_s or deltas.finished or not deltas.offsets.all():
+            self._release()
+        elif self._timer is None:
+            self._plan_wake()
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
+
+    def _plan_wake(self) -> None:
+        """Further tokens leave now, or as soon as they may. What leaves sooner for another reason takes them along and
+        changes nothing of the rhythm, which is also the gateway's.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_due:
+            self._on_due()
+        else:
+            self._timer = loop.call_at(self._next_due, self._on_due)
+
+    def _on_due(self) -> None:
+        self._timer = None
+        if self._deltas:
+            self._next_due = asyncio.get_running_loop().time() + self._interval_s
+            self._release()
+
+    def _release(self) -> None:
+        self._is_due = True
+        self._wake.set()
 
     def close(self, error: QuireError | None = None) -> None:
         """End `messages` once what waits has been taken, with `error` if there is one."""
         self._error = self._error or error
         self._is_closed = True
-        self._wake.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._release()
 
     def cut_off(self, error: QuireError) -> None:
         """Drop what waits and end `messages` with `error`."""
@@ -118,7 +151,8 @@ class Outbox:
             return scheduler_pb2.AttachResponse(heartbeat=heartbeat)
         if self._replies:
             return scheduler_pb2.AttachResponse(submit_reply=self._replies.popleft())
-        if self._deltas:
+        if self._deltas and self._is_due:
+            self._is_due = False
             parts, self._deltas, self._num_tokens = self._deltas, [], 0
             return scheduler_pb2.AttachResponse(deltas=wire.deltas_to_proto(parts))
         return None
@@ -191,7 +225,7 @@ class Gateways:
     ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
         """One gateway's stream, from Hello to its end. Its requests end with it."""
         hello = await _read_hello(requests)
-        outbox = Outbox(hello.gateway_id)
+        outbox = Outbox(hello.gateway_id, hello.deltas_interval_ms / 1000)
         now = asyncio.get_running_loop().time()
         attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, last_heard=now)
         self._outboxes[attached.owner] = outbox

@@ -27,7 +27,7 @@ from svc_common.config import address, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer, settle_gc
+from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
 
 log = logging.getLogger(__name__)
 
@@ -300,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `quire-scheduler` command."""
     parser = make_arguments()
     args = parse(parser, argv)
+    settle_grpc()
     setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:
         parts = build(args)

@@ -16,12 +16,15 @@ from quire_client.cli.output import complain
 from quire_client.errors import QuireError
 
 INTERRUPTED = 130
+# gRPC's older poller: what a server says wakes one thread before the event loop, not four.
+GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors become one line on stderr, never a traceback."""
     args = make_parser().parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes about connections between our lines
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'

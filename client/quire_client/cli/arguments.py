@@ -121,7 +121,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--chunk-interval-ms",
         type=_not_negative,
         metavar="MS",
-        help="tokens that come sooner leave together (default 20: gateways share these cores with the model; 0: never)",
+        help="tokens that come sooner leave together (default 50: gateways share these cores with the model; 0: never)",
     )
     add("--metrics", action="store_true", help="serve /metrics of every service on a free port of 127.0.0.1")
     add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")

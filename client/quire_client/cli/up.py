@@ -42,7 +42,7 @@ NEEDED = {
     "redis": "scheduler and gateway",
 }
 MAX_PORT = 65_535
-CHUNK_INTERVAL_MS = 20.0  # nobody reads faster
+CHUNK_INTERVAL_MS = 50.0  # text still flows to the eye
 DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
 SAMPLE_QUESTION = "What does os.path.join do?"
 

@@ -217,7 +217,7 @@ def test_plan_wires_the_services_together(model, tmp_path):
     assert (first["--model"], first["--model-name"], first["--worker-id"]) == (model, "Tiny-1", "worker-0")
     assert flags_of(made, "worker-1")["--listen"] != first["--listen"]
     quiet = {"--metrics-listen": "off", "--health-listen": "off"}
-    own = {"--listen": made.target, "--scheduler": scheduler, "--chunk-interval-ms": "20.0"}
+    own = {"--listen": made.target, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
     assert flags_of(made, "gateway") == own | quiet
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)

@@ -54,6 +54,38 @@ async def test_outbox_wakes_its_reader() -> None:
         assert len((await reader).deltas.offsets) == 4
 
 
+def offsets_of(message: scheduler_pb2.AttachResponse) -> list[int]:
+    return [int(offset) for offset in np.frombuffer(message.deltas.offsets, dtype="<u4")]
+
+
+async def test_outbox_keeps_further_tokens_for_an_interval() -> None:
+    outbox = Outbox("g", interval_s=0.05)
+    messages, loop = outbox.messages(), asyncio.get_running_loop()
+    started = loop.time()
+    outbox.deliver(deltas(1))
+    assert offsets_of(await anext(messages)) == [1]  # nothing left lately: at once
+    outbox.deliver(deltas(2))
+    outbox.deliver(deltas(3))
+    assert offsets_of(await anext(messages)) == [2, 3]
+    assert loop.time() - started > 0.049
+
+
+async def test_outbox_lets_nothing_wait_for_its_first_token_or_its_end() -> None:
+    outbox = Outbox("g", interval_s=1000.0)
+    messages = outbox.messages()
+    outbox.deliver(deltas(1))
+    await anext(messages)
+    outbox.deliver(deltas(2))
+    outbox.deliver(deltas(0))
+    assert offsets_of(await anext(messages)) == [2, 0]  # what waits comes along, in its order
+    reader = asyncio.ensure_future(anext(messages, None))
+    outbox.deliver(deltas(3))
+    await settle()
+    assert not reader.done()
+    outbox.close()
+    assert offsets_of(await reader) == [3]
+
+
 async def test_outbox_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 100)
     outbox = Outbox("g")
