@@ -93,7 +93,11 @@ def settings(pairs: list[str]) -> Values:
 
 @pytest.mark.parametrize(
     "text",
-    [pytest.param(text, id=f"{page.stem}-{i}") for page in PAGES for i, text in enumerate(blocks(page, "yaml"))],
+    [
+        pytest.param(text, id=f"{page.stem}-{i}")
+        for page in (*PAGES, ROOT / "docs/gpu.md")
+        for i, text in enumerate(blocks(page, "yaml"))
+    ],
 )
 def test_values_in_the_guides_render(text: str) -> None:
     for manifest in render(dict(values_from_yaml(text))).manifests:

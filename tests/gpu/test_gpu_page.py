@@ -1,0 +1,94 @@
+"""docs/gpu.md: its commands parse, its flags and figures are those of the code, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from quire_client.cli import arguments, up
+
+from svc_common import config
+from worker_svc.engine.gpu import ranks
+from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS
+from worker_svc.engine.numerics import device_numerics
+from worker_svc.server import make_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/gpu.md").read_text()
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
+OF_OTHERS = {"--target", "--step-timeout-s"}  # docker build, quire-scheduler
+
+
+def of(*words: str) -> list[str]:
+    return [line for line in COMMANDS if line.startswith(words)]
+
+
+def long_flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+
+
+def test_the_page_has_the_commands_that_are_looked_at() -> None:
+    words = ("quire-worker ", "quire up ", "bench/gpu/start ", "bench/gpu/pack ")
+    assert [len(of(word)) for word in words] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("line", of("quire-worker "))
+def test_workers_take_the_commands(line: str) -> None:
+    args = config.parse(make_parser(), shlex.split(line)[1:])
+    assert args.backend == "cuda"
+
+
+@pytest.mark.parametrize("line", of("quire up "))
+def test_quire_up_takes_the_commands(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    words = shlex.split(line)[1:]
+    folder = tmp_path / words[words.index("--model") + 1]
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    made = up.make_plan(arguments.make_parser().parse_args([*words, "--port", "0", "--log-dir", str(tmp_path)]))
+    devices = [dict(spec.environment)["CUDA_VISIBLE_DEVICES"].split(",") for spec in made.specs if spec.environment]
+    assert len(devices) == 2
+    assert not {*devices[0]} & {*devices[1]}
+
+
+def test_flags_exist() -> None:
+    benchmark = (ROOT / "bench/gpu/run.py").read_text()
+    known = long_flags(make_parser().format_help()) | long_flags(benchmark) | OF_OTHERS
+    known |= {"--workers"}
+    assert long_flags(PAGE) <= known
+
+
+def test_sections_of_the_benchmark_exist() -> None:
+    (chosen,) = re.findall(r"--only ([\w,]+)", PAGE)
+    benchmark = (ROOT / "bench/gpu/run.py").read_text()
+    assert all(f'"{name}"' in benchmark for name in chosen.split(","))
+    subprocess.run(["bash", "-n", ROOT / "bench/gpu/pack"], check=True)
+
+
+def test_figures_and_words_are_those_of_the_code() -> None:
+    assert f"ended\n  after {ranks.STUCK_AFTER_S:g} s does too" in PAGE
+    assert f"exit code {ranks.EXIT_RANK_LOST}" in PAGE
+    assert MAX_OUT_OF_MEMORY_STEPS == 3
+    assert "the third such step" in PAGE
+    assert "has numerics 'cuda/triton, sm_90, 1 rank'" in PAGE
+    assert device_numerics("cuda/triton", ranks.torch.device("cpu"), 1) == "cuda/triton, interpreted, 1 rank"
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{name} = [" in extras for name in re.findall(r"'\.\[(\w+)\]'", PAGE))
+    defaults = yaml.safe_load((ROOT / "deploy/k8s/quire/values.yaml").read_text())["workerDefaults"]
+    assert {"gpuCount", "shmSize"} <= set(defaults)
+
+
+def test_links_lead_somewhere() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)", PAGE, re.M)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        name, _, anchor = target.partition("#")
+        assert (ROOT / "docs" / name).exists(), target
+        assert name or anchor in headings, target
