@@ -38,8 +38,9 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 # What all workers of a scheduler agree in; num_blocks and max_num_seqs may differ.
 SHARED_FACTS = (
     "model",
-    "dtype",  # these four before the revision, which differs with them but tells nobody why
+    "dtype",  # these five before the revision, which differs with them but tells nobody why
     "quantization",
+    "kv_cache_dtype",
     "determinism",
     "numerics",  # of exact workers only
     "revision",

@@ -23,7 +23,7 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, EngineConfig, EngineInfo
+from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
@@ -62,7 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--model-name", metavar="NAME", help="name that clients ask for; unset: the folder's name")
     model.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV; auto: the model's"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and KV; auto: the model's, float16 served as bfloat16; float16: backend cuda only",
     )
     model.add_argument(
         "--quantize",
@@ -92,6 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=config.size_bytes,
         metavar="SIZE",
         help="bytes for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
+    )
+    pool.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="cuda: fp8 keeps keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
+        "all workers of a model must agree; auto: as --dtype",
     )
     pool.add_argument("--max-num-seqs", type=_at_least_1, default=64, metavar="N", help="sequences that run at once")
     pool.add_argument("--max-num-batched-tokens", type=_at_least_1, default=1024, metavar="N", help="tokens per step")
@@ -235,6 +245,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
         cuda_graphs=args.cuda_graphs,
+        kv_cache_dtype=args.kv_cache_dtype,
         cuda_graph_tokens=args.cuda_graph_tokens,
         quantize=args.quantize,
     )
@@ -433,6 +444,7 @@ def _every(step: float, tell: Callable[[float], None]) -> Callable[[float], None
 def describe(info: EngineInfo) -> str:
     """One line about a loaded model."""
     numbers = f"{info.dtype}, weights {info.quantize}" if info.quantize else info.dtype
+    numbers += "" if info.kv_cache_dtype == "auto" else f", KV {info.kv_cache_dtype}"
     return (
         f"{info.model} ({numbers}, {info.determinism}), max_model_len {info.max_model_len}, "
         f"{info.num_blocks} blocks of {info.block_size} tokens, {info.max_num_seqs} rows, backend {info.numerics}"

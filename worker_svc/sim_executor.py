@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import xxhash
 
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import U32, Bools, RowErrorCode, SamplingParams, StepBatch, StepOutput
-from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, eos_token_ids, read_json, read_vocabulary
@@ -290,7 +290,7 @@ def _make_info(config: EngineConfig) -> EngineInfo:
     given = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
     limit = int(model.get("max_position_embeddings") or num_blocks * config.block_size)
-    dtype: Literal["float32", "bfloat16"] = "float32" if config.dtype == "auto" else config.dtype
+    dtype: ComputeDtype = "float32" if config.dtype == "auto" else config.dtype
     return EngineInfo(
         model=config.model_name or folder.resolve().name,
         revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps([model, config.quantize], sort_keys=True).encode()),

@@ -203,6 +203,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         max_num_seqs=info.max_num_seqs,
         quantization=info.quantize or "",
         numerics=info.numerics,
+        kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
         build=info.build,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.kernels import fp8
 from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Queries, WorkList
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,6 +36,7 @@ class AttentionCase:
     queries: Queries
     num_rows: torch.Tensor
     shape: HeadShape
+    scales: torch.Tensor | None = None  # of a pool in 8 bits
 
     @classmethod
     def make(
@@ -46,6 +48,7 @@ class AttentionCase:
         block_size: int,
         padding: int = 0,
         seed: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> AttentionCase:
         generator = torch.Generator().manual_seed(seed)
         lengths = [context + count for context, count in rows]
@@ -72,7 +75,10 @@ class AttentionCase:
             tables=tables.to(DEVICE),
         )
         placed = tuple(pool.to(dtype).to(DEVICE) for pool in cache)
-        return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape)
+        if scales is not None:
+            parts = zip(cache, scales, strict=True)
+            placed = tuple(fp8.reference(pool, scale[:, None]).to(DEVICE) for pool, scale in parts)
+        return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape, scales)
 
     def empty_work(self, items: int = 4096) -> WorkList:
         return WorkList(torch.full((items, ITEM_WORDS), -1, dtype=torch.int32, device=DEVICE), ints(-1))

@@ -13,6 +13,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.config import EngineConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -57,10 +58,22 @@ def test_auto_is_our_kernel_here(folder):
     assert load(folder).info.backend == "cuda/triton"
 
 
-def test_odd_head_sizes_are_refused(tmp_path):
-    make_model(tmp_path, "llama", **(SMALL | HEADS_4_2 | {"head_dim": 24}))
-    with pytest.raises(BackendUnavailableError, match="head_dim 24 is not a power of two"):
+def test_head_sizes_without_a_tile_are_refused(tmp_path):
+    make_model(tmp_path, "llama", **(SMALL | HEADS_4_2 | {"head_dim": 8}))
+    with pytest.raises(BackendUnavailableError, match="head_dim 8 is not from 16 to 256"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("kv_cache_dtype", "fp8")])
+def test_what_only_a_gpu_computes_is_refused_elsewhere(tmp_path, field, value):
+    with pytest.raises(ValueError, match=f"backend with {field}={value} must be one of cuda, got 'cpu'"):
+        EngineConfig(tmp_path, **{field: value})
+
+
+def test_flash_attention_reads_no_8_bits(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    with pytest.raises(BackendUnavailableError, match="reads no kv_cache_dtype fp8; use --attention triton"):
+        load(folder, attention="flash", block_size=256, kv_cache_dtype="fp8")
 
 
 def test_bfloat16_is_refused_in_the_interpreter(folder):

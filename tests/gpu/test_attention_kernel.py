@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.builders import DTYPES, TOLERANCE, AttentionCase, relative_error
+from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, AttentionCase, relative_error
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.kernels.attention import Tiles
@@ -32,7 +32,9 @@ def run(case, *passes, num_programs=3):
             case.queries, case.num_rows, work,
             queries_per_tile=tiles.queries(case.shape), split=tiles.split, min_queries=least, max_queries=most,
         )  # fmt: skip
-        attention.paged_attention(case.q, case.cache, case.queries, work, parts, out, case.shape, tiles, num_programs)
+        attention.paged_attention(
+            case.q, case.cache, case.queries, work, parts, out, case.shape, tiles, num_programs, case.scales
+        )
         if tiles.split:
             attention.combine(case.queries, case.num_rows, parts, out, case.shape, tiles)
     return out
@@ -45,7 +47,7 @@ def fast(case, **options):
 def error_of(case, out):
     num_rows = int(case.num_rows)
     end = int(case.queries.starts[num_rows])
-    expected = attention.reference(case.q, case.cache, case.queries, num_rows, case.shape)
+    expected = attention.reference(case.q, case.cache, case.queries, num_rows, case.shape, case.scales)
     assert torch.isnan(out[end:]).all()  # padding is left alone
     return relative_error(out[:end], expected[:end])
 
@@ -58,6 +60,26 @@ def error_of(case, out):
 def test_mixed_batch(shape, block_size, dtype):
     case = AttentionCase.make(shape, MIXED, dtype=dtype, block_size=block_size, padding=3)
     assert error_of(case, fast(case)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112])
+def test_head_sizes_that_are_no_power_of_two(dim):
+    """The block before each and behind it are poisoned, so a column too many would show."""
+    rows = [(40, 1), (17, 5), (31, 1)]
+    case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=torch.float32, block_size=16, padding=1)
+    assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
+    assert error_of(case, run(case, (EXACT, 1, MAX_QUERIES))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 24])
+def test_keys_and_values_of_8_bits(dtype, dim):
+    """Against float64 attention over the very numbers that the pool holds."""
+    scales = torch.tensor([[0.5, 2.0], [1.0, 0.125]], device=DEVICE)
+    rows = [(40, 1), (17, 5), (0, 3)]
+    case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=dtype, block_size=16, padding=2, scales=scales)
+    assert error_of(case, fast(case)) < TOLERANCE[dtype]
+    assert error_of(case, run(case, (EXACT, 1, MAX_QUERIES))) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
 from worker_svc.engine.backend import HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, deltas, linear, prepare, rms_norm, rope_store
+from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, prepare, rms_norm, rope_store
 
 EPS = 1e-6
 
@@ -71,7 +73,7 @@ def rope_error(q, guarded, slots, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [HeadShape(4, 2, 16), HeadShape(7, 1, 32), HeadShape(3, 3, 64)])
+@pytest.mark.parametrize("shape", [HeadShape(4, 2, 16), HeadShape(7, 1, 32), HeadShape(3, 3, 64), HeadShape(4, 2, 80)])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_rope_store(shape, dtype, has_norms):
     assert rope_error(*run_rope(shape, dtype, has_norms=has_norms)) < TOLERANCE[dtype]
@@ -84,12 +86,56 @@ def test_rope_store(shape, dtype, has_norms):
         ("cos_ptr + position * HALF", "cos_ptr + (position + 1) * HALF"),
         ("slot * HKV + head - HQ) * D", "slot * HKV + head - HQ + 1) * D"),
         ("if slot >= 0:", "if slot >= -1:"),
-        ("tl.store(target, first, mask=is_v)", "tl.store(target, turned_a, mask=is_v)"),
+        ("tl.store(values, first, mask=is_v)", "tl.store(values, turned_a, mask=is_v)"),
     ],
 )
 def test_rope_mutants_are_caught(plant_mutant, old, new):
     plant_mutant(rope_store, old, new)
     assert rope_error(*run_rope(HeadShape(4, 2, 16), torch.float32, has_norms=True)) > 1e-3
+
+
+@triton.jit
+def round_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    id = tl.arange(0, BLOCK)
+    tl.store(out_ptr + id, fp8.round_e4m3(tl.load(x_ptr + id)).to(out_ptr.dtype.element_ty))
+
+
+def test_rounding_to_8_bits():
+    """Every number that e4m3 holds, what lies halfway between two, and what lies beyond the largest."""
+    held = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (held[1:] + held[:-1]) / 2
+    x = torch.cat((held, halfway, halfway.nextafter(halfway * 2), halfway.nextafter(halfway * 0)))
+    x = torch.cat((x, -x, torch.tensor([500.0, 1e9, torch.inf, -torch.inf])))
+    x = torch.nn.functional.pad(x, (0, 1024 - len(x))).to(DEVICE)
+    out = torch.empty(1024, dtype=torch.float8_e4m3fn, device=DEVICE)
+    round_kernel[(1,)](x, out, BLOCK=1024)
+    assert torch.equal(out.float(), fp8.reference(x, torch.ones(1, device=DEVICE)).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 48])
+def test_rope_stores_8_bits(dim, dtype):
+    shape, scales = HeadShape(4, 2, dim), torch.tensor([[0.25, 1.0], [4.0, 0.5]], device=DEVICE)
+    qkv = randn(5, 8 * dim, dtype=dtype)
+    angles = torch.arange(50, device=DEVICE).float()[:, None] * torch.linspace(1, 0.01, dim // 2, device=DEVICE)
+    rotary, positions, slots = RotaryTable(angles.cos(), angles.sin()), ints(0, 7, 49, 3, 8), ints(3, 7, 0, -1, 5)
+    pools = tuple(torch.zeros(2, 4, 2, dim, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    q = torch.empty(5, 4, dim, dtype=dtype, device=DEVICE)
+    rope_store.rope_store(qkv, None, rotary, positions, slots, pools, q, shape, EPS, scales)
+    wanted = rope_store.reference(qkv, None, rotary, positions, shape, EPS)
+    assert relative_error(q, wanted[0]) < TOLERANCE[dtype]
+    stored, places = slots >= 0, slots[slots >= 0].long()
+    for pool, exact, scale in zip(pools, wanted[1:], scales, strict=True):
+        found = fp8.reference_widened(pool.flatten(0, 1).view(torch.uint8)[places].view(pool.dtype), scale[:, None])
+        expected = fp8.reference_widened(fp8.reference(exact[stored], scale[:, None]), scale[:, None])
+        assert (found != expected).float().mean() < 0.05  # rotations differ in their last bit
+        assert relative_error(found, exact[stored]) < 0.04
+        assert pool.view(torch.uint8).flatten(0, 1)[[1, 2, 4, 6]].sum() == 0
+
+
+def test_scales_of_8_bits():
+    sizes = torch.tensor([4.0, 1.0, 0.011, 3e4, 0.0])
+    assert fp8.scale_for(sizes).tolist() == [1.0, 0.25, 2.0**-9, 2.0**13, 1.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

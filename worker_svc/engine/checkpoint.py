@@ -82,11 +82,19 @@ class Checkpoint:
                 "the model has parts that this architecture does not know and would answer wrongly without"
             )
 
-    def revision(self, dtype: torch.dtype, quantize: str | None = None, numerics: str | None = None) -> str:
-        """Hex digest of configuration, tensor names, shapes, the dtype in use, how weights are quantized and, where it
+    def revision(
+        self,
+        dtype: torch.dtype,
+        quantize: str | None = None,
+        numerics: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> str:
+        """Hex digest of configuration, tensor names, shapes, the dtypes in use, how weights are quantized and, where it
         is to count, the kind of worker: what makes KV content, and the tokens that follow from it, comparable."""
         tensors = [(name, list(self.shape(name))) for name in self.tensor_names]
-        text = json.dumps([self.config, tensors, _dtype_name(dtype), quantize, numerics], sort_keys=True)
+        text = json.dumps(
+            [self.config, tensors, _dtype_name(dtype), quantize, numerics, kv_cache_dtype], sort_keys=True
+        )
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def stored_dtype(self) -> torch.dtype:

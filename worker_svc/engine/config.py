@@ -8,12 +8,16 @@ from typing import Literal
 
 from worker_svc.engine.batch import SamplingParams
 
-Dtype = Literal["float32", "bfloat16", "auto"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal[ComputeDtype, "auto"]
+KvCacheDtype = Literal["auto", "fp8"]
 Determinism = Literal["exact", "best_effort"]
 Quantization = Literal["int8"]
 CudaGraphs = Literal["start", "lazy", "off"]
 
 MAX_BLOCK_SIZE = 256
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "flash", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 QUANTIZING_BACKENDS = ("cpu", "reference")
@@ -29,6 +33,7 @@ class EngineConfig:
     attention, gpu_memory_utilization (of the device, for all it holds) and tensor_parallel_size are of backend cuda.
     cuda_graphs (recorded at the start, when a size first comes, or never) and cuda_graph_tokens (largest step with
     prompts that is one; 0: only steps that decode) are too: docs/adr/0013-gpu-engine.md.
+    dtype float16 and kv_cache_dtype (fp8: keys and values in 8 bits, docs/adr/0013-gpu-engine.md) are of cuda as well.
     quantize None: weights stay in `dtype`; int8: weights and what they are multiplied with are (docs/adr/0009-int8.md).
     """
 
@@ -50,9 +55,11 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     cuda_graphs: CudaGraphs = "start"
     cuda_graph_tokens: int = 4096
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, ("float32", "bfloat16", "auto"))
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("determinism", self.determinism, ("exact", "best_effort"))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
@@ -70,6 +77,10 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype == "float16":
+            _check_choice("backend with dtype=float16", self.backend, ("cuda",))
+        if self.kv_cache_dtype != "auto":
+            _check_choice(f"backend with kv_cache_dtype={self.kv_cache_dtype}", self.backend, ("cuda",))
         if self.quantize is not None:
             _check_choice("quantize", self.quantize, ("int8",))
             _check_choice(f"backend with quantize={self.quantize}", self.backend, QUANTIZING_BACKENDS)
@@ -94,9 +105,10 @@ class EngineInfo:
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     default_sampling: SamplingParams  # what generation_config.json says; seed 0
-    dtype: Literal["float32", "bfloat16"]
+    dtype: ComputeDtype
     determinism: Determinism
     backend: str
     numerics: str  # the kind of worker: in exact mode, another one may find another token
     build: str  # what it was built from
     quantize: Quantization | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: keys and values are of `dtype`

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch, make_backend
 from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader
@@ -186,7 +185,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
-def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> Literal["float32", "bfloat16"]:
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
     if config.dtype == "bfloat16" and not has_bfloat16():
         logger.warning("this processor has no bfloat16 instructions; float32 is faster on it")
     if config.dtype != "auto":

@@ -37,26 +37,21 @@ from worker_svc.engine.gpu.kernels import (
     threshold,
     work_list,
 )
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
 # What differs little from a variant that --short keeps.
 LEFT_OUT = (
-    "gelu",
-    "bias=True",
-    "4096",
-    "list 0.6b prefill",
-    "list 0.6b exact",
-    "norm=False",
-    "sums 0",
-    "descend 1",
+    "gelu", "bias=True", "4096", "list 0.6b prefill", "list 0.6b exact", "norm=False", "sums 0", "descend 1",
     "filter=False part=True",
-)
-LEFT_OUT_PAGES = ("prefill page 16", "exact page 16")
+    "dim 80", "dim 112", "dim 256", "list dim", "dim 96 exact", "list 0.6b fp8", "combine 0.6b fp8", "fp8 exact",
+)  # fmt: skip
+LEFT_OUT_PAGES = ("prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16")
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
+ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +108,40 @@ def variants(
     constants = {"TABLE": prepare.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
     for model in models:
-        yield from _head_variants(model, SHAPES[model], dtype, pages)
+        yield from _head_variants(model, SHAPES[model], dtype, dtype, pages)
+    for model, shape in ODD_SHAPES.items():
+        yield from _head_variants(model, shape, dtype, dtype, (16, 256))
+    yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages)
     yield from _sampling_variants(t, i, f)
 
 
-def _head_variants(model: str, shape: HeadShape, dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
-    t, i, f = f"*{dtype}", "*i32", "*fp32"
+def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
+    t, kv, i, f = f"*{dtype}", f"*{kv_dtype}", "*i32", "*fp32"
+    width, is_scaled = triton.next_power_of_2(shape.head_dim), kv_dtype != dtype
     heads = {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
     lines = triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads)
     for has_norm in (False, True):
         yield Variant(
             f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
-            f"{t} {t} {t} {f} {f} {i} {i} {t} {t} {t} fp32", heads | {"HEADS": lines, "NORM": has_norm},
+            f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} fp32",
+            heads | {"HEADS": lines, "HALVES": width // 2, "NORM": has_norm, "SCALED": is_scaled},
         )  # fmt: skip
-    for use, tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
+    for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
+        tiles = for_heads(all_tiles, shape)
         for page in pages:
             constants = heads | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n, "SPLIT": tiles.split, "ONE_LOOP": tiles.one_loop,
+                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "SPLIT": tiles.split, "ONE_LOOP": tiles.one_loop,
+                "SCALED": is_scaled,
             }  # fmt: skip
-            types = f"{t} {t} {t} {i} i32 {i} {i} {i} {i} {i} {t} {f} {f} i32 fp32 i32"
+            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {t} {f} {f} i32 fp32 i32"
             name = f"attention {model} {use} page {page}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {
             "QUERIES": tiles.queries(shape), "SPLIT": tiles.split, "ROWS": 256, "BLOCK": 64,
         }  # fmt: skip
         yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, f"{i} {i} {i} {i} {i} i32 i32", constants)
-    constants = {"HQ": shape.num_q_heads, "D": shape.head_dim, "SPLIT": DECODE_TILES.split}
+    constants = {"HQ": shape.num_q_heads, "D": shape.head_dim, "BLOCK_D": width, "SPLIT": DECODE_TILES.split}
     yield Variant(f"combine {model}", attention.combine_kernel, f"{f} {f} {i} {i} {i} {t} i32", constants, 1)
 
 

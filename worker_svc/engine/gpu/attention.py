@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
@@ -15,13 +16,25 @@ from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Tiles, WorkList, combine, paged_attention
 from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
 from worker_svc.engine.gpu.step_buffer import HostStep, StepColumns
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM, for_heads
 
 logger = logging.getLogger(__name__)
 
 FLASH_BLOCK = 256
 INTERPRETER_PROGRAMS = 4
-Cache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, [num_blocks, block_size, kv_heads, dim] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor | None  # float32 [2, kv_heads] of those in 8 bits
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys, self.values
 
 
 class Attention(Protocol):
@@ -35,8 +48,8 @@ class Attention(Protocol):
 
     def begin(self, columns: StepColumns) -> None: ...
 
-    def attend(self, q: torch.Tensor, cache: Cache, columns: StepColumns, out: torch.Tensor) -> None:
-        """Causal attention of q [T, q_heads, dim] over each row's blocks in [num_blocks, block_size, kv_heads, dim]."""
+    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
+        """Causal attention of q [T, q_heads, dim] over each row's blocks."""
         ...
 
 
@@ -58,9 +71,9 @@ class TritonAttention:
         self._shape = shape
         self._is_exact = determinism == "exact"
         self._num_programs = _num_programs(device)
-        many = EXACT_TILES if self._is_exact else PREFILL_TILES
+        many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape)
         max_splits = 1 if self._is_exact else -(-max_model_len // DECODE_TILES.split)
-        self._many, self._single = many, DECODE_TILES
+        self._many, self._single = many, for_heads(DECODE_TILES, shape)
         self._many_work = _empty_work(-(-max_tokens // many.queries(shape)) + max_rows, device)
         self._single_work = _empty_work(max_rows * max_splits, device)
         lines = 1 if self._is_exact else max_rows * max_splits
@@ -81,7 +94,7 @@ class TritonAttention:
         if not columns.bucket.is_decode:
             self._list(columns, self._many_work, self._many, 2, MAX_QUERIES)
 
-    def attend(self, q: torch.Tensor, cache: Cache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
         if self._is_exact:
             self._attend(q, cache, columns, self._many_work, self._many, out)
             return
@@ -97,9 +110,20 @@ class TritonAttention:
         )  # fmt: skip
 
     def _attend(
-        self, q: torch.Tensor, cache: Cache, columns: StepColumns, work: WorkList, tiles: Tiles, out: torch.Tensor
+        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, work: WorkList, tiles: Tiles, out: torch.Tensor
     ) -> None:
-        paged_attention(q, cache, columns.queries, work, self._parts, out, self._shape, tiles, self._num_programs)
+        paged_attention(
+            q,
+            cache.pools,
+            columns.queries,
+            work,
+            self._parts,
+            out,
+            self._shape,
+            tiles,
+            self._num_programs,
+            cache.scales,
+        )
 
 
 class FlashAttention:
@@ -125,10 +149,10 @@ class FlashAttention:
             return
         self._key_starts = F.pad(self._key_lens.cumsum(0), (1, 0)).to(torch.int32)
 
-    def attend(self, q: torch.Tensor, cache: Cache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
         if columns.bucket.is_decode:
             found = self._with_kvcache(
-                q[:, None], *cache, cache_seqlens=self._key_lens, block_table=self._tables,
+                q[:, None], *cache.pools, cache_seqlens=self._key_lens, block_table=self._tables,
                 softmax_scale=self._scale, causal=True,
             )  # fmt: skip
             out.copy_(found[:, 0])
@@ -136,7 +160,7 @@ class FlashAttention:
         host = _known_to_host(columns)
         lens = host.starts[1:] - host.starts[:-1]
         found = self._varlen(
-            q, *cache, cu_seqlens_q=columns.queries.starts, cu_seqlens_k=self._key_starts,
+            q, *cache.pools, cu_seqlens_q=columns.queries.starts, cu_seqlens_k=self._key_starts,
             max_seqlen_q=int(lens.max()), max_seqlen_k=int((host.contexts + lens).max()),
             softmax_scale=self._scale, causal=True, block_table=self._tables,
         )  # fmt: skip
@@ -157,14 +181,19 @@ class TorchAttention:
     def begin(self, columns: StepColumns) -> None:
         pass
 
-    def attend(self, q: torch.Tensor, cache: Cache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
         host, queries = _known_to_host(columns), columns.queries
-        block_size = cache[0].shape[1]
+        block_size = cache.keys.shape[1]
         for i, context in enumerate(host.contexts.tolist()):
             first, last = int(host.starts[i]), int(host.starts[i + 1])
             num_keys = context + last - first
             blocks = queries.tables[queries.rows[i], : -(-num_keys // block_size)].long()
-            k, v = (pool[blocks].flatten(0, 1)[:num_keys].transpose(0, 1)[None] for pool in cache)
+            k, v = (_gather(pool, blocks).flatten(0, 1)[:num_keys] for pool in cache.pools)
+            if cache.scales is not None:
+                k, v = (
+                    x.to(q.dtype) * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales, strict=True)
+                )
+            k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
             keys = torch.arange(num_keys, device=q.device)
             is_visible = keys[None] <= context + torch.arange(last - first, device=q.device)[:, None]
             found = F.scaled_dot_product_attention(
@@ -208,6 +237,11 @@ def choose_attention(
     return TritonAttention(
         shape, determinism, max_rows=max_rows, max_tokens=max_tokens, max_model_len=max_model_len, device=device
     )
+
+
+def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Torch moves numbers of 8 bits only as bytes."""
+    return pool[blocks] if pool.itemsize > 1 else pool.view(torch.uint8)[blocks].view(pool.dtype)
 
 
 def _refuse_exact(name: str, determinism: Determinism) -> None:

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import RotaryTable
-from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.kernels.activation import gated_activation
 from worker_svc.engine.gpu.kernels.rms_norm import add_rms_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
+from worker_svc.engine.gpu.weights import kv_scales
 from worker_svc.engine.model import Layer, WeightLoader, rotary_table
 
 
@@ -29,6 +30,8 @@ class DeviceDecoder:
         max_positions: int,
         device: torch.device,
         progress: Callable[[float], None],
+        *,
+        has_scaled_cache: bool = False,
     ) -> None:
         self._config = config
         self._group = group
@@ -38,8 +41,11 @@ class DeviceDecoder:
         self._embedding = loader.embedding()
         self._final_norm = loader.final_norm()
         self._layers: list[Layer] = []
+        self._kv_scales: list[torch.Tensor | None] = []
         for index in range(config.num_layers):
-            self._layers.append(loader.layer(index))
+            layer = loader.layer(index)
+            self._layers.append(layer)
+            self._kv_scales.append(kv_scales(layer, config.heads) if has_scaled_cache else None)
             progress((index + 1) / (config.num_layers + 1))
         self._head = loader.head()
         progress(1.0)
@@ -53,7 +59,8 @@ class DeviceDecoder:
         attention.begin(columns)
         residual = None
         for index, layer in enumerate(self._layers):
-            attended = self._attend(x, residual, layer, columns, attention, (cache[index, 0], cache[index, 1]))
+            pools = LayerCache(cache[index, 0], cache[index, 1], self._kv_scales[index])
+            attended = self._attend(x, residual, layer, columns, attention, pools)
             if index == len(self._layers) - 1:
                 # What follows is read of the tokens that sample only.
                 x, attended = (y.index_select(0, columns.sample_tokens) for y in (x, attended))
@@ -79,7 +86,7 @@ class DeviceDecoder:
         layer: Layer,
         columns: StepColumns,
         attention: Attention,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: LayerCache,
     ) -> torch.Tensor:
         """Attention [T, q_heads * head_dim] after x += residual."""
         heads, eps = self._config.heads, self._config.rms_norm_eps
@@ -87,8 +94,9 @@ class DeviceDecoder:
         add_rms_norm(x, residual, layer.input_norm, normed, eps)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
         rope_store(
-            layer.qkv(normed), layer.qk_norms, self._rotary, columns.positions, columns.slots, cache, q, heads, eps
-        )
+            layer.qkv(normed), layer.qk_norms, self._rotary, columns.positions, columns.slots, cache.pools, q, heads,
+            eps, cache.scales,
+        )  # fmt: skip
         attended = torch.empty_like(q)
         attention.attend(q, cache, columns, attended)
         return attended.view(len(x), -1)

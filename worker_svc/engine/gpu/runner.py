@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.gpu.attention import choose_attention
+from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.gpu.attention import Attention, choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import make_recorder
@@ -44,10 +43,11 @@ from worker_svc.engine.settings import choose_max_model_len, default_sampling, e
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PENDING = 2**32 - 1  # in the history: sampled, and not yet known to the host
 RESET_ROWS = "reset rows"  # a message to the other ranks, as a batch is one
-MIN_HEAD_DIM = 16  # of a matrix product on tensor cores
+HEAD_DIMS = (16, 256)  # a matrix product on tensor cores takes no less, registers and shared memory no more
+FP8_CAPABILITY = (8, 9)  # converts e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,14 @@ class DeviceRunner:
                 max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
                 device=self._device,
             )  # fmt: skip
+            if config.kv_cache_dtype == "fp8":
+                _check_fp8(attention, self._device)
             told = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
             with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
-                decoder = DeviceDecoder(loader, model, self._group, most, self._device, told.weights)
+                decoder = DeviceDecoder(
+                    loader, model, self._group, most, self._device, told.weights,
+                    has_scaled_cache=config.kv_cache_dtype == "fp8",
+                )  # fmt: skip
             self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
             max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
             self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
@@ -140,10 +145,11 @@ class DeviceRunner:
                 decoder, attention, self._buffer, self._state, config.block_size,
                 self._group.vocab_part(whole.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
             )  # fmt: skip
-            shares = divide_memory(config, model, DTYPES[dtype], self._compute, self._device)
+            kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else DTYPES[dtype]
+            shares = divide_memory(config, model, kv_dtype, self._compute, self._device)
             num_blocks = self._group.least(shares.num_blocks)
             with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
-                self._pool = make_pool(num_blocks, config.block_size, model, DTYPES[dtype], self._device)
+                self._pool = make_pool(num_blocks, config.block_size, model, kv_dtype, self._device)
             self._compute.use_cache(self._pool)
             self._record_graphs(config, shares, told)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
@@ -157,7 +163,9 @@ class DeviceRunner:
         kind = device_numerics(backend, self._device, self._group.size)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(DTYPES[dtype], None, kind if config.determinism == "exact" else None),
+            revision=checkpoint.revision(
+                DTYPES[dtype], None, kind if config.determinism == "exact" else None, config.kv_cache_dtype
+            ),
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,
@@ -171,6 +179,7 @@ class DeviceRunner:
             backend=backend,
             numerics=kind,
             build=build(),
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         self._planner = StepPlanner(self._rows, self.info)
 
@@ -348,15 +357,24 @@ def find_device(rank: int = 0) -> torch.device:
 
 
 def _check_heads(model: ModelConfig) -> None:
-    dim = model.heads.head_dim
-    if dim < MIN_HEAD_DIM or dim & (dim - 1):
+    dim, (least, most) = model.heads.head_dim, HEAD_DIMS
+    if not least <= dim <= most:
         raise BackendUnavailableError(
-            f"head_dim {dim} is not a power of two from {MIN_HEAD_DIM} up; the cuda backend needs one; "
-            "use --backend cpu"
+            f"head_dim {dim} is not from {least} to {most}, as the cuda backend needs it; use --backend cpu"
         )
 
 
-def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Literal["float32", "bfloat16"]:
+def _check_fp8(attention: Attention, device: torch.device) -> None:
+    if attention.name == "flash":
+        raise BackendUnavailableError("attention flash reads no kv_cache_dtype fp8; use --attention triton")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        major, minor = FP8_CAPABILITY
+        raise BackendUnavailableError(
+            f"kv_cache_dtype fp8 needs a GPU of compute capability {major}.{minor} or newer; use --kv-cache-dtype auto"
+        )
+
+
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"

@@ -5,6 +5,9 @@ Registers and shared memory on sm_90 of each are printed by `python -m worker_sv
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels.attention import Tiles
 
 # One query a row: bound by memory, so many small programs; a split of 512 keeps all of them busy at any batch.
@@ -13,5 +16,15 @@ DECODE_TILES = Tiles(block_m=16, block_n=64, split=512, num_warps=4, num_stages=
 PREFILL_TILES = Tiles(block_m=128, block_n=64, split=0, num_warps=8, num_stages=3)
 # Exact mode: the same instructions for a single query as for a prompt, keys in one order.
 EXACT_TILES = Tiles(block_m=64, block_n=64, split=0, num_warps=4, num_stages=3, one_loop=True)
+
+WIDE_HEAD = 128
+
+
+def for_heads(tiles: Tiles, shape: HeadShape) -> Tiles:
+    """The same; of wide heads fewer lines, spread over more warps, and fewer tiles on their way."""
+    if shape.head_dim <= WIDE_HEAD:
+        return tiles
+    return replace(tiles, block_m=min(tiles.block_m, 64), num_warps=8 if tiles.block_m >= 64 else 4, num_stages=2)
+
 
 PROGRAMS_PER_SM = 3  # as many as registers let run at once

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.kernels import linear
+from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.model import EMBEDDING, HEAD, WeightLoader
+from worker_svc.engine.model import EMBEDDING, HEAD, Layer, WeightLoader
 
 COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank makes a part of the output
 KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may need one head
@@ -27,8 +29,38 @@ class DeviceLinears:
         self._product = linear.linear if determinism == "exact" else F.linear
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        product = self._product
-        return lambda x: product(x, weight, bias)
+        return DeviceLinear(self._product, weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLinear:
+    """A weight [out, in] on the device with its product."""
+
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
+    """What keys and values of a layer are divided by in 8 bits, float32 [2, kv_heads], from the weights alone: all
+    workers of a model choose the same, and nothing has to be calibrated.
+
+    A normed input has about unit variance, so a row of the projection tells how large what it makes is.
+    """
+    if not isinstance(layer.qkv, DeviceLinear):
+        raise TypeError(f"the projection of keys and values is a {type(layer.qkv).__name__}")
+    gained = layer.qkv.weight.double() * layer.input_norm.double()
+    squares = gained.square().sum(1)
+    if layer.qkv.bias is not None:
+        squares += layer.qkv.bias.double().square()
+    size = heads.num_kv_heads * heads.head_dim
+    parts = squares[-2 * size :].view(2, heads.num_kv_heads, heads.head_dim)
+    if layer.qk_norms is not None:
+        parts[0] = layer.qk_norms[1].double().square()
+    return scale_for(parts.mean(-1).sqrt())
 
 
 def shard_config(config: ModelConfig, group: Group) -> ModelConfig:

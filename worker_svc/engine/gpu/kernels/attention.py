@@ -4,6 +4,9 @@ A work item is (row of the batch, first query of a tile, split of its keys). A f
 items x KV heads, so one launch, and one CUDA graph, serves every length. Query heads that share a KV head are packed
 into one tile: line m of a tile is query m // GROUP, head m % GROUP of the group.
 
+Heads whose size is no power of two fill the next one with zeros. Keys and values of 8 bits are widened as they are
+read; `scales` [2, kv_heads] float32 are what they were divided by.
+
 A split has a fixed number of keys, so a row's result does not depend on the rows around it. Only rows with a single
 query are split; `combine_kernel` merges their parts in order. SPLIT 0 is never split.
 """
@@ -85,18 +88,27 @@ def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV:
 def _attend_tile(
     q, best, total, acc, table_ptr, k_ptr, v_ptr, start, end, query_position, kv_head, scale_log2,
     MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys into the running softmax."""
     key = start + tl.arange(0, BLOCK_N)
     is_in = key < end
-    column = tl.arange(0, D)
+    column = tl.arange(0, BLOCK_D)
     offsets = _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE, HKV, BLOCK_N)[:, None] * D + column[None, :]
-    if MASKED:
+    if MASKED and D < BLOCK_D:
+        k = tl.load(k_ptr + offsets, mask=is_in[:, None] & (column < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=is_in[:, None] & (column < D)[None, :], other=0.0)
+    elif MASKED:
         k = tl.load(k_ptr + offsets, mask=is_in[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=is_in[:, None], other=0.0)
+    elif D < BLOCK_D:
+        k = tl.load(k_ptr + offsets, mask=(column < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=(column < D)[None, :], other=0.0)
     else:
         k = tl.load(k_ptr + offsets)
         v = tl.load(v_ptr + offsets)
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         is_visible = is_in[None, :] & (key[None, :] <= query_position[:, None])
@@ -111,14 +123,15 @@ def _attend_tile(
 
 @triton.jit
 def paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, count_ptr,
-    out_ptr, part_ptr, log_sum_ptr, max_splits, scale_log2, num_programs,
+    q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, count_ptr,
+    out_ptr, part_ptr, log_sum_ptr, max_splits, softmax_scale_log2, num_programs,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     line = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, D)
+    column = tl.arange(0, BLOCK_D)
     for unit in range(tl.program_id(0), tl.load(count_ptr) * HKV, num_programs):
         item = item_ptr + (unit // HKV) * 4
         kv_head = unit % HKV
@@ -131,8 +144,12 @@ def paged_attention_kernel(
         query = first_query + line // GROUP
         head = kv_head * G + line % GROUP
         is_line = (query < num_queries) & (line % GROUP < G)
+        is_there = is_line[:, None] & (column < D)[None, :]
         q_offsets = ((first_token + query).to(tl.int64) * HQ + head)[:, None] * D + column[None, :]
-        q = tl.load(q_ptr + q_offsets, mask=is_line[:, None], other=0.0)
+        q = tl.load(q_ptr + q_offsets, mask=is_there, other=0.0)
+        scale_log2 = softmax_scale_log2
+        if SCALED:
+            scale_log2 *= tl.load(kv_scale_ptr + kv_head)
 
         begin = split * SPLIT
         end = context + tl.minimum(first_query + BLOCK_M // GROUP, num_queries)
@@ -143,31 +160,33 @@ def paged_attention_kernel(
 
         best = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(begin, unmasked, BLOCK_N):
             best, total, acc = _attend_tile(
                 q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
-                False, HKV, D, PAGE, BLOCK_N,
+                False, HKV, D, PAGE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for start in range(unmasked, end, BLOCK_N):
             best, total, acc = _attend_tile(
                 q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
-                True, HKV, D, PAGE, BLOCK_N,
+                True, HKV, D, PAGE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
 
         result = acc / total[:, None]
+        if SCALED:
+            result *= tl.load(kv_scale_ptr + HKV + kv_head)
         if (SPLIT > 0) and (context + num_queries > SPLIT):
             part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
-            tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_line[:, None])
+            tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_there)
             tl.store(log_sum_ptr + part, best + tl.log2(total), mask=is_line)
         else:
-            tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_line[:, None])
+            tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
 def combine_kernel(
     part_ptr, log_sum_ptr, num_rows_ptr, start_ptr, context_ptr, out_ptr, max_splits,
-    HQ: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     batch_row, head = tl.program_id(0), tl.program_id(1)
     if batch_row >= tl.load(num_rows_ptr):
@@ -176,20 +195,20 @@ def combine_kernel(
     num_keys = tl.load(context_ptr + batch_row) + 1
     if (tl.load(start_ptr + batch_row + 1) - first_token != 1) | (num_keys <= SPLIT):
         return
-    column = tl.arange(0, D)
+    column = tl.arange(0, BLOCK_D)
     best = -float("inf")
     total = 0.0
-    acc = tl.zeros([D], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for split in range((num_keys + SPLIT - 1) // SPLIT):
         part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
         log_sum = tl.load(log_sum_ptr + part)
         top = tl.maximum(best, log_sum)
         shrink, weight = tl.exp2(best - top), tl.exp2(log_sum - top)
-        acc = acc * shrink + weight * tl.load(part_ptr + part * D + column)
+        acc = acc * shrink + weight * tl.load(part_ptr + part * D + column, mask=column < D, other=0.0)
         total = total * shrink + weight
         best = top
     target = out_ptr + (first_token.to(tl.int64) * HQ + head) * D + column
-    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty))
+    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
 
 
 def paged_attention(
@@ -202,15 +221,18 @@ def paged_attention(
     shape: HeadShape,
     tiles: Tiles,
     num_programs: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the items' queries in q [T, q_heads, dim], into out, or into parts where keys are split."""
     paged_attention_kernel[(num_programs,)](
-        q, *cache, queries.tables, queries.tables.stride(0), queries.rows, queries.starts, queries.contexts,
+        q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
+        queries.rows, queries.starts, queries.contexts,
         work.items, work.count, out, parts.out, parts.log_sum, parts.max_splits,
         shape.head_dim**-0.5 * LOG2_E, num_programs,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim, PAGE=cache[0].shape[1],
-        GROUP=group_lines(shape), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, SPLIT=tiles.split,
-        ONE_LOOP=tiles.one_loop, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        GROUP=group_lines(shape), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_D=triton.next_power_of_2(shape.head_dim), SPLIT=tiles.split, ONE_LOOP=tiles.one_loop,
+        SCALED=scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -225,12 +247,18 @@ def combine(
     """Merges the splits of rows with one query. `num_rows` [1] int32 says how many rows of `queries` are real."""
     combine_kernel[(len(queries.rows), shape.num_q_heads)](
         parts.out, parts.log_sum, num_rows, queries.starts, queries.contexts, out, parts.max_splits,
-        HQ=shape.num_q_heads, D=shape.head_dim, SPLIT=tiles.split, num_warps=1,
+        HQ=shape.num_q_heads, D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), SPLIT=tiles.split,
+        num_warps=1,
     )  # fmt: skip
 
 
 def reference(
-    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], queries: Queries, num_rows: int, shape: HeadShape
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    queries: Queries,
+    num_rows: int,
+    shape: HeadShape,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention row by row over gathered pages, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -240,7 +268,10 @@ def reference(
         num_keys = int(queries.contexts[i]) + last - first
         keys = torch.arange(num_keys, device=q.device)
         blocks = queries.tables[int(queries.rows[i])].long()[keys // block_size]
-        k, v = (pool[blocks, keys % block_size].double().repeat_interleave(group, 1) for pool in cache)
+        k, v = (pool[blocks, keys % block_size].double() for pool in cache)
+        if scales is not None:
+            k, v = k * scales[0, :, None], v * scales[1, :, None]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * shape.head_dim**-0.5
         is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=q.device)[:, None]
         weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)

@@ -10,52 +10,66 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.backend import HeadShape, RotaryTable
+from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 
 NO_SLOT = -1  # a padding token of a CUDA graph's bucket: nothing is stored
 
 
 @triton.jit
 def rope_store_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr, eps,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr,
+    kv_scale_ptr, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
     head = tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF)[None, :]
-    is_q = head < HQ
-    is_k = (head >= HQ) & (head < HQ + HKV)
-    is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV)
+    column = tl.arange(0, HALVES)[None, :]
+    is_column = column < HALF
+    is_q = (head < HQ) & is_column
+    is_k = (head >= HQ) & (head < HQ + HKV) & is_column
+    is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV) & is_column
     source = qkv_ptr + (token * (HQ + 2 * HKV) + head) * D + column
-    first = tl.load(source, mask=head < HQ + 2 * HKV, other=0.0)
-    second = tl.load(source + HALF, mask=head < HQ + 2 * HKV, other=0.0)
+    first = tl.load(source, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
+    second = tl.load(source + HALF, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
         scale = tl.rsqrt(square + eps)[:, None]
         # Rounded to the model's type before and after the weight, as transformers does.
-        a_weight = tl.where(is_q, tl.load(q_norm_ptr + column), tl.load(k_norm_ptr + column)).to(tl.float32)
-        b_weight = tl.where(is_q, tl.load(q_norm_ptr + HALF + column), tl.load(k_norm_ptr + HALF + column)).to(
-            tl.float32
-        )
+        q_weight = tl.load(q_norm_ptr + column, mask=is_column, other=0.0)
+        k_weight = tl.load(k_norm_ptr + column, mask=is_column, other=0.0)
+        a_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
+        q_weight = tl.load(q_norm_ptr + HALF + column, mask=is_column, other=0.0)
+        k_weight = tl.load(k_norm_ptr + HALF + column, mask=is_column, other=0.0)
+        b_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
         a = ((a * scale).to(first.dtype).to(tl.float32) * a_weight).to(first.dtype).to(tl.float32)
         b = ((b * scale).to(first.dtype).to(tl.float32) * b_weight).to(first.dtype).to(tl.float32)
     position = tl.load(position_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + column)
-    sin = tl.load(sin_ptr + position * HALF + column)
+    cos = tl.load(cos_ptr + position * HALF + column, mask=is_column, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + column, mask=is_column, other=0.0)
     turned_a = (a * cos - b * sin).to(first.dtype)
     turned_b = (b * cos + a * sin).to(first.dtype)
     target = q_out_ptr + (token * HQ + head) * D + column
     tl.store(target, turned_a, mask=is_q)
     tl.store(target + HALF, turned_b, mask=is_q)
+    if SCALED:
+        is_kv = (head >= HQ) & (head < HQ + 2 * HKV)
+        scale = tl.load(kv_scale_ptr + head - HQ, mask=is_kv, other=1.0)  # of keys, then of values
+        pool_type = k_pool_ptr.dtype.element_ty
+        turned_a = round_e4m3(turned_a.to(tl.float32) / scale).to(pool_type)
+        turned_b = round_e4m3(turned_b.to(tl.float32) / scale).to(pool_type)
+        first = round_e4m3(first.to(tl.float32) / scale).to(pool_type)
+        second = round_e4m3(second.to(tl.float32) / scale).to(pool_type)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     if slot >= 0:
-        target = k_pool_ptr + (slot * HKV + head - HQ) * D + column
-        tl.store(target, turned_a, mask=is_k)
-        tl.store(target + HALF, turned_b, mask=is_k)
-        target = v_pool_ptr + (slot * HKV + head - HQ - HKV) * D + column
-        tl.store(target, first, mask=is_v)
-        tl.store(target + HALF, second, mask=is_v)
+        keys = k_pool_ptr + (slot * HKV + head - HQ) * D + column
+        tl.store(keys, turned_a, mask=is_k)
+        tl.store(keys + HALF, turned_b, mask=is_k)
+        values = v_pool_ptr + (slot * HKV + head - HQ - HKV) * D + column
+        tl.store(values, first, mask=is_v)
+        tl.store(values + HALF, second, mask=is_v)
 
 
 def rope_store(
@@ -68,14 +82,19 @@ def rope_store(
     q_out: torch.Tensor,
     shape: HeadShape,
     eps: float,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Splits fused qkv [T, heads * dim], norms (if any) and rotates q and k; q to q_out [T, q_heads, dim], k and v to
-    the slots [T] of the pools [num_blocks, block_size, kv_heads, dim]."""
+    the slots [T] of the pools [num_blocks, block_size, kv_heads, dim]; divided by scales [2, kv_heads] and rounded to
+    e4m3 if there are any."""
     q_norm, k_norm = norms or (qkv, qkv)
     rope_store_kernel[(len(positions),)](
-        qkv, q_norm, k_norm, rotary.cos, rotary.sin, positions, slots, q_out, *cache, eps,
+        qkv, q_norm, k_norm, rotary.cos, rotary.sin, positions, slots, q_out, *cache,
+        qkv if scales is None else scales, eps,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
-        HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads), NORM=norms is not None, num_warps=4,
+        HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
+        HALVES=triton.next_power_of_2(shape.head_dim // 2), NORM=norms is not None, SCALED=scales is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
