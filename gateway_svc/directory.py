@@ -25,13 +25,21 @@ class ModelDirectory:
         known = self._known()
         return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
-    def find(self, name: str) -> ServedModel:
-        """A model that requests can be sent to now; empty name: the only model.
+    def find(self, name: str, revision: str = "") -> ServedModel:
+        """A model that requests can be sent to now; empty name: the only model; empty revision: any.
 
         Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
         """
         known = self._known()
-        client, model = known[self._resolve(name, known)]
+        resolved = self._resolve(name, known)
+        of_revision = self._known(revision)
+        if resolved not in of_revision:
+            raise UnavailableError(
+                f"model {resolved!r} is served here as revision {known[resolved][1].info.revision}, and this request "
+                f"began with {revision[:200]}, whose tokens may be others; try another gateway, or start again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        client, model = of_revision[resolved]
         if not client.is_ready:
             raise UnavailableError(
                 f"scheduler {client.address} is not ready: {client.problem}; try again", retry_after_s=RETRY_AFTER_S
@@ -56,13 +64,13 @@ class ModelDirectory:
             raise NotFoundError(f"model {name[:200]!r} is not served here; there is {have}", field="model")
         return name
 
-    def _known(self) -> dict[str, tuple[SchedulerClient, ServedModel]]:
+    def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
         """Per model the replica whose facts count: one that can run requests before one that cannot, then the one
         that takes the longest, then the first.
         """
         best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
         for client in self.clients:
-            if client.model is None:
+            if client.model is None or (revision and client.model.info.revision != revision):
                 continue
             have = best.get(client.model.name)
             if have is None or _fitness(client, client.model) > _fitness(*have):

@@ -122,7 +122,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
         validation.check_generate(request)
-        model = self._directory.find(request.model)
+        model = self._directory.find(request.model, request.continuation.revision)
         deadline = _deadline(context)
         with (
             self._open_stream(request) as (request_id, stream),

@@ -199,6 +199,7 @@ class GenerationStream:
             seed=plan.sampling.seed,
             model=plan.model.name,
             prompt_tokens=len(plan.prompt_ids),
+            revision=plan.model.info.revision,
         )
 
     def _numbered(self, event: pb.GenerateResponse) -> pb.GenerateResponse:

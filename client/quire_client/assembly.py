@@ -97,6 +97,7 @@ class StreamAssembler:
         request.request_id = self.accepted.request_id
         request.model = self.accepted.model
         request.sampling.seed = self.accepted.seed
+        request.continuation.revision = self.accepted.revision
         request.continuation.samples.extend(
             types_pb2.SampleState(index=i, output_token_ids=p.token_ids, finished=p.finished is not None)
             for i, p in enumerate(self._samples)

@@ -20,7 +20,7 @@ from tests.unit.engine.driver import GREEDY, seeded
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.ranks import EXIT_RANK_LOST, ParallelRunner
+from worker_svc.engine.gpu.ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, ParallelRunner
 from worker_svc.engine.gpu.weights import shard_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -66,17 +66,23 @@ HURT_A_RANK = """
 import os, signal, sys
 from pathlib import Path
 from tests.gpu.driver import DeviceDriver, load
-from worker_svc.engine.gpu import ranks
+from worker_svc.engine.gpu import ranks, runner
+
+def fail(*_):
+    raise ValueError("planted")
+
+if __name__ == "__mp_main__" and sys.argv[2] == "loading follower":
+    runner.make_pool = fail
 
 if __name__ == "__main__":
     ranks.STUCK_AFTER_S = 1.0
-    runner = load(Path(sys.argv[1]), tensor_parallel_size=2, make=ranks.ParallelRunner)
-    follower = runner._followers[0].pid
+    leader = load(Path(sys.argv[1]), tensor_parallel_size=2, make=ranks.ParallelRunner)
+    follower = leader._followers[0].pid
     print("follower", follower, flush=True)
     if sys.argv[2] == "lead":
         os.kill(os.getpid(), signal.SIGKILL)
     os.kill(follower, signal.SIGSTOP)
-    driver = DeviceDriver(runner)
+    driver = DeviceDriver(leader)
     driver.open(0, [1, 2, 3])
     driver.step({0: 3})
 """
@@ -98,8 +104,7 @@ def hurt_a_rank(folder, tmp_path):
                 env=environment,
             )  # fmt: skip
         pid = re.search(r"^follower (\d+)$", said.read_text(), re.MULTILINE)
-        assert pid is not None, said.read_text()
-        return done.returncode, int(pid[1]), said.read_text()
+        return done.returncode, pid and int(pid[1]), said.read_text()
 
     return hurt
 
@@ -110,6 +115,12 @@ def test_a_rank_that_is_stuck_ends_the_worker(hurt_a_rank):
     assert exit_code == EXIT_RANK_LOST, said
     assert "a step has not ended after 1 s: a rank is stuck, so this worker ends" in said
     wait_gone(follower)
+
+
+def test_a_rank_that_cannot_load_tells_why(hurt_a_rank):
+    exit_code, _, said = hurt_a_rank("loading follower")
+    assert exit_code == EXIT_BAD_SETTING, said
+    assert "rank-1: planted, so this worker ends (exit code 2)" in said
 
 
 def test_no_rank_outlives_the_first(hurt_a_rank):

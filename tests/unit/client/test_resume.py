@@ -69,7 +69,9 @@ class ByteGateway(FakeGateway):
     def events(self, request):
         seed = request.sampling.seed or 7
         yield pb.GenerateResponse(
-            accepted=pb.Accepted(request_id=request.request_id or "r1", seed=seed, model="fake", prompt_tokens=3)
+            accepted=pb.Accepted(
+                request_id=request.request_id or "r1", seed=seed, model="fake", prompt_tokens=3, revision="abc"
+            )
         )
         samples = {s.index: s for s in request.continuation.samples}
         streams = [
@@ -234,6 +236,7 @@ def test_the_request_goes_on_with_everything_it_has():
         play(servers, client, [(4, BREAKS["unavailable"])], n=2, temperature=0.5, max_tokens=20)
         first, second = (server.requests[0] for server in sorted(servers, key=lambda s: s.requests[0].request_id))
     assert not first.HasField("continuation")
+    assert second.continuation.revision == "abc"
     assert (second.request_id, second.model, second.sampling.seed) == ("r1", "fake", 7)
     assert (second.prompt, second.stop, second.sampling.n) == (first.prompt, first.stop, 2)
     assert [(s.index, list(s.output_token_ids), s.finished) for s in second.continuation.samples] == [

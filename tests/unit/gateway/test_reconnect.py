@@ -169,6 +169,19 @@ async def test_another_model_revision_ends_the_stream(
     assert "revision" in error.details()
 
 
+async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    """Also after its gateway is gone, with all that the gateway knew."""
+    call = gateway.generate()
+    assert (await call.read()).accepted.revision == "r1"
+    call.cancel()
+    other = gateway.generate(continuation=types.Continuation(revision="r0"))
+    error = await refused(other)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "served here as revision r1, and this request began with r0" in error.details()
+    same = gateway.generate(continuation=types.Continuation(revision="r1"))
+    assert (await same.read()).accepted.revision == "r1"
+
+
 async def test_requests_wait_until_the_scheduler_has_its_model_again(
     gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes
 ) -> None:
