@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
+from struct import iter_unpack
 from typing import Protocol
 
 from xxhash import xxh3_128_digest, xxh64
@@ -27,25 +29,30 @@ def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
     return f"{revision}|{dtype}|{determinism}".encode()
 
 
+@lru_cache(maxsize=4096)  # one per tenant's salt
 def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     """The parent of every first block. Lengths are part of it, so that no two inputs run together."""
     head = b"%d|%d|%d|" % (block_size, len(root_salt), len(root_key))
     return xxh3_128_digest(head + root_salt + root_key)
 
 
-def block_digest(parent: bytes, block_bytes: bytes) -> bytes:
-    """Digest of one full block, as `token_bytes` gives it, whose prefix has digest `parent`."""
-    return xxh3_128_digest(parent + block_bytes)
+def block_digest(parent: bytes, block: bytes) -> bytes:
+    """Digest of one full block, as `block_bytes` gives it, whose prefix has digest `parent`."""
+    return xxh3_128_digest(parent + block)
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
     """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
-    data = token_bytes(token_ids)
-    stride = 4 * block_size
     parent = digests[-1] if digests else root
-    for start in range(len(digests) * stride, len(data) - stride + 1, stride):
-        parent = xxh3_128_digest(parent + data[start : start + stride])
+    for block in block_bytes(token_bytes(token_ids)[4 * block_size * len(digests) :], block_size):
+        parent = xxh3_128_digest(parent + block)
         digests.append(parent)
+
+
+def block_bytes(data: bytes, block_size: int) -> list[bytes]:
+    """The full blocks of these tokens, as `token_bytes` gives them."""
+    stride = 4 * block_size
+    return [block for (block,) in iter_unpack(f"{stride}s", data[: len(data) // stride * stride])]
 
 
 def compute_hash(token_ids: Sequence[int], parent: int | None = None) -> int:

@@ -24,6 +24,9 @@ import numpy.typing as npt
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
+Fill = tuple[int, bytes]  # a block and the digest of what fills it
+NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
+
 
 class BlockManager:
     """Owns ref counts, free lists and the digest map of one pool.
@@ -47,7 +50,7 @@ class BlockManager:
         self._clock = 0  # blocks put back so far
         self._bonus = int(reuse_bonus * num_blocks)
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
-        self._tokens = np.zeros((num_blocks, block_size), dtype=np.uint32)
+        self._tokens = np.full((num_blocks, block_size), 0, dtype=np.uint32)  # written, so that no step meets new pages
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._committed: set[int] = set()
@@ -80,6 +83,8 @@ class BlockManager:
 
     def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> I64:
         """Blocks that hold the longest cached prefix of `token_ids`, at most `max_blocks`; tokens are compared."""
+        if not max_blocks or digests[0] not in self._block_of:
+            return NO_BLOCKS
         held = list(map(self._block_of.get, digests[:max_blocks]))
         count = held.index(None) if None in held else len(held)
         blocks = np.array(held[:count], dtype=np.int64)
@@ -99,25 +104,28 @@ class BlockManager:
         held = self._block_of
         return bisect_left(range(end), True, lo=1, key=lambda i: digests[i] not in held)
 
-    def register(self, blocks: Sequence[int], digests: Sequence[bytes], block_tokens: U32) -> list[int]:
+    def register(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> list[Fill]:
         """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
-        on. Returns the positions of those that were taken; the prefix of the others is held by another block.
+        on. Returns those that were taken; the prefix of the others is held by another block.
         """
         if not self._prefix_caching:
             return []
-        held, digest_of, taken = self._block_of, self._digest_of, []
-        for i, digest in enumerate(digests):
+        held, digest_of = self._block_of, self._digest_of
+        taken = []
+        for fill in zip(blocks.tolist(), digests, strict=True):
+            block, digest = fill
             if digest not in held:
-                held[digest] = blocks[i]
-                digest_of[blocks[i]] = digest
-                taken.append(i)
+                held[digest] = block
+                digest_of[block] = digest
+                taken.append(fill)
         if len(taken) == len(blocks):
             self._tokens[blocks] = block_tokens
         elif taken:
-            self._tokens[[blocks[i] for i in taken]] = block_tokens[taken]
+            is_holder = [held[digest] == block for block, digest in zip(blocks.tolist(), digests, strict=True)]
+            self._tokens[blocks[is_holder]] = block_tokens[is_holder]
         return taken
 
-    def commit(self, fills: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    def commit(self, fills: Iterable[Fill]) -> list[Fill]:
         """The step that fills these blocks is acknowledged: announce them. Returns those that were news; a block may
         have lost its digest meanwhile.
         """
@@ -131,7 +139,7 @@ class BlockManager:
         self._events += [(digest, True) for _, digest in news]
         return news
 
-    def still_committed(self, fills: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    def still_committed(self, fills: list[Fill]) -> list[Fill]:
         """Those whose content is still acknowledged, and still this prefix."""
         digest_of, committed = self._digest_of, self._committed
         return [fill for fill in fills if fill[0] in committed and digest_of[fill[0]] == fill[1]]
@@ -151,7 +159,7 @@ class BlockManager:
     def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
         """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
         is_taken = self._digest_of[block] is not None or self.refs[block]
-        if is_taken or not self.register([block], [digest], block_tokens[None]):
+        if is_taken or not self.register(np.array([block]), [digest], block_tokens[None]):
             return False
         self.commit([(block, digest)])
         self._empty.remove(block)
@@ -174,9 +182,11 @@ class BlockManager:
     def share(self, blocks: I64) -> None:
         """One more sequence uses these blocks (a hit, a fork)."""
         refs = self.refs[blocks]
-        for block in blocks[refs == 0].tolist():
-            self._cached.pop(block, None)
-            self._reused.pop(block, None)
+        idle = blocks[refs == 0]
+        was_hit = self._was_hit[idle]
+        for line, gone in ((self._cached, idle[~was_hit]), (self._reused, idle[was_hit])):
+            for block in gone.tolist():
+                del line[block]
         self.refs[blocks] = refs + 1
 
     def hit(self, blocks: I64) -> None:
@@ -186,12 +196,12 @@ class BlockManager:
         self.share(blocks)
         self._was_hit[blocks] = True
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> I64:
         """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
         if count > self.num_free:
             raise RuntimeError(f"asked for {count} blocks with {self.num_free} free: a bug in the caller's check")
         take = self._empty.popleft if count <= len(self._empty) else self._take_one
-        blocks = [take() for _ in range(count)]
+        blocks = np.array([take() for _ in range(count)], dtype=np.int64)
         self.refs[blocks] = 1
         self._was_hit[blocks] = False
         return blocks
@@ -210,7 +220,7 @@ class BlockManager:
         never_hit, hit = (next(iter(line.values())) for line in (self._cached, self._reused))
         return self._reused if hit + self._bonus < never_hit else self._cached
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: list[int]) -> None:
         """One sequence less uses these blocks; pass a table tail first."""
         if not blocks:
             return

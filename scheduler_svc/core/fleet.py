@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
+from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 
 I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -46,6 +48,7 @@ class Fleet:
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
         self._pass = 0  # the latest one's number
+        self._digests = PromptDigests(config.root_salt)
         self._set([], np.zeros(0, dtype=np.int64))
 
     def join(self, worker: WorkerState) -> None:
@@ -65,6 +68,10 @@ class Fleet:
         self._max_model_len = max((c.max_model_len for c in sizes), default=0)  # the same for all
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
         self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
+        self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
+        self.most_rows = int(self._max_rows.max(initial=0))
+        self._smallest_pool = min(self._pool_tokens.tolist(), default=0)
+        self._fewest_rows = min(self._max_rows.tolist(), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.zeros(len(workers), dtype=np.bool_)
@@ -73,7 +80,7 @@ class Fleet:
         self._used = np.zeros(len(workers), dtype=np.int64)  # tokens
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOBODY)
-        self._load, self._free_rows = self._pending, self._rows
+        self._load, self._free_rows, self._strain = self._pending, self._rows, np.zeros(len(workers))
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
 
@@ -90,10 +97,9 @@ class Fleet:
     def begin(self, ready: Iterable[WorkerState], *, is_mixed: bool) -> None:
         """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here."""
         self._pass += 1
+        at = [self._position[worker.capacity.worker_id] for worker in ready]
         self._is_ready[:] = False
-        for worker in ready:
-            i = self._position[worker.capacity.worker_id]
-            self._is_ready[i], self._is_open[i] = True, not worker.is_draining
+        self._is_ready[at] = True
         if is_mixed and not self._is_mixed:
             self._stale = dict(zip(self._position, self._workers, strict=True))
         self._is_mixed = is_mixed
@@ -101,7 +107,8 @@ class Fleet:
             self._read(self._position[name], worker)
         self._stale = {}
         self._load, self._free_rows = self._pending.copy(), self._rows.copy()
-        self.num_takers = sum(self._takes(i) for i in np.flatnonzero(self._is_ready).tolist())
+        self._strain = (self._filled + self._used) / self._pool_tokens
+        self.num_takers = sum(self._takes(i) for i in at)
 
     def _read(self, i: int, worker: WorkerState) -> None:
         self._is_open[i] = not worker.is_draining
@@ -119,12 +126,11 @@ class Fleet:
         uncached = self._uncached(seq)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
-        strain = (self._filled + self._used) / self._pool_tokens
-        best = best_place(scores, slack, strain, able)
+        best = best_place(scores, slack, self._strain, able)
         room = able & self._room(seq)
         is_held = False
         if not room[best] and np.count_nonzero(room):
-            other = best_place(scores, slack, strain, room)
+            other = best_place(scores, slack, self._strain, room)
             is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])
@@ -152,8 +158,10 @@ class Fleet:
         num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
         if num_prompt + max_tokens > self._max_model_len:
             return np.zeros(len(self._workers), dtype=np.bool_)
-        able = self._is_open & (self._pool_tokens >= num_prompt + max(1, max_tokens) - 1)
-        able &= self._max_rows >= 1 + len(seq.forks)
+        able = self._is_open.copy()
+        held, num_rows = num_prompt + max(1, max_tokens) - 1, 1 + len(seq.forks)
+        if held > self._smallest_pool or num_rows > self._fewest_rows:
+            able &= (self._pool_tokens >= held) & (self._max_rows >= num_rows)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(able) > able[failed]:
             able[failed] = False  # elsewhere, if there is an elsewhere: it may have been the machine
@@ -161,13 +169,14 @@ class Fleet:
 
     def _room(self, seq: Sequence) -> Bools:
         """Who has room for it: rows, and not too much prefill before it; or may take them from less urgent ones."""
-        displaces = self._least_urgent > seq.group.priority
-        room: Bools = displaces | (self._free_rows >= 1 + len(seq.forks))
-        room &= self._load < self._max_pending
+        room: Bools = self._free_rows >= 1 + len(seq.forks)
         for name, version in seq.refused_by.items():
             i = self._position.get(name)
-            if i is not None and self._workers[i].room_version == version and not displaces[i]:
+            if i is not None and self._workers[i].room_version == version:
                 room[i] = False
+        if self._is_mixed:
+            room |= self._least_urgent > seq.group.priority
+        room &= self._load < self._max_pending
         return room
 
     # -- what is cached where -----------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ class Fleet:
 
     def num_uncached(self, seq: Sequence) -> int:
         """Tokens to compute where most of it is cached, as of the last look."""
-        return int(self._uncached(seq).min()) if seq.num_cached_at is not None else seq.data.num_tokens
+        return seq.data.num_tokens - seq.most_cached
 
     def _uncached(self, seq: Sequence) -> I64:
         if seq.num_cached_at is None:
@@ -191,15 +200,21 @@ class Fleet:
         num_tokens = seq.data.num_tokens
         version, last_pass, when = seq.looked_at
         if seq.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
-            self._workers[0].ensure_digests(seq, seq.data.token_ids())  # block_size is everybody's
+            self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
             counts = [worker.num_cached(seq.digests, num_tokens) for worker in self._workers]
-            seq.num_cached_at = np.array(counts, dtype=np.int64)
+            seq.num_cached_at, seq.most_cached = np.array(counts, dtype=np.int64), max(counts)
             seq.looked_at = (self._version, self._pass, now)
             return
         if last_pass == self._pass - 1 and when == now:
             return  # when it joined the queue, since when nothing has happened
         for i in np.flatnonzero(self._is_ready).tolist():
             seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
+        seq.most_cached = int(seq.num_cached_at.max())
+
+    def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
+        """The digests of all full blocks of what a waiting sequence knows, as far as they are missing."""
+        block_size = self._workers[0].capacity.block_size  # everybody's
+        self._digests.extend(digests, token_ids, root_key, block_size)
 
 
 def _least_urgent(worker: WorkerState) -> int:

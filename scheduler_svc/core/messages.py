@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,9 +135,8 @@ class Deltas:
     finished: list[Finished] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixEvent:
-    """A block became a cached prefix on a worker, or stopped being one."""
+class PrefixEvent(NamedTuple):
+    """A block became a cached prefix on a worker, or stopped being one. A tuple, because each block makes one."""
 
     worker_id: str
     worker_epoch: int

@@ -30,6 +30,7 @@ class RowTable:
         rows, length = capacity.max_num_seqs, capacity.max_model_len
         self.block_size = capacity.block_size
         self.sequences: list[Sequence | None] = [None] * rows
+        self.digests: list[list[bytes]] = [[]] * rows  # the sequence's own list
         self.generation = np.zeros(rows, dtype=np.int64)  # +1 whenever a row is closed: answers to older ones are void
         self.tokens = np.zeros((rows, length), dtype=np.uint32)
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
@@ -51,7 +52,6 @@ class RowTable:
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
         self.version = 0  # +1 whenever a row is opened or closed
-        self.num_closed = 0  # ever
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
         self._active: I64 | None = None
@@ -94,6 +94,7 @@ class RowTable:
         self._active = None
         group = seq.group
         self.sequences[row] = seq
+        self.digests[row] = seq.digests
         self.tokens[row, : len(token_ids)] = token_ids
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -115,9 +116,9 @@ class RowTable:
         return row
 
     def close(self, row: int) -> None:
+        self.generation = self.generation.copy()  # steps in flight keep the one that they were sent with
         self.generation[row] += 1
         self.version += 1
-        self.num_closed += 1
         self.sequences[row] = None
         del self._order[row]
         self._active = None

@@ -246,7 +246,8 @@ class Scheduler:
         paces = self._queue_pace.per_s, self._prefill_pace.per_s
         if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
             return
-        digests = workers[0].digests_of(group.prompt, group.root_key)
+        digests: list[bytes] = []
+        self._fleet.extend_digests(digests, group.prompt, group.root_key)
         num_cached = max(worker.num_cached(digests, len(group.prompt)) for worker in workers)
         own -= num_cached
         turn = virtual_arrival(now, len(group.prompt) - num_cached, self.config.aging_tokens_per_s)
@@ -262,12 +263,9 @@ class Scheduler:
         )
 
     def _check_size(self, group: SequenceGroup, asked: str) -> None:
-        capacities = [worker.capacity for worker in self._workers.values()]
-        held = len(group.prompt) + max(1, group.stop.max_tokens)
-        if not any(worker.can_ever_hold(held) for worker in self._workers.values()):
-            pool = max(c.num_blocks * c.block_size for c in capacities)
+        pool, max_n = self._fleet.largest_pool, self._fleet.most_rows
+        if len(group.prompt) + max(1, group.stop.max_tokens) - 1 > pool:  # the last token needs no KV
             raise NeverFitsError(f"{asked} is above the {pool} tokens of the largest pool", field="stop.max_tokens")
-        max_n = max(c.max_num_seqs for c in capacities)
         if group.n > max_n:
             raise NeverFitsError(f"n is {group.n}, above max_num_seqs {max_n}", field="sampling.n")
 
@@ -357,7 +355,7 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
         held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._mean_output)
-        seq.num_cached_at = None
+        seq.num_cached_at, seq.most_cached = None, 0
         if seq.is_new:
             self._fleet.look(seq, seq.group.arrival)
         self._waiting.add(seq, held, self._turn(seq))
@@ -439,6 +437,8 @@ class Scheduler:
         Each decoding row gets the block it writes next; the least urgent are preempted until that works. Blocks of a
         victim may still be named by steps in flight: then rows that got none sit this step out.
         """
+        if not worker.rows.num_used:
+            return False
         has_preempted = False
         while True:
             decode, prefill = worker.split_by_stage()
@@ -595,11 +595,11 @@ class Scheduler:
     def _append_tokens(self, worker: WorkerState, flight: Flight, output: StepOutput) -> tuple[I64, Deltas]:
         """Store the samples of rows that are still what they were when the step was sent."""
         r, run = worker.rows, flight.run
-        if run is not None and flight.num_closed == r.num_closed:
+        if run is not None and flight.generation is r.generation:
             return run.rows, self._append_run(worker, run, flight.context_lens, output.token_ids)
         rows, token_ids = output.rows.astype(np.int64), output.token_ids
-        is_live = flight.generation[rows] == r.generation[rows]
-        if not is_live.all():
+        if flight.generation is not r.generation:
+            is_live = flight.generation[rows] == r.generation[rows]
             rows, token_ids = rows[is_live], token_ids[is_live]
         positions = r.num_tokens[rows]
         r.tokens[rows, positions] = token_ids

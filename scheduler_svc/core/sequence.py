@@ -72,8 +72,8 @@ class SequenceData:
         return len(self.prompt) + len(self.output)
 
     def token_ids(self) -> U32:
-        """Prompt and output in one array."""
-        return np.concatenate((self.prompt, self.output))
+        """Prompt and output in one array (the prompt itself while there is no output)."""
+        return np.concatenate((self.prompt, self.output)) if len(self.output) else self.prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +104,7 @@ class Sequence:
     refused_by: dict[str, int] = field(default_factory=dict)  # who had no room for it, at which room_version
     held_since: float | None = None  # first time it waited for room on the worker that suits it best
     num_cached_at: I64 | None = None  # leading tokens cached on each worker, in the fleet's order
+    most_cached: int = 0  # the largest of these
     looked_at: tuple[int, int, float] = (0, 0, 0.0)  # the fleet's version, its pass and the time of that
 
     def move_to(self, status: SequenceStatus) -> None:

@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prefix_index.hashing import block_digest, extend_digests, root_digest, token_bytes
-from scheduler_svc.core.block_manager import BlockManager
+from prefix_index.hashing import block_bytes, block_digest, root_digest, token_bytes
+from scheduler_svc.core.block_manager import BlockManager, Fill
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
 from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
@@ -20,6 +21,7 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+Column = TypeVar("Column", I64, U32)
 MAX_BURST = 16  # steps of one message
 DECODE_WEIGHT = 0.2  # of the newest message in the running mean of what a steady step takes
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
@@ -36,7 +38,8 @@ class StepPlan:
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
-    fills: list[tuple[int, int, bytes]] = field(default_factory=list)  # (row, block, digest) completed by this step
+    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, what its chunk completes
+    num_decode: int = 0  # of the rows: those that came first, with one token each
     run: DecodeRun | None = None  # whose rows came first
 
     def add(self, rows: I64, query_lens: I64, num_tokens: int) -> None:
@@ -54,12 +57,11 @@ class Flight:
     context_lens: I64
     query_lens: I64
     sampled: U32  # rows whose tokens the answer must hold, in its order
-    generation: I64  # of all rows of the worker when it was sent
-    num_closed: int  # rows that had been closed by then
-    full: I64  # positions of those that decode and fill a block
+    generation: I64  # of all rows of the worker when it was sent: the same array while no row has been closed
+    full: I64  # positions of those that decode and fill a block (chunks of prompts are in `fills`)
     run: DecodeRun | None  # of which this is a step
     may_reach_limit: bool
-    fills: list[tuple[int, int, bytes]]
+    fills: list[tuple[int, list[Fill]]]  # per row
     forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
     is_full: bool  # the token budget was used up
@@ -156,17 +158,6 @@ class WorkerState:
         bs = self.capacity.block_size
         return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
 
-    def digests_of(self, token_ids: U32, root_key: bytes) -> list[bytes]:
-        """Digests of all full blocks of a prompt."""
-        digests: list[bytes] = []
-        root = root_digest(self._root_salt, self.capacity.block_size, root_key)
-        extend_digests(digests, root, token_ids, self.capacity.block_size)
-        return digests
-
-    def ensure_digests(self, seq: Sequence, token_ids: U32) -> None:
-        """Digests of all full blocks of what a waiting sequence knows; computed once."""
-        extend_digests(seq.digests, self._root(seq), token_ids, self.capacity.block_size)
-
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
 
@@ -178,10 +169,10 @@ class WorkerState:
 
     def admit(self, seq: Sequence, plan: StepPlan, watermark: float, mean_output: float) -> bool:
         """Give a waiting sequence a row, its blocks and its first tokens of this step; False if there is no room."""
-        token_ids = seq.data.token_ids()
         bs = self.capacity.block_size
         if self.num_free_rows < 1 + len(seq.forks):
             return False
+        token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
         needed = ceil_div(len(token_ids), bs) - len(hits)
         unused = self.pool.num_unused(hits)
@@ -192,7 +183,7 @@ class WorkerState:
         if not self._peak_fits(seq, len(token_ids), limit, saved, watermark, mean_output):
             return False
         self.pool.hit(hits)
-        blocks = np.concatenate((hits, self.pool.allocate(needed))).astype(np.uint32)
+        blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
         self.rows.saved_blocks[row] = saved
         self.num_reserved_rows += len(seq.forks)
@@ -265,7 +256,7 @@ class WorkerState:
         if len(run.full):
             self._append_blocks(run.rows[run.full], plan)
         plan.add(run.rows, run.query_lens, len(run.rows))
-        plan.run = run
+        plan.run, plan.num_decode = run, len(run.rows)
         return True
 
     def plan_burst(self, first: StepBatch, burst_s: float) -> None:
@@ -300,6 +291,7 @@ class WorkerState:
         """Decodes first, then chunks of prefills, in the same step."""
         if len(decode):
             plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
+            plan.num_decode = len(decode)
             if self.num_reserved_rows:  # a prompt whose last token alone was uncached completes here
                 for row in decode.tolist():
                     self._fork_if_complete(row, 1, plan)
@@ -338,7 +330,7 @@ class WorkerState:
     def _append_blocks(self, rows: I64, plan: StepPlan) -> None:
         r = self.rows
         indices = r.num_blocks[rows]
-        blocks = np.array(self.pool.allocate(len(rows)), dtype=np.int64)
+        blocks = self.pool.allocate(len(rows))
         r.table[rows, indices] = blocks
         r.num_blocks[rows] = indices + 1
         plan.tables.append((rows, indices, blocks))
@@ -349,7 +341,7 @@ class WorkerState:
         shared = int(r.table[row, index])
         if self.pool.refs[shared] == 1:
             return  # the others took copies: it is ours
-        block = self.pool.allocate(1)[0]
+        block = int(self.pool.allocate(1)[0])
         plan.copies.append((shared, block))
         self.pool.free([shared])  # others hold it: it cannot become free here
         r.table[row, index] = block
@@ -372,9 +364,8 @@ class WorkerState:
         end = min((int(r.computed[row]) + count) // bs, len(digests))
         if first >= end:
             return
-        blocks, filled = r.table[row, first:end].tolist(), digests[first:end]
-        taken = self.pool.register(blocks, filled, r.tokens[row, first * bs : end * bs].reshape(-1, bs))
-        plan.fills += [(row, blocks[i], filled[i]) for i in taken]
+        tokens = r.tokens[row, first * bs : end * bs].reshape(-1, bs)
+        plan.fills.append((row, self.pool.register(r.table[row, first:end], digests[first:end], tokens)))
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
         """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
@@ -384,13 +375,13 @@ class WorkerState:
         prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
         table = blocks.astype(np.uint32)
         for sample in seq.forks:
+            sample.digests = list(seq.digests)
             self.pool.share(blocks)
             child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
             r.saved_blocks[child] = len(prompt) // self.capacity.block_size
             r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self.capacity.worker_id, child, True
-            sample.digests = list(seq.digests)
             plan.opens.append(
                 RowOpen(child, seq.group, sample.sample_index, EMPTY, len(prompt), table, len(prompt), fork_of_row=row)
             )
@@ -408,27 +399,24 @@ class WorkerState:
             return self._finish_run(plan, plan.run)
         r = self.rows
         self._pending_prefill = None
-        rows = np.concatenate(plan.rows) if plan.rows else NO_ROWS
-        query_lens = np.concatenate(plan.query_lens) if plan.rows else NO_ROWS
+        rows, query_lens = _concatenated(plan.rows, NO_ROWS), _concatenated(plan.query_lens, NO_ROWS)
         context_lens = r.computed[rows]
-        slots = self._slot_mapping(rows, query_lens, context_lens)
+        slots = self._slot_mapping(rows, query_lens, context_lens, plan.num_decode)
         known = r.num_tokens[rows] + r.pending[rows]
         reaches_end = context_lens + query_lens == known
         sample_mask = reaches_end & (known < r.limit[rows])
         r.computed[rows] += query_lens
         r.pending[rows[sample_mask]] += 1
-        prompt_only = rows[reaches_end & (r.compute_limit[rows] == r.limit[rows])].tolist()
+        prompt_only = rows[reaches_end & ~sample_mask].tolist()
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
-        full = r.fills_block(context_lens)
         flight = Flight(
             step_id=self._next_step_id,
             rows=rows,
             context_lens=context_lens,
             query_lens=query_lens,
-            sampled=np.concatenate((rows[sample_mask], [row for row, _ in sampling_forks])).astype(np.uint32),
-            generation=r.generation.copy(),
-            num_closed=r.num_closed,
-            full=full[query_lens[full] == 1],
+            sampled=_with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
+            generation=r.generation,
+            full=r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS,
             run=None,
             may_reach_limit=True,
             fills=plan.fills,
@@ -437,7 +425,7 @@ class WorkerState:
             is_full=plan.budget < 1,
         )
         plan.forks = sampling_forks
-        is_decode = 0 < len(rows) == len(slots) == r.num_used and sample_mask.all()
+        is_decode = 0 < plan.num_decode == len(rows) == r.num_used and sample_mask.all()
         self._decoded = (r.version, rows, context_lens, slots) if is_decode else None
         return self._send(plan, flight, sample_mask, slots)
 
@@ -458,8 +446,7 @@ class WorkerState:
             context_lens=context_lens,
             query_lens=run.query_lens,
             sampled=run.sampled,
-            generation=r.generation.copy(),
-            num_closed=r.num_closed,
+            generation=r.generation,
             full=run.full,
             run=run,
             may_reach_limit=not run.steps_left,
@@ -478,15 +465,12 @@ class WorkerState:
         self.steps += 1
         return batch
 
-    def _slot_mapping(self, rows: I64, query_lens: I64, context_lens: I64) -> U32:
-        if (query_lens == 1).all():
-            return self.rows.slots(rows, context_lens)
-        num_decode = int((query_lens > 1).argmax())  # they come first
+    def _slot_mapping(self, rows: I64, query_lens: I64, context_lens: I64, num_decode: int) -> U32:
         columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
         parts = [self.rows.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
         if num_decode:
             parts.insert(0, self.rows.slots(rows[:num_decode], context_lens[:num_decode]))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return _concatenated(parts, EMPTY)
 
     def _make_batch(
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
@@ -521,11 +505,12 @@ class WorkerState:
 
     def commit_fills(self, flight: Flight) -> None:
         """The step is acknowledged: what it completed is a cached prefix from now on."""
-        self._commits += self.pool.commit([(block, digest) for _, block, digest in flight.fills])
+        for _, fills in flight.fills:
+            self._commits += self.pool.commit(fills)
         if not len(flight.full):
             return
         rows, ends = flight.rows[flight.full], flight.context_lens[flight.full] + 1
-        if flight.num_closed != self.rows.num_closed:
+        if flight.generation is not self.rows.generation:
             is_open = flight.generation[rows] == self.rows.generation[rows]
             rows, ends = rows[is_open], ends[is_open]
         if len(rows):
@@ -536,16 +521,13 @@ class WorkerState:
         r, bs = self.rows, self.capacity.block_size
         tokens = r.tokens[rows[:, None], ends[:, None] + np.arange(-bs, 0)]  # [len(rows), block_size]
         indices = ends // bs - 1
-        blocks = r.table[rows, indices].tolist()
-        data, stride, digests = token_bytes(tokens), 4 * bs, []
-        for i, (row, index) in enumerate(zip(rows.tolist(), indices.tolist(), strict=True)):
-            seq = r.sequence(row)
-            if index == len(seq.digests):  # its last token was sampled: unknown until now
-                parent = seq.digests[-1] if seq.digests else self._root(seq)
-                seq.digests.append(block_digest(parent, data[i * stride : (i + 1) * stride]))
-            digests.append(seq.digests[index])
-        taken = self.pool.register(blocks, digests, tokens)
-        self._commits += self.pool.commit([(blocks[i], digests[i]) for i in taken])
+        blocks, digests = block_bytes(token_bytes(tokens), bs), []
+        for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
+            known = r.digests[row]
+            if index == len(known):  # its last token was sampled: unknown until now
+                known.append(block_digest(known[-1] if known else self._root(r.sequence(row)), block))
+            digests.append(known[index])
+        self._commits += self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""
@@ -599,8 +581,9 @@ class WorkerState:
             lost = {
                 block: None if self._has_ended(row, f) else row
                 for f in flights
-                for row, block, _ in f.fills
+                for row, fills in f.fills
                 if row in bad or self._has_ended(row, f)
+                for block, _ in fills
             }
             heirs = {
                 child
@@ -668,11 +651,22 @@ class WorkerState:
         assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 
 
+def _with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
+    return np.concatenate((rows, [row for row, _ in forks])) if forks else rows
+
+
 def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
     if not pairs:
         return EMPTY, EMPTY
     first, second = np.array(pairs, dtype=np.uint32).T
     return first, second
+
+
+def _concatenated(parts: list[Column], nothing: Column) -> Column:
+    """The parts in one array, without a copy where there is only one."""
+    if not parts:
+        return nothing
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:

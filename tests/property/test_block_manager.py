@@ -69,7 +69,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.pool.share(np.array(hits, dtype=np.int64))
         self._use(hits)
         expected = self._take(needed)
-        fresh = self.pool.allocate(needed)
+        fresh = self.pool.allocate(needed).tolist()
         assert fresh == expected
         self._use(fresh)
         self.tables.append(Table(tokens, hits + fresh, len(hits)))
@@ -78,7 +78,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def _register(self, table: Table) -> None:
         for block, digest, part in table.full_blocks()[table.num_hits :]:
             is_new = digest not in self.holds.values()
-            assert self.pool.register([block], [digest], part[None]) == ([0] if is_new else [])
+            taken = self.pool.register(np.array([block]), [digest], part[None])
+            assert taken == ([(block, digest)] if is_new else [])
             if is_new:
                 self.holds[block] = digest
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from prefix_index import hashing
-from scheduler_svc.core import worker_state
+from scheduler_svc.core import prompt_digests, worker_state
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable
@@ -187,13 +187,14 @@ def hash_without_parent(patch: Patch) -> None:
             start = len(digests) * block_size
             digests.append(hashing.block_digest(root, hashing.token_bytes(tokens[start : start + block_size])))
 
-    wrap(patch, worker_state, "extend_digests", extend)
+    wrap(patch, prompt_digests, "extend_digests", extend)
     trust_digests(patch)
 
 
 @bug("reads something else")
 def salt_ignored(patch: Patch) -> None:
-    wrap(patch, worker_state, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
+    for module in (prompt_digests, worker_state):
+        wrap(patch, module, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
     trust_digests(patch)
 
 

@@ -13,7 +13,7 @@ def u32(*ids: int) -> np.ndarray:
 
 
 def register(pool: BlockManager, block: int, digest: bytes, tokens: np.ndarray) -> bool:
-    return pool.register([block], [digest], tokens[None]) == [0]
+    return pool.register(np.array([block]), [digest], tokens[None]) == [(block, digest)]
 
 
 def commit(pool: BlockManager, block: int, digest: bytes) -> bool:
@@ -88,7 +88,7 @@ def test_of_equal_blocks_in_one_step_the_first_holds_the_prefix() -> None:
     pool = BlockManager(4, 2)
     blocks = pool.allocate(3)
     tokens = np.array([[1, 2], [1, 2], [3, 4]], dtype=np.uint32)
-    assert pool.register(blocks, [A, A, B], tokens) == [0, 2]
+    assert pool.register(blocks, [A, A, B], tokens) == [(blocks[0], A), (blocks[2], B)]
     assert pool.match([A], u32(1, 2), 1).tolist() == [blocks[0]]
     assert pool.match([B], u32(3, 4), 1).tolist() == [blocks[2]]
     pool.check_invariants()
@@ -123,7 +123,7 @@ def test_allocating_too_much_is_a_bug_that_says_so() -> None:
 
 def cache(pool: BlockManager, *digests: bytes) -> list[int]:
     """Blocks that hold these prefixes and nobody uses any more."""
-    blocks = pool.allocate(len(digests))
+    blocks = pool.allocate(len(digests)).tolist()
     for i, digest in enumerate(digests):
         register(pool, blocks[i], digest, u32(i, i))
         commit(pool, blocks[i], digest)
