@@ -14,6 +14,7 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import choice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -52,6 +53,50 @@ def test_flash_attention_needs_its_package(folder, monkeypatch):
 def test_what_depends_on_the_batch_is_not_called_exact(folder, name):
     with pytest.raises(BackendUnavailableError, match=f"attention {name} cannot be exact"):
         load(folder, attention=name, determinism="exact", block_size=256)
+
+
+def one_key_short(q, k_cache, v_cache, *, cache_seqlens, **rest):
+    return fake_flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=(cache_seqlens - 1).clamp_min(1), **rest
+    )
+
+
+def aligned_to_the_top_left(q, k, v, *, cu_seqlens_q, **rest):
+    """As versions before 2.1 did: query i sees keys up to i."""
+    out = fake_flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens_q, **rest)
+    counts, lens = cu_seqlens_q.diff().tolist(), rest["cu_seqlens_k"].diff().tolist()
+    scale = rest["softmax_scale"]
+    for first, count, length, table in zip(cu_seqlens_q.tolist(), counts, lens, rest["block_table"], strict=False):
+        if count < length:
+            for i in range(count):
+                out[first + i] = fake_flash_attn._attend(q[first + i : first + i + 1], k, v, table, i + 1, scale)[0]
+    return out
+
+
+def only_16_bits(*_, **__):
+    raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+
+@pytest.mark.parametrize(("name", "broken", "message"), [
+    ("flash_attn_with_kvcache", one_key_short, "disagrees with the reference: its error over .* is 0.* allowed is"),
+    ("flash_attn_varlen_func", aligned_to_the_top_left, "disagrees with the reference"),
+    ("flash_attn_varlen_func", only_16_bits, "failed when it was tried .*only support fp16.*use --attention triton"),
+])  # fmt: skip
+def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplog, name, broken, message):
+    broken_package = ModuleType("flash_attn")
+    vars(broken_package).update(vars(fake_flash_attn), **{name: broken})
+    monkeypatch.setitem(sys.modules, "flash_attn", broken_package)
+    with pytest.raises(BackendUnavailableError, match=message):
+        load(folder, attention="flash", block_size=256, num_blocks=8)
+    monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
+    assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/triton"
+    assert "attention is triton: flash-attn" in caplog.text
+
+
+def test_auto_takes_a_flash_attention_that_agrees(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
+    assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/flash"
 
 
 def test_auto_is_our_kernel_here(folder):

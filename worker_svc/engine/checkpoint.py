@@ -49,8 +49,9 @@ class Checkpoint:
         self._require(name)
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in that dtype (without a copy if it is stored so). Raises CheckpointError for another shape."""
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        """The tensor in that dtype, or as it is stored: then nothing of it is read yet. Raises CheckpointError for
+        another shape."""
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
@@ -63,7 +64,7 @@ class Checkpoint:
                 f"tensor {name} is stored as {_dtype_name(tensor.dtype)}; quantized checkpoints are not supported, "
                 "convert the model to bfloat16 or float32"
             )
-        return tensor.to(dtype)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
         """Raises CheckpointError unless the folder holds exactly `expected`; names with an ending in `ignored` pass."""

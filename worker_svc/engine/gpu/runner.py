@@ -24,7 +24,8 @@ from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, Step
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.gpu.attention import Attention, choose_attention
+from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import make_recorder
@@ -127,6 +128,7 @@ class DeviceRunner:
         with torch.inference_mode():
             attention = choose_attention(
                 config.attention, model.heads, config.determinism, block_size=config.block_size,
+                dtype=DTYPES[dtype],
                 max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
                 device=self._device,
             )  # fmt: skip

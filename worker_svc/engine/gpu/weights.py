@@ -15,6 +15,7 @@ from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.uploads import Uploader
 from worker_svc.engine.model import EMBEDDING, HEAD, Layer, WeightLoader
 
 COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank makes a part of the output
@@ -103,9 +104,41 @@ class ShardLoader(WeightLoader):
         super().__init__(checkpoint, config, linears, dtype)
         self._device = device
         self._group = group
+        self._uploader = Uploader(dtype, device)
+        self._embedding: torch.Tensor | None = None
+
+    def embedding(self) -> torch.Tensor:
+        """As the whole one; kept for the head where that is the same."""
+        if self._embedding is None:
+            self._embedding = super().embedding()
+        return self._embedding
+
+    def head(self) -> Linear:
+        return self._backend.make_linear(self.embedding(), None) if self._config.is_tied else super().head()
+
+    def _fused(self, prefix: str, *names: str) -> Linear:
+        weights, biases = [], []
+        for name in names:
+            out_size, in_size, has_bias = self._linears[name]
+            weights.append(self._part(f"{prefix}{name}.weight", out_size, in_size))
+            if has_bias:
+                biases.append(self._part(f"{prefix}{name}.bias", out_size))
+        return self._backend.make_linear(self._upload(weights), self._upload(biases) if biases else None)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._shard(name, super()._tensor(name, *shape)).to(self._device)
+        return self._upload([self._part(name, *shape)])
+
+    def _upload(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Their rows one after the other, on the device."""
+        sizes = [len(part) for part in parts]
+        whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
+        for part, place in zip(parts, torch.split(whole, sizes), strict=True):
+            self._uploader.copy(part, place)
+        return whole
+
+    def _part(self, name: str, *shape: int) -> torch.Tensor:
+        """What this rank holds of a tensor, still in its file."""
+        return self._shard(name, self._checkpoint.tensor(name, shape, None))
 
     def _shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         rank, size = self._group.rank, self._group.size
@@ -114,14 +147,14 @@ class ShardLoader(WeightLoader):
         kind = name.split(".")[-2]
         if name in (EMBEDDING, HEAD):
             part = self._group.vocab_part(self._config.vocab_size)
-            return whole[part.start : part.stop].contiguous()
+            return whole[part.start : part.stop]
         if kind in COLUMN_PARALLEL:
-            return whole.chunk(size)[rank].contiguous()
+            return whole.chunk(size)[rank]
         if kind in KEY_VALUE:
             parts = min(size, self._config.heads.num_kv_heads)
-            return whole.chunk(parts)[rank * parts // size].contiguous()
+            return whole.chunk(parts)[rank * parts // size]
         if kind in ROW_PARALLEL and whole.dim() == 2:
-            return whole.chunk(size, dim=1)[rank].contiguous()
+            return whole.chunk(size, dim=1)[rank]
         if kind in ROW_PARALLEL and rank > 0:
             return torch.zeros_like(whole)  # a bias is added once
         return whole

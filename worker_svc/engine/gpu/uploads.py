@@ -1,0 +1,45 @@
+"""Weights on their way from files to the device, through pinned memory: while one piece travels, the next is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PIECE_BYTES = 64 << 20
+NUM_BUFFERS = 2
+
+
+class Uploader:
+    """Two pinned buffers, used in turn. What it copies has arrived for whatever is launched on this stream later."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
+        self._is_cuda = device.type == "cuda"
+        size = piece_bytes // dtype.itemsize
+        self._buffers = [torch.empty(size, dtype=dtype, pin_memory=self._is_cuda) for _ in range(NUM_BUFFERS)]
+        self._sent: list[Any] = [None] * NUM_BUFFERS  # events: until then a buffer must not change
+        self._next = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """target = source, of any strides and type, in pieces of whole rows."""
+        rows = max(1, len(self._buffers[0]) * len(source) // max(source.numel(), 1))
+        for start in range(0, len(source), rows):
+            part = source[start : start + rows]
+            piece = self._free_buffer()[: part.numel()].view(part.shape)
+            piece.copy_(part)  # reads the file, and converts
+            self._sent[self._next] = self._send(piece, target[start : start + rows])
+            self._next = (self._next + 1) % NUM_BUFFERS
+
+    def _free_buffer(self) -> torch.Tensor:
+        if self._sent[self._next] is not None:
+            self._sent[self._next].synchronize()
+        return self._buffers[self._next]
+
+    def _send(self, piece: torch.Tensor, target: torch.Tensor) -> Any:
+        """Starts a copy; returns the event of its end, or None if it has ended."""
+        target.copy_(piece, non_blocking=True)
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
