@@ -30,7 +30,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
+from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_within_s: float = 0.0) -> None:
     """One gateway, in this process. Exits with a sentence when it cannot start."""
-    settle_grpc()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
-        asyncio.run(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
+        run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
     except (BindError, RedisUrlError) as error:
         sys.exit(f"quire-gateway: {error}")
 

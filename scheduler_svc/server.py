@@ -27,7 +27,7 @@ from svc_common.config import address, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
+from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 
 log = logging.getLogger(__name__)
 
@@ -300,14 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `quire-scheduler` command."""
     parser = make_arguments()
     args = parse(parser, argv)
-    settle_grpc()
     setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:
         parts = build(args)
     except ValueError as error:
         parser.error(str(error))
     try:
-        return asyncio.run(serve(args, parts))
+        return run_service(serve(args, parts))
     except BindError as error:
         parser.error(str(error))
 

@@ -21,7 +21,7 @@ from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.serve import BindError, GrpcServer, settle_gc, settle_grpc
+from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
@@ -491,7 +491,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one worker; the `quire-worker` command. Exits with 2 and one line for a bad setting or model folder."""
     parser = make_parser()
     args = config.parse(parser, argv)
-    settle_grpc()
     args.worker_id = args.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     setup_logging("worker", args.log_format, args.log_level, instance=args.worker_id)
     set_thread_environment(args.threads)
@@ -499,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings, bundle = engine_config(args), read_bundle(args.model)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: only token ids can be served, no text", args.model)
-        sys.exit(asyncio.run(_run(args, settings, bundle)))
+        sys.exit(run_service(_run(args, settings, bundle)))
     except (ValueError, ModelFolderError, BindError) as error:
         log.error("%s", error)
         sys.exit(EXIT_BAD_SETTING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
 import platform
@@ -11,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,20 @@ class Outcome:
         return self.run.num_requests - len(self.run.records) if self.is_interrupted else 0
 
 
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed, as it is beside the services: a client should take little of what it measures."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
 def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
-        outcome = asyncio.run(_measure(args))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            outcome = runner.run(_measure(args))
     except ArgumentsError as error:
         complain(str(error))
         return 2
