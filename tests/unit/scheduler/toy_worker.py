@@ -193,7 +193,8 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
             await self.gate.wait()
             if request.batch.fence.scheduler_epoch != self.scheduler_epoch:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the lease was taken by another scheduler")
-            yield worker_pb2.StepStreamResponse(output=self._step(request.batch))
+            outputs = [self._step(batch) for batch in (request.batch, *request.then)]
+            yield worker_pb2.StepStreamResponse(output=outputs[0], then=outputs[1:])
 
     def _step(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepOutput:
         assert batch.fence.scheduler_epoch == self.scheduler_epoch
