@@ -40,6 +40,7 @@ EXIT_BAD_SETTING = 2
 EXIT_RANK_LOST = 70  # as for every fault that leaves the pool untrustworthy
 STUCK_AFTER_S = 60.0  # NCCL does not watch what a graph replays; a scheduler waits for 120 s
 WATCH_INTERVAL_S = 1.0
+DIED_WITHIN_S = 2.0  # a connection breaks a moment before its process is gone
 OVERSLEPT_S = 5.0  # this process was stopped itself: steps get their time anew
 JOIN_TIMEOUT_S = 30.0
 LOAD_LIMIT = timedelta(hours=1)  # one rank may read its weights long after the others
@@ -60,6 +61,7 @@ class ParallelRunner(DeviceRunner):
         ]
         self._store = store
         self._is_closing = threading.Event()
+        self._ending = threading.Lock()
         self._launching_since: float | None = None
         self._is_loaded = False
         for process in self._followers:
@@ -77,6 +79,10 @@ class ParallelRunner(DeviceRunner):
         self._launching_since = time.perf_counter()
         try:
             return super().launch(batch)
+        except RuntimeError:
+            if not self._is_closing.is_set():
+                self._tell_who_is_gone(DIED_WITHIN_S)  # the others' word of it is a broken connection
+            raise
         finally:
             self._launching_since = None
 
@@ -95,17 +101,10 @@ class ParallelRunner(DeviceRunner):
         for process in self._followers:
             process.kill()
 
-    # In a thread of its own
-
     def _watch(self) -> None:
-        sentinels = [process.sentinel for process in self._followers]
         looked_at = excused_until = time.perf_counter()
         while not self._is_closing.is_set():
-            ended = wait(sentinels, WATCH_INTERVAL_S)
-            if self._is_closing.is_set():
-                return
-            if ended:
-                self._end_with([process for process in self._followers if process.sentinel in ended])
+            self._tell_who_is_gone(WATCH_INTERVAL_S)
             now = time.perf_counter()
             if now - looked_at > OVERSLEPT_S:
                 excused_until = now
@@ -120,8 +119,15 @@ class ParallelRunner(DeviceRunner):
         since = self._launching_since
         return min(now if since is None else since, self.running_since(now))
 
+    def _tell_who_is_gone(self, timeout_s: float) -> None:
+        """Ends the worker if a rank ends within that time: a part of every block is gone with it."""
+        ended = wait([process.sentinel for process in self._followers], timeout_s)
+        if not ended or self._is_closing.is_set():
+            return
+        with self._ending:  # of two threads the first one tells
+            self._end_with([process for process in self._followers if process.sentinel in ended])
+
     def _end_with(self, lost: list[BaseProcess]) -> None:
-        """These ranks are gone, and with them a part of every block."""
         for process in lost:
             process.join()  # it has ended: for its exit code
         told = [process.name for process in lost if self._store.check([process.name])]
