@@ -273,6 +273,16 @@ async def test_a_frozen_worker_that_comes_back_late_is_fenced(make_stack: MakeSt
         assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle], 100)
 
 
+async def test_quick_steps_share_messages(make_stack: MakeStack) -> None:
+    stack = await make_stack("--burst-ms", "100")
+    worker, gateway = await stack.worker(), await stack.gateway()
+    await ready(stack)
+    await gateway.submit(1, PROMPT, max_tokens=200)
+    await finished(gateway, 1)
+    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 200)
+    assert worker.steps >= 200 > 2 * worker.messages
+
+
 async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_go_on_there(
     make_stack: MakeStack,
 ) -> None:
@@ -281,8 +291,10 @@ async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_
     await ready(old)
     await gateway.submit(1, PROMPT, max_tokens=200, request_id="moves")
     await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
+    worker.gate.clear()  # it is slow from here on: the request does not end meanwhile
     worker.move_to(new.address)
     await ready(new)
+    worker.gate.set()
     await ready(old, 0)  # its next step was refused: the lease is somebody else's
     assert old.parts.step_loop.has_work
     other = await new.gateway()

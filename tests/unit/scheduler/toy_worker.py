@@ -66,7 +66,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_blocks = 64
         self.gate = asyncio.Event()
         self.gate.set()
-        self.steps = 0
+        self.steps = self.messages = 0
         self.opens = 0
         self.heartbeats = True
         self.drains = True
@@ -190,6 +190,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def StepStream(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.StepStreamResponse]:
         async for request in requests:
+            self.messages += 1
             await self.gate.wait()
             if request.batch.fence.scheduler_epoch != self.scheduler_epoch:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the lease was taken by another scheduler")
