@@ -148,7 +148,9 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, errors: RowErrors) -> tuple[I64, U32]:
         """Computes and samples; rows [S] and their tokens [S]."""
-        heads, logits_index = np.unique(plan.sources, return_inverse=True)
+        heads, logits_index = plan.sources, None
+        if plan.has_forks:
+            heads, logits_index = np.unique(plan.sources, return_inverse=True)
         forward = ForwardBatch(
             token_ids=self._rows.token_ids(plan.token_rows, plan.positions),
             positions=plan.positions.astype(np.int32),
@@ -164,17 +166,19 @@ class ModelRunner:
         self._rows.mark_computed(plan.rows, plan.ends)
         if not len(plan.sampling_rows):
             return NOTHING
-        if len(heads) < len(plan.sources) or (plan.sources[1:] < plan.sources[:-1]).any():
+        if logits_index is not None:
             logits = logits[torch.from_numpy(logits_index)]
         return self._sample(plan, logits, errors)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor, errors: RowErrors) -> tuple[I64, U32]:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         token_ids, is_bad = self._backend.sample(logits, columns)
-        for row in plan.sampling_rows[is_bad]:
-            errors.add(int(row), "the logits hold NaN, infinity or no finite number", RowErrorCode.NAN)
-        rows, token_ids = plan.sampling_rows[~is_bad], token_ids[~is_bad]
-        self._rows.append(rows, plan.sampled_positions[~is_bad], token_ids)
+        rows, positions = plan.sampling_rows, plan.sampled_positions
+        if is_bad.any():
+            for row in rows[is_bad]:
+                errors.add(int(row), "the logits hold NaN, infinity or no finite number", RowErrorCode.NAN)
+            rows, positions, token_ids = rows[~is_bad], positions[~is_bad], token_ids[~is_bad]
+        self._rows.append(rows, positions, token_ids)
         return rows, token_ids
 
 

@@ -29,6 +29,11 @@ class StepPlan:
     sources: I64  # [S] index in `rows` of the one whose last logits each samples from
 
     @property
+    def has_forks(self) -> bool:
+        """Whether a row's logits may be sampled more than once, and out of order."""
+        return len(self.sources) > 1 and bool((self.sources[1:] <= self.sources[:-1]).any())
+
+    @property
     def sampled_positions(self) -> I64:
         """[S] sequence positions of the tokens to sample."""
         return self.ends[self.sources]
@@ -45,9 +50,8 @@ class StepPlanner:
     def check_columns(self, batch: StepBatch) -> None:
         """Raises BadBatchError for columns that contradict each other or the pool."""
         num_rows, info = len(batch.rows), self._info
-        columns = {"query_lens": batch.query_lens, "context_lens": batch.context_lens, "sample_mask": batch.sample_mask}
-        for name, column in columns.items():
-            _check_length(name, len(column), "rows", num_rows)
+        for name in ("query_lens", "context_lens", "sample_mask"):
+            _check_length(name, len(getattr(batch, name)), "rows", num_rows)
         num_tokens = int(batch.query_lens.sum(dtype=np.int64))
         _check_length("slot_mapping", len(batch.slot_mapping), "sum of query_lens", num_tokens)
         if num_tokens > info.max_num_batched_tokens:
@@ -60,18 +64,26 @@ class StepPlanner:
         if any(len(digest) != HASH_BYTES for digest in batch.commit_hashes):
             raise BadBatchError(f"commit_hashes must have {HASH_BYTES} bytes each")
         for name in ("copy_src", "copy_dst", "commit_blocks"):
-            block = int(getattr(batch, name).max(initial=0))
-            if block >= info.num_blocks:
+            blocks = getattr(batch, name)
+            if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
                 raise BadBatchError(f"{name} names block {block}, the pool has {info.num_blocks}")
 
     def plan(self, batch: StepBatch, errors: RowErrors) -> StepPlan:
         """What remains of the batch once bad rows are out; they are told in `errors`."""
         is_bad = self._rows.find_bad(batch, errors)
-        is_bad |= self._find_bad_slots(batch, is_bad, errors)
-        keep = np.flatnonzero(~is_bad)
-        tokens = _Tokens(batch, keep)
-        fork_rows, fork_sources = self._plan_forks(batch, keep, errors)
-        samplers = np.flatnonzero(batch.sample_mask[keep])
+        tokens = _Tokens(batch, is_bad)
+        wrong = self._find_bad_slots(batch, tokens, errors)
+        if wrong is not None:
+            is_bad = wrong if is_bad is None else is_bad | wrong
+            tokens = _Tokens(batch, is_bad)
+        samplers = np.flatnonzero(tokens.sample_mask)
+        sampling_rows, sources = tokens.batch_rows[samplers], samplers
+        if len(batch.fork_rows):
+            fork_rows, fork_sources = self._plan_forks(batch, tokens, errors)
+            sampling_rows, sources = (
+                np.concatenate((sampling_rows, fork_rows)),
+                np.concatenate((samplers, fork_sources)),
+            )
         return StepPlan(
             rows=tokens.batch_rows,
             context_lens=tokens.context_lens,
@@ -80,39 +92,42 @@ class StepPlanner:
             token_rows=tokens.rows,
             positions=tokens.positions,
             slots=tokens.slots,
-            sampling_rows=np.concatenate((tokens.batch_rows[samplers], fork_rows)),
-            sources=np.concatenate((samplers, fork_sources)),
+            sampling_rows=sampling_rows,
+            sources=sources,
         )
 
-    def _find_bad_slots(self, batch: StepBatch, is_bad: Bools, errors: RowErrors) -> Bools:
-        """Rows whose slots disagree with their table, or that write where another row of the batch writes."""
-        tokens = _Tokens(batch, np.flatnonzero(~is_bad))
+    def _find_bad_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
+        """Rows whose slots disagree with their table, or that write where another row of the batch writes; None if there
+        are none."""
         expected = self._rows.expected_slots(tokens.rows, tokens.positions)
+        is_same = expected == tokens.slots
+        if is_same.all():
+            slots, writers = expected, tokens.batch_indices
+        else:
+            slots, writers = expected[is_same], tokens.batch_indices[is_same]
+        self._slot_owner[slots] = writers
+        is_shared = self._slot_owner[slots] != writers
+        if len(slots) == len(expected) and not is_shared.any():
+            return None
         found = np.zeros(len(batch.rows), np.bool_)
-        for i in np.flatnonzero(expected != tokens.slots):
+        for i in np.flatnonzero(~is_same):
             errors.add(
                 int(tokens.rows[i]),
                 f"slot_mapping has slot {tokens.slots[i]} for position {tokens.positions[i]}, "
                 f"the row's table has {expected[i]}",
             )
             found[tokens.batch_indices[i]] = True
-        is_same = expected == tokens.slots
-        slots, writers = expected[is_same], tokens.batch_indices[is_same]
-        self._slot_owner[slots] = writers
-        for i in np.flatnonzero(self._slot_owner[slots] != writers):
+        for i in np.flatnonzero(is_shared):
             errors.add(int(batch.rows[writers[i]]), f"slot {slots[i]} is written by another row of this step too")
             found[writers[i]] = True
         return found
 
-    def _plan_forks(self, batch: StepBatch, keep: I64, errors: RowErrors) -> tuple[I64, I64]:
+    def _plan_forks(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> tuple[I64, I64]:
         """Forks whose parent runs in this step, and the parents' indices among kept rows."""
-        if not len(batch.fork_rows):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        index_of = {int(row): i for i, row in enumerate(batch.rows[keep])}
-        ends = (batch.context_lens.astype(np.int64) + batch.query_lens)[keep]
+        index_of = {int(row): i for i, row in enumerate(tokens.batch_rows)}
         rows, sources = [], []
         for row, parent in zip(batch.fork_rows.tolist(), batch.fork_parents.tolist(), strict=True):
-            message = self._fork_refusal(row, parent, index_of, ends)
+            message = self._fork_refusal(row, parent, index_of, tokens.ends)
             if message is not None:
                 errors.add(row, message)
                 continue
@@ -134,21 +149,28 @@ class StepPlanner:
 
 
 class _Tokens:
-    """The kept rows of a batch, spread over their tokens."""
+    """The rows of a batch that are not bad (None: all of them), spread over their tokens."""
 
-    def __init__(self, batch: StepBatch, keep: I64) -> None:
-        query_lens = batch.query_lens.astype(np.int64)
-        all_starts = np.cumsum(query_lens) - query_lens
-        lens = query_lens[keep]
-        self.batch_rows = batch.rows[keep].astype(np.int64)  # [B]
-        self.context_lens = batch.context_lens[keep].astype(np.int64)
-        self.ends = self.context_lens + lens
-        self.starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lens)))  # [B + 1]
-        within = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], lens)
-        self.batch_indices = np.repeat(keep, lens)  # [T] index into the whole batch
-        self.rows = np.repeat(self.batch_rows, lens)
-        self.positions = np.repeat(self.context_lens, lens) + within
-        self.slots = batch.slot_mapping[np.repeat(all_starts[keep], lens) + within].astype(np.int64)
+    def __init__(self, batch: StepBatch, is_bad: Bools | None) -> None:
+        keep = np.arange(len(batch.rows)) if is_bad is None else np.flatnonzero(~is_bad)
+        query_lens, slots = batch.query_lens.astype(np.int64), batch.slot_mapping.astype(np.int64)
+        self.batch_rows = batch.rows.astype(np.int64)  # [B]
+        self.context_lens = batch.context_lens.astype(np.int64)
+        self.sample_mask = batch.sample_mask
+        if is_bad is not None:
+            slots = slots[np.repeat(~is_bad, query_lens)]
+            query_lens, self.batch_rows = query_lens[keep], self.batch_rows[keep]
+            self.context_lens, self.sample_mask = self.context_lens[keep], self.sample_mask[keep]
+        self.ends = self.context_lens + query_lens
+        self.starts = np.zeros(len(keep) + 1, np.int64)  # [B + 1]
+        np.cumsum(query_lens, out=self.starts[1:])
+        self.slots = slots  # [T]
+        self.batch_indices, self.rows, self.positions = keep, self.batch_rows, self.context_lens  # one token each
+        if len(slots) == len(keep):
+            return
+        self.batch_indices = np.repeat(keep, query_lens)  # [T] index into the whole batch
+        self.rows = np.repeat(self.batch_rows, query_lens)
+        self.positions = np.arange(len(slots)) + np.repeat(self.context_lens - self.starts[:-1], query_lens)
 
 
 def _check_length(name: str, length: int, of: str, expected: int) -> None:

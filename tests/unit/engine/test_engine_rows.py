@@ -181,6 +181,7 @@ def test_nan_fails_its_row_only(folder):
     runner = load(folder)
     runner._model._embedding = runner._model._embedding.clone()
     runner._model._embedding[77] = float("nan")
+    runner._model.fuse(runner._pool)
     driver = Driver(runner)
     first, second = prompts([20, 20])
     driver.open(0, [*first[:10], 77, *first[10:]])
