@@ -349,16 +349,55 @@ bool scale_logits(const T* logits, int64_t vocab, float temperature, float* z, u
   return true;
 }
 
+// The lowest id of the largest logit; false as for scale_logits. Several maxima at once, as one depends on the one before.
+template <typename T> bool greedy_token(const T* logits, int64_t vocab, uint32_t& top_id) {
+  constexpr int kChains = 4;
+  v16 top[kChains];
+  i16 found_at[kChains] = {}, is_nan = {};
+  for (v16& chain : top) chain = splat(kNegInf);
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= vocab; i += kChains * kLanes) {
+    for (int c = 0; c < kChains; c++) {
+      const v16 x = load16(logits + i + c * kLanes);
+      const i16 is_higher = x > top[c];
+      is_nan |= x != x;
+      top[c] = is_higher ? x : top[c];
+      found_at[c] = is_higher ? i16{} + int32_t(i) : found_at[c];
+    }
+  }
+  float highest = kNegInf;
+  bool is_good = true;
+  int64_t id_of_highest = -1;
+  auto look_at = [&](float x, int64_t id) {
+    if (!(x > highest) && !(x == highest && id < id_of_highest)) return;
+    highest = x;
+    id_of_highest = id;
+  };
+  for (int lane = 0; lane < kLanes; lane++) is_good &= is_nan[lane] == 0;
+  for (int c = 0; c < kChains; c++)
+    for (int lane = 0; lane < kLanes; lane++) look_at(top[c][lane], found_at[c][lane] + c * kLanes + lane);
+  for (; i < vocab; i++) {
+    const float x = to_float(logits[i]);
+    is_good &= x == x;
+    look_at(x, i);
+  }
+  top_id = uint32_t(id_of_highest);
+  return is_good && highest != kNegInf && highest != -kNegInf;
+}
+
 template <typename T>
 void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const int32_t* top_k,
             const float* top_p, const float* min_p, const uint64_t* seeds, const uint32_t* sample_indices,
             const uint32_t* positions, uint32_t* tokens, uint8_t* status, int threads) {
   auto sample_rows = [&](int64_t first, int64_t last) {
-    std::vector<float> z((vocab + 63) / 64 * 64);
+    std::vector<float> z;
     for (int64_t i = first; i < last; i++) {
       const bool is_greedy = temperature[i] < 1e-5f;
+      const T* row = logits + i * vocab;
       uint32_t top_id = 0;
-      const bool is_good = scale_logits(logits + i * vocab, vocab, is_greedy ? 1.f : temperature[i], z.data(), top_id);
+      if (!is_greedy) z.resize((vocab + 63) / 64 * 64);
+      const bool is_good = is_greedy ? greedy_token(row, vocab, top_id)
+                                     : scale_logits(row, vocab, temperature[i], z.data(), top_id);
       status[i] = is_good ? kSampled : kNotFinite;
       tokens[i] = top_id;
       if (!is_good || is_greedy) continue;
