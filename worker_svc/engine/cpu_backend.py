@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from worker_svc.engine.backend import (
     SamplingColumns,
 )
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.fused import ACTIVATIONS, FusedModel, fuse
+from worker_svc.engine.fused import ACTIVATIONS, FusedModel, address_of, fuse
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
@@ -67,21 +67,17 @@ def _is_bf16(x: torch.Tensor) -> int:
     return int(x.dtype is torch.bfloat16)
 
 
-def _address(x: npt.NDArray[Any]) -> int:
-    return int(x.ctypes.data)
-
-
 class _Addresses:
     """Where a batch's columns lie. Asking numpy takes longer than a small kernel, so it is done once per batch."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
-        self.positions = _address(batch.positions)
-        self.slots = _address(batch.slots)
-        self.tables = _address(batch.tables)
-        self.rows = _address(batch.rows)
-        self.query_starts = _address(batch.query_starts)
-        self.context_lens = _address(batch.context_lens)
+        self.positions = address_of(batch.positions)
+        self.slots = address_of(batch.slots)
+        self.tables = address_of(batch.tables)
+        self.rows = address_of(batch.rows)
+        self.query_starts = address_of(batch.query_starts)
+        self.context_lens = address_of(batch.context_lens)
 
 
 class CpuBackend:
@@ -209,7 +205,7 @@ class CpuBackend:
         num_layers, num_blocks = pool.shape[:2]
         block_bytes = pool[0, 0].numel() * pool.element_size()
         self._kernels.quire_copy_blocks(
-            pool.data_ptr(), _address(src), _address(dst), len(src), num_layers, num_blocks, block_bytes
+            pool.data_ptr(), address_of(src), address_of(dst), len(src), num_layers, num_blocks, block_bytes
         )
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
@@ -220,15 +216,15 @@ class CpuBackend:
             logits.data_ptr(),
             n,
             vocab,
-            _address(columns.temperature),
-            _address(columns.top_k),
-            _address(columns.top_p),
-            _address(columns.min_p),
-            _address(columns.seeds),
-            _address(columns.sample_indices),
-            _address(columns.positions),
-            _address(tokens),
-            _address(status),
+            address_of(columns.temperature),
+            address_of(columns.top_k),
+            address_of(columns.top_p),
+            address_of(columns.min_p),
+            address_of(columns.seeds),
+            address_of(columns.sample_indices),
+            address_of(columns.positions),
+            address_of(tokens),
+            address_of(status),
             self._threads,
         )
         return tokens, status != 0

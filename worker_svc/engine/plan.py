@@ -27,11 +27,7 @@ class StepPlan:
     slots: I64  # [T] where keys and values go
     sampling_rows: I64  # [S] those of the sample mask in batch order, then forks
     sources: I64  # [S] index in `rows` of the one whose last logits each samples from
-
-    @property
-    def has_forks(self) -> bool:
-        """Whether a row's logits may be sampled more than once, and out of order."""
-        return len(self.sources) > 1 and bool((self.sources[1:] <= self.sources[:-1]).any())
+    has_forks: bool  # else sources ascend, each is there once
 
     @property
     def sampled_positions(self) -> I64:
@@ -94,11 +90,11 @@ class StepPlanner:
             slots=tokens.slots,
             sampling_rows=sampling_rows,
             sources=sources,
+            has_forks=len(sources) > len(samplers),
         )
 
     def _find_bad_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
-        """Rows whose slots disagree with their table, or that write where another row of the batch writes; None if there
-        are none."""
+        """Rows whose slots disagree with their table, or that write where another row does; None if there are none."""
         expected = self._rows.expected_slots(tokens.rows, tokens.positions)
         is_same = expected == tokens.slots
         if is_same.all():

@@ -150,6 +150,10 @@ class RowTable:
         """Replaces or appends blocks; a row whose change is impossible fails and is closed."""
         if not len(rows):
             return
+        if self._are_appends(rows, indices, blocks):
+            self.tables[rows, indices] = blocks
+            self.table_lens[rows] = indices.astype(np.int64) + 1
+            return
         is_known = rows < self._max_num_seqs
         is_good = is_known & (indices < self.tables.shape[1]) & (blocks < self._num_blocks)
         is_good[is_known] &= self.is_open[rows[is_known]]
@@ -160,6 +164,16 @@ class RowTable:
         self.tables[rows, indices] = blocks
         np.maximum.at(self.table_lens, rows, indices.astype(np.int64) + 1)
         self._fail_gaps(np.unique(rows), errors)
+
+    def _are_appends(self, rows: U32, indices: U32, blocks: U32) -> bool:
+        """Whether each is a good block at the end of an open row's table: nearly all changes are."""
+        if (
+            rows.max() >= self._max_num_seqs
+            or indices.max() >= self.tables.shape[1]
+            or blocks.max() >= self._num_blocks
+        ):
+            return False
+        return bool(self.is_open[rows].all() and (self.table_lens[rows] == indices).all())
 
     def _fail_gaps(self, rows: U32, errors: RowErrors) -> None:
         lens = self.table_lens[rows]

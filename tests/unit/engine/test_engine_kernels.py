@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -148,6 +152,21 @@ def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size
     assert_close(results[0][0], results[1][0], dtype)
     assert_close(results[0][1], results[1][1], dtype)
     assert torch.equal(results[0][2], results[1][2])
+
+
+def test_callers_share_no_threads(randn):
+    """Each calling thread has helpers of its own, here more than there are cores, and they end with it."""
+    kernels = make_backend("cpu", 5, "exact")
+    layer = kernels.make_linear(randn(512, 256), None)
+    x = randn(200, 256)
+    expected, num_threads = layer(x), len(os.listdir("/proc/self/task"))
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(lambda _: [layer(x) for _ in range(50)], range(4)))
+    assert all(torch.equal(found, expected) for result in results for found in result)
+    deadline = time.monotonic() + 10  # a thread is gone a moment after it was joined
+    while len(os.listdir("/proc/self/task")) > num_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= num_threads
 
 
 def test_rotation_is_the_rotary_embedding():
