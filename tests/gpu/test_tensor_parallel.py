@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,12 +53,15 @@ def test_two_ranks_give_what_one_gives(folder):
     expected_tokens, expected = run(DeviceDriver(load(folder)))
     runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)
     try:
-        for _ in range(2):  # again after a new lease: rows are closed on every rank
-            tokens, logits = run(DeviceDriver(runner))
-            assert tokens == expected_tokens
-            for place, row in expected.items():
-                assert torch.allclose(logits[place], row[: len(logits[place])], atol=1e-5)
-            runner.reset_rows()
+        tokens, logits = run(DeviceDriver(runner))
+        assert tokens == expected_tokens
+        for place, row in expected.items():
+            assert torch.allclose(logits[place], row[: len(logits[place])], atol=1e-5)
+        runner.reset_rows()
+        driver = DeviceDriver(runner)  # after a new lease: rows are closed on every rank
+        driver.open(0, tokens[1][:20], GREEDY)
+        driver.prefill(0)
+        assert driver.rows[0].tokens == tokens[1][:21]
     finally:
         runner.close()
     assert [process.exitcode for process in runner._followers] == [0]
@@ -66,13 +71,7 @@ HURT_A_RANK = """
 import os, signal, sys
 from pathlib import Path
 from tests.gpu.driver import DeviceDriver, load
-from worker_svc.engine.gpu import ranks, runner
-
-def fail(*_):
-    raise ValueError("planted")
-
-if __name__ == "__mp_main__" and sys.argv[2] == "loading follower":
-    runner.make_pool = fail
+from worker_svc.engine.gpu import ranks
 
 if __name__ == "__main__":
     ranks.STUCK_AFTER_S = 1.0
@@ -104,7 +103,8 @@ def hurt_a_rank(folder, tmp_path):
                 env=environment,
             )  # fmt: skip
         pid = re.search(r"^follower (\d+)$", said.read_text(), re.MULTILINE)
-        return done.returncode, pid and int(pid[1]), said.read_text()
+        assert pid is not None, said.read_text()
+        return done.returncode, int(pid[1]), said.read_text()
 
     return hurt
 
@@ -117,10 +117,25 @@ def test_a_rank_that_is_stuck_ends_the_worker(hurt_a_rank):
     wait_gone(follower)
 
 
-def test_a_rank_that_cannot_load_tells_why(hurt_a_rank):
-    exit_code, _, said = hurt_a_rank("loading follower")
-    assert exit_code == EXIT_BAD_SETTING, said
-    assert "rank-1: planted, so this worker ends (exit code 2)" in said
+@pytest.mark.parametrize(
+    ("told", "exit_code", "says"),
+    [
+        ("the GPU is too small", EXIT_BAD_SETTING, "rank-1: the GPU is too small, so this worker ends (exit code 2)"),
+        (None, EXIT_RANK_LOST, "rank-1 ended (exit code -9), so this worker ends (exit code 70)"),
+    ],
+)
+def test_what_a_rank_told_before_its_end_is_the_reason(monkeypatch, caplog, told, exit_code, says):
+    runner = object.__new__(ParallelRunner)
+    runner._store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    runner._is_closing = threading.Event()
+    runner._followers = [SimpleNamespace(name="rank-1", exitcode=-9, join=lambda: None, kill=lambda: None)]
+    if told:
+        runner._store.set("rank-1", told)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        runner._end_with(runner._followers)
+    assert left.value.code == exit_code
+    assert says in caplog.text
 
 
 def test_no_rank_outlives_the_first(hurt_a_rank):
