@@ -23,7 +23,7 @@ from worker_svc.engine.gpu.kernels.attention import (
     paged_attention,
 )
 from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM, for_heads
 
 EPS = 1e-6
 VOCAB = 151_936
@@ -66,10 +66,21 @@ class Case:
     queries: Queries
     num_rows: torch.Tensor
     shape: HeadShape
+    scales: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, report: Report, num_rows: int, context: int, num_queries: int, block_size: int = 256) -> Case:
-        shape = HeadShape(4, 2, 16) if report.is_smoke else HeadShape(16, 8, 128)
+    def make(
+        cls,
+        report: Report,
+        num_rows: int,
+        context: int,
+        num_queries: int,
+        block_size: int = 256,
+        head_dim: int = 128,
+        *,
+        is_fp8: bool = False,
+    ) -> Case:
+        shape = HeadShape(4, 2, head_dim // 8) if report.is_smoke else HeadShape(16, 8, head_dim)
         block_size = 16 if report.is_smoke else block_size
         blocks = -(-(context + num_queries) // block_size)
         size = (num_rows * blocks, block_size, shape.num_kv_heads, shape.head_dim)
@@ -84,7 +95,12 @@ class Case:
         )
         tokens = num_rows * num_queries
         q = torch.randn(tokens, shape.num_q_heads, shape.head_dim, device=report.device).to(report.dtype)
-        return cls(q, cache, queries, torch.tensor([num_rows], **ints), shape)
+        count = torch.tensor([num_rows], **ints)
+        if not is_fp8:
+            return cls(q, cache, queries, count, shape)
+        scales = torch.full((2, shape.num_kv_heads), 0.25, device=report.device)
+        cache = tuple((pool / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn) for pool in cache)
+        return cls(q, cache, queries, count, shape, scales)
 
     def attention(self, tiles: Tiles, num_programs: int):
         """A function that runs the kernel, and where it leaves its result. The list is made once."""
@@ -106,7 +122,9 @@ class Case:
         )  # fmt: skip
 
         def run() -> None:
-            paged_attention(self.q, self.cache, self.queries, work, parts, out, self.shape, tiles, num_programs)
+            paged_attention(
+                self.q, self.cache, self.queries, work, parts, out, self.shape, tiles, num_programs, self.scales
+            )
             if tiles.split:
                 combine(self.queries, self.num_rows, parts, out, self.shape, tiles)
 
@@ -116,11 +134,18 @@ class Case:
         """float32 attention of one row."""
         first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
         num_keys = int(self.queries.contexts[row]) + last - first
-        k, v = (pool[self.queries.tables[row].long()].flatten(0, 1)[:num_keys].float() for pool in self.cache)
+        k, v = (self._gathered(pool, row)[:num_keys] for pool in self.cache)
+        if self.scales is not None:
+            k, v = k * self.scales[0, :, None], v * self.scales[1, :, None]
         keys = torch.arange(num_keys, device=k.device)
         is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=k.device)[:, None]
         q, k, v = (x.transpose(0, 1)[None] for x in (self.q[first:last].float(), k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, enable_gqa=True)[0].transpose(0, 1)
+
+    def _gathered(self, pool: torch.Tensor, row: int) -> torch.Tensor:
+        blocks = self.queries.tables[row].long()
+        found = pool[blocks] if self.scales is None else pool.view(torch.uint8)[blocks].view(pool.dtype)
+        return found.flatten(0, 1).float()
 
     def error(self, out: torch.Tensor) -> float:
         """The worst of the first, a middle and the last row."""
@@ -135,7 +160,7 @@ class Case:
     def key_bytes(self) -> int:
         """Bytes of keys and values that a decode step must read."""
         keys = int(self.queries.contexts.sum()) + len(self.q)
-        return 2 * keys * self.shape.num_kv_heads * self.shape.head_dim * self.q.element_size()
+        return 2 * keys * self.shape.num_kv_heads * self.shape.head_dim * self.cache[0].element_size()
 
 
 def programs(report: Report, per_sm: int = PROGRAMS_PER_SM) -> int:
@@ -159,6 +184,34 @@ def decode_attention(report: Report) -> None:
                 )  # fmt: skip
                 if (num_rows, context, block_size, name) == (256, 4096, 256, ""):
                     report.figures["decode_of_copy"] = case.key_bytes / ms * 1e3 / report.bandwidth
+            del case
+            report.release()
+
+
+def other_caches(report: Report) -> None:
+    """Keys and values in 8 bits, and heads that are no power of two: prompts and single queries."""
+    rows = (3, 40) if report.is_smoke else (256, 2048)
+    kinds = [("fp8", 128, True), ("dim 80", 80, False), ("dim 96", 96, False), ("dim 112", 112, False)]
+    if not report.is_smoke:
+        kinds.append(("dim 256", 256, False))
+    for name, dim, is_fp8 in kinds:
+        for use, tiles, num_rows, context, count in (
+            ("decode", DECODE_TILES, *rows, 1),
+            ("prefill", PREFILL_TILES, 2, rows[1], 20 if report.is_smoke else 1024),
+        ):
+            case = Case.make(report, num_rows, context, count, head_dim=dim, is_fp8=is_fp8)
+            run, out = case.attention(for_heads(tiles, case.shape), programs(report, 1 if use == "prefill" else 3))
+            run()
+            error = case.error(out)
+            ms = report.time_ms([run], 10)
+            num_bytes = case.key_bytes if use == "decode" else 0
+            label = f"{name} {use} {num_rows} x {count} after {context}"
+            report.row(
+                "other_caches", label, ok=error < report.tolerance, ms=ms, num_bytes=num_bytes,
+                note=f"error {error:.1e}",
+            )  # fmt: skip
+            if name == "fp8" and use == "decode":
+                report.figures["fp8_decode_of_copy"] = num_bytes / ms * 1e3 / report.bandwidth
             del case
             report.release()
 

@@ -34,6 +34,7 @@ class Report:
         self.figures: dict[str, Any] = {}
         self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
         self.seconds = 0.0
+        self.is_device_lost = False  # to this process
 
     @property
     def failed(self) -> list[str]:

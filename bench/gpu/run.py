@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -23,6 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
 
 
 def main() -> None:
@@ -35,17 +38,24 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        print(f"C compiler: {prepare_toolchain()}", flush=True)
     from bench.gpu.report import Report  # torch and triton: after the environment is set
 
     report = Report(is_smoke=args.smoke)
     started = time.monotonic()
-    for name, cost_s, section in sections(args):
-        spent = time.monotonic() - started
-        if spent + cost_s > args.budget:
-            report.row(name, "left out", note=f"{args.budget - spent:.0f} s are left, it may take {cost_s:.0f}")
+    waiting = sections(args)
+    while waiting:
+        name, cost_s, section = waiting.pop(0)
+        left = args.budget - (time.monotonic() - started)
+        if cost_s > left:
+            report.row(name, "left out", note=f"{left:.0f} s are left, it may take {cost_s:.0f}")
             continue
         run_section(name, section, report)
         report.write(args.out)
+        if report.is_device_lost and waiting:
+            go_on_elsewhere([name for name, *_ in waiting], args, left, report)
+            break
     report.seconds = round(time.monotonic() - started, 1)
     report.write(args.out)
     print(json.dumps(report.summary()))
@@ -66,19 +76,32 @@ def sections(args: argparse.Namespace) -> list[tuple[str, float, Callable]]:
             ("prefill_attention", 40.0, kernels.prefill_attention),
             ("small_kernels", 40.0, kernels.small_kernels),
             ("invariance", 40.0, kernels.invariance),
-            ("logits", 90.0, model.logits),
+            ("other_caches", 50.0, kernels.other_caches),
+            ("logits", 110.0, model.logits),
             ("decode_steps", 90.0, model.decode_steps),
+            ("mixed_steps", 90.0, model.mixed_steps),
             ("exact_cost", 60.0, model.exact_cost),
             ("decode_sweep", 60.0, kernels.decode_sweep),
         ],
         2: [
             ("in_process", 120.0, serving.in_process),
             ("through_grpc", 200.0, serving.through_grpc),
+            ("in_process_fp8", 90.0, serving.in_process_fp8),
         ],
     }
     chosen = first + [section for part, found in parts.items() if args.part in (None, part) for section in found]
     only = set(filter(None, args.only.split(",")))
     return [section for section in chosen if not only or section[0] in only]
+
+
+def go_on_elsewhere(names: list[str], args: argparse.Namespace, left: float, report) -> None:
+    """After a fault of the device nothing works in this process any more."""
+    chosen = ",".join(["ceilings", *(name for name in names if name != "ceilings")])
+    command = [sys.executable, __file__, "--only", chosen, "--budget", str(left), "--out", str(args.out / "rest")]
+    command += ["--smoke"] if args.smoke else []
+    print(f"\n== the device is lost to this process; the rest runs in another, results in {args.out}/rest", flush=True)
+    code = subprocess.run(command, check=False).returncode
+    report.row("rest", "in another process", ok=code == 0, note=f"exit code {code}")
 
 
 def run_section(name: str, section: Callable, report) -> None:
@@ -89,6 +112,9 @@ def run_section(name: str, section: Callable, report) -> None:
     except Exception as error:  # the rest still tells something
         traceback.print_exc()
         report.row(name, "failed", ok=False, note=f"{type(error).__name__}: {str(error)[:200]}")
+        report.is_device_lost = "CUDA error" in str(error)
+        if report.is_device_lost:
+            return
     report.release()
     print(f"   {time.monotonic() - started:.1f} s", flush=True)
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/gpu.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
-OF_OTHERS = {"--target", "--step-timeout-s"}  # docker build, quire-scheduler
+OF_OTHERS = {"--target", "--step-timeout-s", "--compiler"}  # docker build, quire-scheduler, bench/gpu/pack
 
 
 def of(*words: str) -> list[str]:
