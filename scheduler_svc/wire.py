@@ -79,31 +79,42 @@ def u32_from_bytes(data: bytes, name: str) -> U32:
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
 
 
+# Columns of a step that are mostly empty.
+CHANGES = (
+    "close_rows",
+    "table_rows",
+    "table_indices",
+    "table_blocks",
+    "copy_src",
+    "copy_dst",
+    "commit_blocks",
+    "fork_rows",
+    "fork_parents",
+)
+
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
 def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2.StepBatch:
     """One step for the worker that `fence` names."""
-    return worker_pb2.StepBatch(
+    message = worker_pb2.StepBatch(
         step_id=batch.step_id,
         fence=fence,
-        close_rows=u32_to_bytes(batch.close_rows),
         opens=[_row_open_to_proto(row_open) for row_open in batch.opens],
-        table_rows=u32_to_bytes(batch.table_rows),
-        table_indices=u32_to_bytes(batch.table_indices),
-        table_blocks=u32_to_bytes(batch.table_blocks),
-        copy_src=u32_to_bytes(batch.copy_src),
-        copy_dst=u32_to_bytes(batch.copy_dst),
-        commit_blocks=u32_to_bytes(batch.commit_blocks),
         commit_hashes=b"".join(batch.commit_digests),
         rows=u32_to_bytes(batch.rows),
-        query_lens=u32_to_bytes(batch.query_lens) if np.count_nonzero(batch.query_lens != 1) else b"",
         context_lens=u32_to_bytes(batch.context_lens),
-        sample_mask=b"" if np.count_nonzero(batch.sample_mask) == len(batch.rows) else batch.sample_mask.tobytes(),
         slot_mapping=u32_to_bytes(batch.slot_mapping),
-        fork_rows=u32_to_bytes(batch.fork_rows),
-        fork_parents=u32_to_bytes(batch.fork_parents),
     )
+    if not batch.is_decode and (batch.query_lens != 1).any():
+        message.query_lens = u32_to_bytes(batch.query_lens)
+    if not (batch.is_decode or batch.sample_mask.all()):
+        message.sample_mask = batch.sample_mask.tobytes()
+    for name in CHANGES:
+        column = getattr(batch, name)
+        if len(column):
+            setattr(message, name, u32_to_bytes(column))
+    return message
 
 
 def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
@@ -354,6 +365,8 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
 
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
     """Per owner. With one owner, the usual case, nothing is copied."""
+    if deltas.owner is not None and not deltas.finished:
+        return {deltas.owner: deltas}
     columns = deltas.owners
     is_uniform = len(columns) > 0 and not np.count_nonzero(columns != columns[0])
     owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())

@@ -16,6 +16,7 @@ from scheduler_svc.core.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+ONE = np.uint32(1)
 
 
 @dataclass(slots=True)
@@ -25,41 +26,62 @@ class DecodeRun:
     version: int  # of the row table: the run holds while it stays the same
     rows: I64  # [N]
     sampled: U32  # [N] the same
-    query_lens: I64  # [N] ones
+    query_lens: U32  # [N] ones
     sample_mask: npt.NDArray[np.bool_]  # [N] true
     is_member: I64  # [max_num_seqs] 1 for a row of the run: adding a column is cheaper than picking rows
     token_starts: I64  # [N] index of position 1 of each row in the flat column of tokens
-    first_offsets: I64  # [N] output position of the token at position 1
+    first_offsets: U32  # [N] output position of the token at position 1, modulo 2**32
     owners: U32  # [N]
+    owner: int | None  # if it is everybody's
     handles: U32  # [N]
     sample_indices: U32  # [N]
     has_stop_ids: bool
-    context_lens: I64  # [N] of the step planned last
+    context_lens: U32  # [N] of the step planned last
     slots: U32  # [N] of the step planned last
     full: I64  # positions in `rows` of those whose block that step fills
     steps_left: int  # until a row reaches its limit
+    by_phase: I64  # [N] positions in `rows`, in the order in which their blocks will be full
+    phases: list[int]  # [block_size + 1] part p of `by_phase` is full p steps from now, or that and whole blocks
+    phase: int  # of the step planned last
 
     @classmethod
     def after(cls, table: RowTable, rows: I64, context_lens: I64, slots: U32) -> DecodeRun:
         """The run that a step began in which every row decoded and sampled."""
-        count = len(rows)
+        count, block_size = len(rows), table.block_size
         is_member = np.zeros(len(table.computed), dtype=np.int64)
         is_member[rows] = 1
+        owners = table.owner[rows]
+        steps_to_full = (block_size - 1 - context_lens) % block_size
+        by_phase = steps_to_full.argsort(kind="stable")
+        phases = steps_to_full[by_phase].searchsorted(np.arange(block_size + 1)).tolist()
         return cls(
             version=table.version,
             rows=rows,
             sampled=rows.astype(np.uint32),
-            query_lens=np.ones(count, dtype=np.int64),
+            query_lens=np.ones(count, dtype=np.uint32),
             sample_mask=np.ones(count, dtype=np.bool_),
             is_member=is_member,
             token_starts=rows * table.tokens.shape[1] + 1,
-            first_offsets=1 - table.prompt_len[rows],
-            owners=table.owner[rows],
+            first_offsets=(1 - table.prompt_len[rows]).astype(np.uint32),
+            owners=owners,
+            owner=int(owners[0]) if (owners == owners[0]).all() else None,
             handles=table.handle[rows],
             sample_indices=table.sample_index[rows],
             has_stop_ids=bool(table.has_stop_ids[rows].any()),
-            context_lens=context_lens,
+            context_lens=context_lens.astype(np.uint32),
             slots=slots,
-            full=table.fills_block(context_lens),
+            full=by_phase[: phases[1]],
             steps_left=int((table.limit[rows] - table.num_tokens[rows] - table.pending[rows]).min()),
+            by_phase=by_phase,
+            phases=phases,
+            phase=0,
         )
+
+    def advance(self, new_blocks: I64 | None, block_size: int) -> None:
+        """One step further. `new_blocks`: of the rows that were full."""
+        self.context_lens, self.slots = self.context_lens + ONE, self.slots + ONE
+        if new_blocks is not None:
+            self.slots[self.full] = new_blocks * block_size
+        self.phase = (self.phase + 1) % block_size
+        self.full = self.by_phase[self.phases[self.phase] : self.phases[self.phase + 1]]
+        self.steps_left -= 1

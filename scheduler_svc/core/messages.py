@@ -71,6 +71,7 @@ class StepBatch:
     context_lens: U32  # [B] tokens in KV before this step
     sample_mask: Bools  # [B]
     slot_mapping: U32  # [sum(query_lens)]
+    is_decode: bool = False  # every row computes one token and samples: nothing else is in the two columns above
     fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
     fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
     close_rows: U32 = field(default_factory=lambda: EMPTY)
@@ -133,6 +134,7 @@ class Deltas:
     offsets: U32  # [N] output position
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
+    owner: int | None = None  # if all columns are known to be this one's
 
 
 class PrefixEvent(NamedTuple):

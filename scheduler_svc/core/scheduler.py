@@ -415,13 +415,14 @@ class Scheduler:
         return batches
 
     def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
-        if not candidates and not worker.has_news and not worker.rows.num_used:
+        if not worker.rows.num_used and not candidates and not worker.has_news:
             return None
         self._note_change(worker)
-        self._displace(worker, candidates)
+        if candidates:
+            self._displace(worker, candidates[0])
         plan = worker.begin_step()
         has_preempted = not worker.continue_run(plan) and self._plan_running(worker, plan)
-        if not has_preempted:
+        if candidates and not has_preempted:
             self._admit(worker, plan, candidates, now)
         batch = worker.finish_plan(plan)
         if batch is not None:
@@ -465,11 +466,8 @@ class Scheduler:
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
         self._requeue(worker.preempt(victim))
 
-    def _displace(self, worker: WorkerState, candidates: list[Sequence]) -> None:
+    def _displace(self, worker: WorkerState, urgent: Sequence) -> None:
         """An urgent sequence that finds no room takes that of less urgent ones."""
-        if not candidates:
-            return
-        urgent = candidates[0]
         needed = ceil_div(urgent.data.num_tokens, worker.capacity.block_size)
         while not worker.has_space(1 + len(urgent.forks), needed) and self._may_displace(urgent, worker):
             self._preempt_one(worker)
@@ -564,12 +562,13 @@ class Scheduler:
             self._ready[output.worker_id] = worker
         self._note_change(worker)
         self._note_prefill_pace(worker, flight, now)
-        failed = self._fail_rows(worker, flight, failures)
+        failed = self._fail_rows(worker, flight, failures) if failures else []
         rows, deltas = self._append_tokens(worker, flight, output)
         worker.commit_fills(flight)
         deltas.finished.extend(failed)
         self._finish_rows(worker, flight, rows, deltas)
-        self._finish_prompt_only(worker, flight, deltas)
+        if flight.prompt_only:
+            self._finish_prompt_only(worker, flight, deltas)
         worker.free_released(flight)
         return deltas
 
@@ -614,15 +613,15 @@ class Scheduler:
             token_ids=token_ids,
         )
 
-    def _append_run(self, worker: WorkerState, run: DecodeRun, context_lens: I64, token_ids: U32) -> Deltas:
+    def _append_run(self, worker: WorkerState, run: DecodeRun, context_lens: U32, token_ids: U32) -> Deltas:
         """The same for a step of which every row is still there."""
         r = worker.rows
         r.flat_tokens[run.token_starts + context_lens] = token_ids
         r.num_tokens += run.is_member
         r.pending -= run.is_member
         self._share.charge_outputs(r.tenant, run.rows)
-        offsets = (context_lens + run.first_offsets).astype(np.uint32)
-        return Deltas(run.owners, run.handles, run.sample_indices, offsets, token_ids)
+        offsets = context_lens + run.first_offsets
+        return Deltas(run.owners, run.handles, run.sample_indices, offsets, token_ids, owner=run.owner)
 
     def _finish_rows(self, worker: WorkerState, flight: Flight, rows: I64, deltas: Deltas) -> None:
         """End the rows whose newest token ends them."""
@@ -665,8 +664,6 @@ class Scheduler:
         again, or alone with its worker, it ends. Rows that read what it was to compute are recomputed, even if they
         failed with it.
         """
-        if not failures:
-            return []
         live = [f for f in failures if flight.generation[f.row] == worker.rows.generation[f.row]]
         tainted = worker.rows_tainted_by({failure.row for failure in live}, flight)
         for row in tainted:

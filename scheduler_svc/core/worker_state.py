@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
-Column = TypeVar("Column", I64, U32)
+Column = npt.NDArray[Any]
 MAX_BURST = 16  # steps of one message
 DECODE_WEIGHT = 0.2  # of the newest message in the running mean of what a steady step takes
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
@@ -33,7 +33,7 @@ class StepPlan:
 
     budget: int  # tokens that may still be added
     rows: list[I64] = field(default_factory=list)
-    query_lens: list[I64] = field(default_factory=list)
+    query_lens: list[Column] = field(default_factory=list)
     opens: list[RowOpen] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
@@ -42,7 +42,7 @@ class StepPlan:
     num_decode: int = 0  # of the rows: those that came first, with one token each
     run: DecodeRun | None = None  # whose rows came first
 
-    def add(self, rows: I64, query_lens: I64, num_tokens: int) -> None:
+    def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
         self.rows.append(rows)
         self.query_lens.append(query_lens)
         self.budget -= num_tokens
@@ -54,8 +54,8 @@ class Flight:
 
     step_id: int
     rows: I64
-    context_lens: I64
-    query_lens: I64
+    context_lens: U32
+    query_lens: U32
     sampled: U32  # rows whose tokens the answer must hold, in its order
     generation: I64  # of all rows of the worker when it was sent: the same array while no row has been closed
     full: I64  # positions of those that decode and fill a block (chunks of prompts are in `fills`)
@@ -412,8 +412,8 @@ class WorkerState:
         flight = Flight(
             step_id=self._next_step_id,
             rows=rows,
-            context_lens=context_lens,
-            query_lens=query_lens,
+            context_lens=context_lens.astype(np.uint32),
+            query_lens=query_lens.astype(np.uint32),
             sampled=_with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
             generation=r.generation,
             full=r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS,
@@ -432,18 +432,13 @@ class WorkerState:
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
         """The step that consists of the run and nothing else: everything is one further than it was."""
         r = self.rows
-        context_lens, slots = run.context_lens + 1, run.slots + 1
-        if len(run.full):
-            _, _, blocks = plan.tables[0]
-            slots[run.full] = blocks * r.block_size
+        run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
         r.computed += run.is_member
         r.pending += run.is_member
-        run.context_lens, run.slots, run.full = context_lens, slots, r.fills_block(context_lens)
-        run.steps_left -= 1
         flight = Flight(
             step_id=self._next_step_id,
             rows=run.rows,
-            context_lens=context_lens,
+            context_lens=run.context_lens,
             query_lens=run.query_lens,
             sampled=run.sampled,
             generation=r.generation,
@@ -455,7 +450,7 @@ class WorkerState:
             prompt_only=[],
             is_full=False,
         )
-        return self._send(plan, flight, run.sample_mask, slots)
+        return self._send(plan, flight, run.sample_mask, run.slots)
 
     def _send(self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slots: U32) -> StepBatch:
         batch = self._make_batch(plan, flight, sample_mask, slots)
@@ -465,7 +460,7 @@ class WorkerState:
         self.steps += 1
         return batch
 
-    def _slot_mapping(self, rows: I64, query_lens: I64, context_lens: I64, num_decode: int) -> U32:
+    def _slot_mapping(self, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
         columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
         parts = [self.rows.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
         if num_decode:
@@ -476,7 +471,7 @@ class WorkerState:
         self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
     ) -> StepBatch:
         closed, self._closed = self._closed, []
-        commits, self._commits = self.pool.still_committed(self._commits), []
+        commits, self._commits = self.pool.still_committed(self._commits) if self._commits else [], []
         fork_rows, fork_parents = _columns(plan.forks)
         copy_src, copy_dst = _columns(plan.copies)
         table_rows, table_indices, table_blocks = _joined(plan.tables)
@@ -484,9 +479,10 @@ class WorkerState:
             worker_id=self.capacity.worker_id,
             step_id=flight.step_id,
             rows=flight.sampled if flight.run is not None else flight.rows.astype(np.uint32),
-            query_lens=flight.query_lens.astype(np.uint32),
-            context_lens=flight.context_lens.astype(np.uint32),
+            query_lens=flight.query_lens,
+            context_lens=flight.context_lens,
             sample_mask=sample_mask,
+            is_decode=flight.run is not None,
             slot_mapping=slot_mapping,
             fork_rows=fork_rows,
             fork_parents=fork_parents,
@@ -516,7 +512,7 @@ class WorkerState:
         if len(rows):
             self._commit_decoded(rows, ends)
 
-    def _commit_decoded(self, rows: I64, ends: I64) -> None:
+    def _commit_decoded(self, rows: I64, ends: U32) -> None:
         """Each of these rows has filled the block before `ends`, mostly with tokens that were unknown until now."""
         r, bs = self.rows, self.capacity.block_size
         tokens = r.tokens[rows[:, None], ends[:, None] + np.arange(-bs, 0)]  # [len(rows), block_size]
@@ -531,8 +527,9 @@ class WorkerState:
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""
-        self.pool.free(flight.releases)
-        self.room_version += bool(flight.releases)
+        if flight.releases:
+            self.pool.free(flight.releases)
+            self.room_version += 1
 
     # -- rows end -----------------------------------------------------------------------------------------------------
 
