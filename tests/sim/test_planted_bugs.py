@@ -338,6 +338,18 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, WorkerState, "begin_step", begin)
 
 
+@bug("context_lens .*, rows stand at")
+def decode_run_begun_again_at_a_passed_step(patch: Patch) -> None:
+    def go_on(original: Any, worker: WorkerState, plan: StepPlan) -> bool:
+        decoded = worker._decoded
+        has_gone_on = original(worker, plan)
+        if not has_gone_on:
+            worker._decoded = decoded
+        return has_gone_on
+
+    wrap(patch, WorkerState, "continue_run", go_on)
+
+
 @bug("the oracle has|commits block|no acknowledged step has computed")
 def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
     wrap(patch, WorkerState, "rows_tainted_by", lambda original, worker, failed, flight: [])
