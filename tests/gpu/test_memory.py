@@ -95,7 +95,7 @@ def test_too_little_memory_names_what_to_change(divide):
     ],
 )
 def test_weights_and_pools_that_do_not_fit_name_what_to_change(folder, monkeypatch, part, says):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(runner, part, fail)
