@@ -464,7 +464,10 @@ class Scheduler:
 
     def _preempt_one(self, worker: WorkerState) -> None:
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
-        self._requeue(worker.preempt(victim))
+        seq = worker.preempt(victim)
+        self._requeue(seq)
+        if worker.flights:  # it must not take its blocks back, as cached ones, before they are free for whom it left
+            seq.refused_by[worker.capacity.worker_id] = worker.room_version
 
     def _displace(self, worker: WorkerState, urgent: Sequence) -> None:
         """An urgent sequence that finds no room takes that of less urgent ones."""

@@ -401,3 +401,21 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
     scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
     assert send("f", takes_over=True) == []  # g died: nobody has it
     scheduler.check_invariants()
+
+
+def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
+    """Its blocks are cached, so it needed next to nothing to come back, was displaced again, and nobody got anywhere."""
+    scheduler = make(num_blocks=8, pipeline_depth=3)
+    scheduler.add_group(group("patient", range(20), max_tokens=8), 0.0)
+    in_flight = scheduler.schedule(0.0)
+    scheduler.update(answer(in_flight.pop(0)), 0.0)
+    in_flight += scheduler.schedule(0.0)
+    scheduler.add_group(group("urgent", range(100, 124), priority=-1), 0.0)
+    opened = []
+    while in_flight and not opened:
+        scheduler.update(answer(in_flight.pop(0)), 0.0)
+        in_flight += scheduler.schedule(0.0)
+        opened = [row.group.request_id for batch in in_flight for row in batch.opens]
+        scheduler.check_invariants()
+    assert opened == ["urgent"]
+    assert scheduler.stats().preemptions == 1
