@@ -130,7 +130,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--drain-timeout-s", type=_positive, default=30.0, metavar="S", help="time for running answers at the end (30)")
     workers = parser.add_argument_group("handed to every worker (default: the worker's own)")
     add = workers.add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16"), help="numeric type of weights and KV cache")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="numeric type of weights and KV cache")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), help="fp8: keys and values in 8 bits (backend cuda)")
     add("--quantize", choices=("int8",), help="round weights to 8 bits: faster, less exact")
     add("--block-size", type=_at_least(1), metavar="N", help="tokens per KV block, a power of two")
     add("--num-blocks", type=_at_least(1), metavar="N", help="KV blocks of the pool")

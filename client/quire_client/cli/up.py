@@ -196,6 +196,7 @@ def _worker_spec(
         ("threads", threads),
         ("drain-timeout-s", args.drain_timeout_s),
         ("dtype", args.dtype),
+        ("kv-cache-dtype", args.kv_cache_dtype),
         ("quantize", args.quantize),
         ("block-size", args.block_size),
         ("num-blocks", args.num_blocks),

@@ -259,7 +259,7 @@ def test_plan_hands_the_flags_on(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
         "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
-        "--quantize", "int8", "--burst-ms", "7.5",
+        "--quantize", "int8", "--burst-ms", "7.5", "--dtype", "float16", "--kv-cache-dtype", "fp8",
         "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
     )  # fmt: skip
     assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r"
@@ -269,7 +269,7 @@ def test_plan_hands_the_flags_on(model, tmp_path):
     assert flags_of(made, "worker-0")["--executor"] == "sim"
     worker = flags_of(made, "worker-0")
     assert (worker["--threads"], worker["--num-blocks"], worker["--determinism"]) == ("3", "7", "exact")
-    assert worker["--quantize"] == "int8"
+    assert (worker["--quantize"], worker["--dtype"], worker["--kv-cache-dtype"]) == ("int8", "float16", "fp8")
     assert flags_of(made, "gateway")["--listen"].startswith("0.0.0.0:")
     assert made.target.startswith("127.0.0.1:")
 
