@@ -43,6 +43,11 @@ COMBINATIONS = [
     (pools({"model": "nope"}, {"name": "b"}), 'model "nope", which is none of models[].name (demo)'),
     (pools({"blockSize": 16}, {"name": "b", "blockSize": 32}), "set the same blockSize in all of them"),
     (pools({"quantize": "int8"}, {"name": "b"}), "differ in quantize: set the same in all of them"),
+    (
+        pools({"gpuCount": 1, "kvCacheDtype": "fp8"}, {"name": "b", "gpuCount": 1}),
+        "differ in kvCacheDtype: set the same",
+    ),
+    (pools({"kvCacheDtype": "fp8"}), "float16 and fp8 need gpuCount 1 or more"),
     (pools({"gpuCount": 1, "backend": "cpu"}), "set gpuCount to 0, or leave backend empty"),
     (pools({"backend": "cuda"}), "set gpuCount to 1 or more"),
     (pools({"gpuCount": 1, "executor": "sim"}), "executor sim, which uses no GPU"),

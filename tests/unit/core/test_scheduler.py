@@ -404,7 +404,7 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
 
 
 def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
-    """Its blocks are cached, so it needed next to nothing to come back, was displaced again, and nobody got anywhere."""
+    """They are cached, so it needed next to nothing to come back, was displaced again, and nobody got anywhere."""
     scheduler = make(num_blocks=8, pipeline_depth=3)
     scheduler.add_group(group("patient", range(20), max_tokens=8), 0.0)
     in_flight = scheduler.schedule(0.0)

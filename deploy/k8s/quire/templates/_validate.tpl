@@ -57,6 +57,7 @@
 {{- $names := dict -}}
 {{- $blockSizes := dict -}}
 {{- $roundings := dict -}}
+{{- $caches := dict -}}
 {{- $kinds := dict -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if hasKey $names .name -}}
@@ -68,6 +69,10 @@
 {{- fail (printf "pools of model %q have block sizes %d and %d: set the same blockSize in all of them" .model (int $other) (int .blockSize)) -}}
 {{- end -}}
 {{- $_ := set $blockSizes .model .blockSize -}}
+{{- if and (hasKey $caches .model) (ne (get $caches .model) .kvCacheDtype) -}}
+{{- fail (printf "pools of model %q differ in kvCacheDtype: set the same in all of them" .model) -}}
+{{- end -}}
+{{- $_ := set $caches .model .kvCacheDtype -}}
 {{- if and (hasKey $roundings .model) (ne (get $roundings .model) .quantize) -}}
 {{- fail (printf "pools of model %q differ in quantize: set the same in all of them" .model) -}}
 {{- end -}}
@@ -83,6 +88,9 @@
 {{- end -}}
 {{- if and (eq .backend "cuda") (not (int .gpuCount)) -}}
 {{- fail (printf "pool %q has backend cuda and no GPU: set gpuCount to 1 or more" .name) -}}
+{{- end -}}
+{{- if and (ne .backend "cuda") (or (eq .dtype "float16") (eq .kvCacheDtype "fp8")) -}}
+{{- fail (printf "pool %q has dtype %s and kvCacheDtype %s without a GPU: float16 and fp8 need gpuCount 1 or more" .name .dtype .kvCacheDtype) -}}
 {{- end -}}
 {{- if and (eq .executor "sim") (int .gpuCount) -}}
 {{- fail (printf "pool %q has executor sim, which uses no GPU: set gpuCount to 0" .name) -}}
