@@ -150,10 +150,10 @@ class Stack:
         """A client, once every model of the gateway has at least `workers` ready workers and can be asked for."""
         gateway.wait_ready()
         client = await AsyncClient.connect(gateway.address, timeout_s=120.0)
-        schedulers = await self.until(client, lambda schedulers: all(num_ready(s) >= workers for s in schedulers))
+        # A worker that says it is ready is leased a moment later, and another moment later the gateway knows its model.
+        schedulers = await self.until(client, lambda all_: all(s.model and num_ready(s) >= workers for s in all_))
         deadline = time.monotonic() + READY_DEADLINE_S
-        # A gateway learns of a scheduler's first worker a moment after the scheduler does.
-        while missing := {s.model for s in schedulers if s.model} - {model.name for model in await client.models()}:
+        while missing := {s.model for s in schedulers} - {model.name for model in await client.models()}:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not served after {READY_DEADLINE_S} s: {missing}\n{self.logs()}")
             await asyncio.sleep(POLL_S)

@@ -102,10 +102,11 @@ async def test_a_gateway_that_stops_reading_stalls_nobody(
     monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 500)
     stack = await make_stack()
     await stack.worker(max_model_len=20_000)
-    slow, good = await stack.gateway(), await stack.gateway()
-    await until(lambda: good.welcomes and good.welcomes[-1].ready_workers)
-    outbox = next(iter(stack.parts.gateways._outboxes.values()))
+    slow = await stack.gateway()
     await until(lambda: slow.welcomes)
+    (outbox,) = stack.parts.gateways._outboxes.values()
+    good = await stack.gateway()
+    await until(lambda: good.welcomes and good.welcomes[-1].ready_workers)
     taken = outbox._take
     outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never came back
     await slow.submit(1, [1, 2, 3], max_tokens=200)
@@ -114,6 +115,7 @@ async def test_a_gateway_that_stops_reading_stalls_nobody(
     await good.submit(1, [1, 2, 3], max_tokens=200, request_id="good")
     await until(lambda: (1, 0) in good.finished, 30)
     assert good.tokens[1, 0] == expected_tokens([1, 2, 3], 200)
+    await until(lambda: outbox._error is not None)
     outbox._take = taken  # type: ignore[method-assign]
     await until(lambda: slow.error is not None)
     assert slow.error is not None
