@@ -338,7 +338,7 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, WorkerState, "begin_step", begin)
 
 
-@bug("context_lens .*, rows stand at")
+@bug("context_lens .*, rows stand at|beyond their tables")
 def decode_run_begun_again_at_a_passed_step(patch: Patch) -> None:
     def go_on(original: Any, worker: WorkerState, plan: StepPlan) -> bool:
         decoded = worker._decoded
