@@ -41,7 +41,7 @@ class PromptReader:
         """The prompt's token ids. Raises InvalidRequestError."""
         size = prompt.ByteSize()
         if prompt.HasField("tokens") and size <= INLINE_ID_BYTES:
-            return list(prompt.tokens.ids)
+            return prompt_token_ids(prompt, model, add_special_tokens=add_special_tokens)
         return await self.run(size, prompt_token_ids, prompt, model, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
