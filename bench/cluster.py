@@ -212,9 +212,8 @@ class Router(Policy):
 
     def make(self, config: SchedulerConfig) -> Scheduler:
         config = replace(config, **PLAIN)
-        scheduler = Scheduler(config)
-        scheduler._fleet = self._fleet = BoundOnArrival(config, self._pick)
-        return scheduler
+        self._fleet = BoundOnArrival(config, self._pick)
+        return Scheduler(config, self._fleet)
 
     def end(self, handle: int) -> None:
         self._fleet.end(handle)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import Sequence
@@ -45,13 +46,20 @@ class Fleet:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_takers = 0  # workers that still have room in this pass
+        self.first: WorkerCapacity | None = None  # that ever joined: what waits was measured with its sizes
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
         self._pass = 0  # the latest one's number
         self._digests = PromptDigests(config.root_salt)
         self._set([], np.zeros(0, dtype=np.int64))
 
+    @property
+    def workers(self) -> list[WorkerState]:
+        """All of them."""
+        return self._workers
+
     def join(self, worker: WorkerState) -> None:
+        self.first = self.first or worker.capacity
         filled = self._filled.min() if len(self._filled) else 0  # what is new is not filled with all that comes
         self._set([*self._workers, worker], np.append(self._filled, filled))
 

@@ -113,6 +113,15 @@ class Sequence:
             raise IllegalTransitionError(f"sequence {self.seq_id}: {self.status.name} -> {status.name}")
         self.status = status
 
+    def count_cached(self, num_cached: int) -> None:
+        """It is admitted, with so many leading tokens cached."""
+        if self.is_admitted_before:
+            self.num_recomputed_tokens += max(0, self.num_computed_peak - num_cached)
+            return
+        self.is_admitted_before = True
+        for sample in (self, *self.forks):
+            sample.num_cached_tokens = min(num_cached, len(self.group.prompt))
+
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED

@@ -5,69 +5,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prefix_index.hashing import block_bytes, block_digest, root_digest, token_bytes
-from scheduler_svc.core.block_manager import BlockManager, Fill
+from scheduler_svc.core.admission import peak_with
+from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
-from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
+from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.step_plan import (
+    I64,
+    NO_ROWS,
+    U32,
+    Bools,
+    Flight,
+    StepPlan,
+    concatenated,
+    make_batch,
+    slot_mapping,
+    with_forks,
+)
 
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-Column = npt.NDArray[Any]
 MAX_BURST = 16  # steps of one message
 DECODE_WEIGHT = 0.2  # of the newest message in the running mean of what a steady step takes
-NO_ROWS: I64 = np.empty(0, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """A step in the making. Rows are planned once; everything else is a consequence."""
-
-    budget: int  # tokens that may still be added
-    rows: list[I64] = field(default_factory=list)
-    query_lens: list[Column] = field(default_factory=list)
-    opens: list[RowOpen] = field(default_factory=list)
-    forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
-    tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
-    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, what its chunk completes
-    num_decode: int = 0  # of the rows: those that came first, with one token each
-    run: DecodeRun | None = None  # whose rows came first
-
-    def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
-        self.rows.append(rows)
-        self.query_lens.append(query_lens)
-        self.budget -= num_tokens
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that was sent and not answered, with what its answer will be checked against."""
-
-    step_id: int
-    rows: I64
-    context_lens: U32
-    query_lens: U32
-    sampled: U32  # rows whose tokens the answer must hold, in its order
-    generation: I64  # of all rows of the worker when it was sent: the same array while no row has been closed
-    full: I64  # positions of those that decode and fill a block (chunks of prompts are in `fills`)
-    run: DecodeRun | None  # of which this is a step
-    may_reach_limit: bool
-    fills: list[tuple[int, list[Fill]]]  # per row
-    forks: list[tuple[int, int]]  # (row, parent)
-    prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
-    is_full: bool  # the token budget was used up
-    burst_len: int = 1  # steps of the message that this one ends; 0: others follow in the same message
-    sent_at: float = 0.0
-    releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
 
 
 class WorkerState:
@@ -161,10 +124,6 @@ class WorkerState:
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """A sequence of this final length fits into the empty pool (its last token needs no KV)."""
-        return ceil_div(num_tokens - 1, self.capacity.block_size) <= self.capacity.num_blocks
-
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence, plan: StepPlan, watermark: float, mean_output: float) -> bool:
@@ -180,37 +139,17 @@ class WorkerState:
             return False
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         saved = len(hits) - unused
-        if not self._peak_fits(seq, len(token_ids), limit, saved, watermark, mean_output):
+        peak = peak_with(self.rows, seq, len(token_ids), saved, mean_output)
+        if peak is not None and peak > self.capacity.num_blocks * (1 - watermark):
             return False
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
         self.rows.saved_blocks[row] = saved
         self.num_reserved_rows += len(seq.forks)
-        self._count_cached(seq, len(hits) * bs)
+        seq.count_cached(len(hits) * bs)
         self._plan_chunk(row, plan)
         return True
-
-    def _peak_fits(
-        self, seq: Sequence, num_tokens: int, limit: int, saved: int, watermark: float, mean_output: float
-    ) -> bool:
-        r = self.rows
-        rows = r.active()
-        rows = rows[r.priority[rows] <= seq.group.priority]  # the others would make room
-        if not len(rows):
-            return True  # alone it fits, or it would have been refused
-        num_new = 1 + len(seq.forks)
-        shared_prompt = len(seq.group.prompt) // self.capacity.block_size
-        tokens = np.concatenate((r.num_tokens[rows], np.full(num_new, num_tokens)))
-        limits = np.concatenate((r.limit[rows], np.full(num_new, limit))) - tokens
-        outputs = tokens - np.concatenate((r.prompt_len[rows], np.full(num_new, len(seq.group.prompt))))
-        stops = ~r.ignore_eos[rows] | r.has_stop_ids[rows]
-        new_stops = not seq.group.stop.ignore_eos or bool(seq.group.stop.stop_token_ids)
-        may_stop = np.concatenate((stops, np.full(num_new, new_stops)))
-        saves = np.concatenate((r.saved_blocks[rows], [saved], np.full(num_new - 1, shared_prompt)))
-        remaining = expected_remaining(limits, outputs, may_stop, mean_output)
-        peak = projected_peak(tokens, remaining, saves, self.capacity.block_size)
-        return peak <= self.capacity.num_blocks * (1 - watermark)
 
     def _open_row(
         self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int, plan: StepPlan
@@ -231,14 +170,6 @@ class WorkerState:
             )
         )
         return row
-
-    def _count_cached(self, seq: Sequence, num_cached: int) -> None:
-        if seq.is_admitted_before:
-            seq.num_recomputed_tokens += max(0, seq.num_computed_peak - num_cached)
-            return
-        seq.is_admitted_before = True
-        for sample in (seq, *seq.forks):
-            sample.num_cached_tokens = min(num_cached, len(seq.group.prompt))
 
     # -- planning a step ----------------------------------------------------------------------------------------------
 
@@ -399,9 +330,9 @@ class WorkerState:
             return self._finish_run(plan, plan.run)
         r = self.rows
         self._pending_prefill = None
-        rows, query_lens = _concatenated(plan.rows, NO_ROWS), _concatenated(plan.query_lens, NO_ROWS)
+        rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
         context_lens = r.computed[rows]
-        slots = self._slot_mapping(rows, query_lens, context_lens, plan.num_decode)
+        slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
         known = r.num_tokens[rows] + r.pending[rows]
         reaches_end = context_lens + query_lens == known
         sample_mask = reaches_end & (known < r.limit[rows])
@@ -414,7 +345,7 @@ class WorkerState:
             rows=rows,
             context_lens=context_lens.astype(np.uint32),
             query_lens=query_lens.astype(np.uint32),
-            sampled=_with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
+            sampled=with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
             generation=r.generation,
             full=r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS,
             run=None,
@@ -452,50 +383,15 @@ class WorkerState:
         )
         return self._send(plan, flight, run.sample_mask, run.slots)
 
-    def _send(self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slots: U32) -> StepBatch:
-        batch = self._make_batch(plan, flight, sample_mask, slots)
+    def _send(self, plan: StepPlan, flight: Flight, sample_mask: Bools, slots: U32) -> StepBatch:
+        commits = self.pool.still_committed(self._commits) if self._commits else []
+        batch = make_batch(self.capacity.worker_id, plan, flight, sample_mask, slots, (self._closed, commits))
+        self._closed, self._commits = [], []
         self.flights.append(flight)
         self.num_messages += 1
         self._next_step_id += 1
         self.steps += 1
         return batch
-
-    def _slot_mapping(self, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
-        columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
-        parts = [self.rows.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
-        if num_decode:
-            parts.insert(0, self.rows.slots(rows[:num_decode], context_lens[:num_decode]))
-        return _concatenated(parts, EMPTY)
-
-    def _make_batch(
-        self, plan: StepPlan, flight: Flight, sample_mask: npt.NDArray[np.bool_], slot_mapping: U32
-    ) -> StepBatch:
-        closed, self._closed = self._closed, []
-        commits, self._commits = self.pool.still_committed(self._commits) if self._commits else [], []
-        fork_rows, fork_parents = _columns(plan.forks)
-        copy_src, copy_dst = _columns(plan.copies)
-        table_rows, table_indices, table_blocks = _joined(plan.tables)
-        return StepBatch(
-            worker_id=self.capacity.worker_id,
-            step_id=flight.step_id,
-            rows=flight.sampled if flight.run is not None else flight.rows.astype(np.uint32),
-            query_lens=flight.query_lens,
-            context_lens=flight.context_lens,
-            sample_mask=sample_mask,
-            is_decode=flight.run is not None,
-            slot_mapping=slot_mapping,
-            fork_rows=fork_rows,
-            fork_parents=fork_parents,
-            close_rows=np.array(closed, dtype=np.uint32) if closed else EMPTY,
-            opens=plan.opens,
-            table_rows=table_rows,
-            table_indices=table_indices,
-            table_blocks=table_blocks,
-            copy_src=copy_src,
-            copy_dst=copy_dst,
-            commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
-            commit_digests=[digest for _, digest in commits] if commits else [],
-        )
 
     # -- after an answer ----------------------------------------------------------------------------------------------
 
@@ -567,42 +463,6 @@ class WorkerState:
         else:
             self.pool.free(blocks)
 
-    def rows_tainted_by(self, failed: set[int], flight: Flight) -> list[int]:
-        """Rows to compute again after these rows failed in this step: they read what a failed row was to compute.
-
-        A failed row is among them if another one's failure explains its own. What a failed row was to fill is
-        forgotten, and so is what rows that ended since were to fill: nobody can say what they read.
-        """
-        bad, flights = set(failed), (flight, *self.flights)
-        while True:
-            lost = {
-                block: None if self._has_ended(row, f) else row
-                for f in flights
-                for row, fills in f.fills
-                if row in bad or self._has_ended(row, f)
-                for block, _ in fills
-            }
-            heirs = {
-                child
-                for f in flights
-                for child, parent in f.forks
-                if (parent in bad or self._has_ended(parent, f)) and not self._has_ended(child, f)
-            }
-            tainted = {row for row in self.rows.active().tolist() if row in heirs or self._reads(row, lost)}
-            if tainted <= bad:
-                break
-            bad |= tainted
-        for block in lost:
-            self.pool.forget(block)
-        return sorted(tainted)
-
-    def _reads(self, row: int, lost: dict[int, int | None]) -> bool:
-        """One of the lost blocks is in the row's table, and it is not the one that was to fill it."""
-        return any(lost.get(block, row) != row for block in self.rows.blocks(row))
-
-    def _has_ended(self, row: int, flight: Flight) -> bool:
-        return bool(flight.generation[row] != self.rows.generation[row])
-
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> WorkerStats:
@@ -616,58 +476,3 @@ class WorkerState:
             steps=self.steps,
             steps_in_flight=len(self.flights),
         )
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if rows, tables and blocks disagree."""
-        self.pool.check_invariants()
-        rows, r = self.rows.active(), self.rows
-        assert self.num_messages <= self.capacity.pipeline_depth, "too many steps in flight"
-        num_messages = sum(flight.burst_len > 0 for flight in self.flights)
-        assert self.num_messages == num_messages, "messages in flight are counted wrong"
-        assert not self.flights or self.flights[-1].burst_len, "a burst has no end"
-        refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)
-        for row in rows.tolist():
-            self._check_row(row)
-            np.add.at(refs, r.blocks(row), 1)
-        for flight in self.flights:
-            np.add.at(refs, flight.releases, 1)
-        assert (refs == self.pool.refs).all(), "ref counts disagree with tables and steps in flight"
-        reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
-        assert reserved == self.num_reserved_rows, "reserved rows disagree with samples to fork"
-
-    def _check_row(self, row: int) -> None:
-        r, seq = self.rows, self.rows.sequence(row)
-        assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
-        assert (seq.worker_id, seq.row) == (self.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
-        assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block twice in one table"
-        assert r.computed[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
-        assert r.computed[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
-        assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: beyond limit"
-        write = int(r.computed[row]) // r.block_size
-        shared = (self.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
-        assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
-
-
-def _with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
-    return np.concatenate((rows, [row for row, _ in forks])) if forks else rows
-
-
-def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
-    if not pairs:
-        return EMPTY, EMPTY
-    first, second = np.array(pairs, dtype=np.uint32).T
-    return first, second
-
-
-def _concatenated(parts: list[Column], nothing: Column) -> Column:
-    """The parts in one array, without a copy where there is only one."""
-    if not parts:
-        return nothing
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
-    if not tables:
-        return EMPTY, EMPTY, EMPTY
-    rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
-    return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)

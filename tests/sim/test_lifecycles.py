@@ -241,7 +241,8 @@ class Life:
         core.check_invariants()
         load = core.load()
         assert (load.num_waiting, load.num_running, load.pending_tokens) == (0, 0, 0), f"left over: {load}"
-        assert not core._groups, f"groups are left over: {list(core._groups)}"
+        groups = core._requests.groups
+        assert not groups, f"groups are left over: {list(groups)}"
         assert not self.open, f"requests without an end: {list(self.open)}"
         assert core._waiting.held_tokens == 0, f"the queue counts {core._waiting.held_tokens} tokens and is empty"
         core._share.check_invariants(Counter())

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from prefix_index import hashing
-from scheduler_svc.core import prompt_digests, worker_state
+from scheduler_svc.core import prompt_digests, scheduler, worker_state
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.worker_state import Flight, StepPlan, WorkerState
+from scheduler_svc.core.step_plan import Flight, StepPlan
+from scheduler_svc.core.worker_state import WorkerState
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker
@@ -66,7 +67,7 @@ def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
     """Break what is sent, not what is decided."""
-    wrap(patch, WorkerState, "_make_batch", lambda make, *args: change(make(*args)))
+    wrap(patch, worker_state, "make_batch", lambda make, *args: change(make(*args)))
 
 
 def trust_digests(patch: Patch) -> None:
@@ -264,10 +265,10 @@ def evictions_not_announced(patch: Patch) -> None:
 
 @bug("the oracle has|a token after the end|token at offset|Error")
 def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
-    def append(original: Any, core: Scheduler, worker: WorkerState, flight: Flight, output: Any) -> Any:
-        return original(core, worker, replace(flight, generation=worker.rows.generation.copy()), output)
+    def append(original: Any, table: RowTable, flight: Flight, output: Any, share: Any) -> Any:
+        return original(table, replace(flight, generation=table.generation.copy()), output, share)
 
-    wrap(patch, Scheduler, "_append_tokens", append)
+    wrap(patch, scheduler, "append_tokens", append)
 
 
 @bug("UnexpectedStepError|the oracle has|token at offset|a token after the end")
@@ -352,7 +353,7 @@ def decode_run_begun_again_at_a_passed_step(patch: Patch) -> None:
 
 @bug("the oracle has|commits block|no acknowledged step has computed")
 def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
-    wrap(patch, WorkerState, "rows_tainted_by", lambda original, worker, failed, flight: [])
+    wrap(patch, scheduler, "rows_tainted_by", lambda original, worker, failed, flight: [])
 
 
 @bug("the oracle has", failure_rate=0.4)
@@ -362,7 +363,7 @@ def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
             f.forks = []
         return original(worker, failed, flight)
 
-    wrap(patch, WorkerState, "rows_tainted_by", tainted)
+    wrap(patch, scheduler, "rows_tainted_by", tainted)
 
 
 @bug("nothing moves")

@@ -20,7 +20,8 @@ import gateway_svc.validation
 from gateway_svc.scheduler_client import SchedulerClient
 from scheduler_svc import wire
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.worker_state import Flight, StepPlan, WorkerState
+from scheduler_svc.core.step_plan import Flight, StepPlan
+from scheduler_svc.core.worker_state import WorkerState
 from scheduler_svc.worker_link import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
 from worker_svc.executor import Lease, StepExecutor
@@ -122,7 +123,7 @@ def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> Non
         told_late[worker] = batch.close_rows
         return replace(batch, close_rows=late)
 
-    wrap(patch, WorkerState, "_make_batch", make)
+    wrap(patch, WorkerState, "_send", make)
     patch.setattr(WorkerState, "_release", lambda self, blocks: self.pool.free(blocks))
 
 
@@ -173,7 +174,7 @@ def resumed_one_position_off(patch: Patch) -> None:
 def request_taken_over_without_ending_the_former(patch: Patch) -> None:
     def add(original: Any, core: Scheduler, group: Any, now: float) -> Any:
         if group.takes_over:
-            core._groups.pop(group.request_id, None)
+            core._requests.groups.pop(group.request_id, None)
         return original(core, group, now)
 
     wrap(patch, Scheduler, "add_group", add)

@@ -459,7 +459,7 @@ class World:
         if scheduler.core is None:
             return
         scheduler.core.check_invariants()
-        if scheduler.step_loop._requests or scheduler.core._groups or len(scheduler.core._waiting):
+        if scheduler.step_loop._requests or scheduler.core._requests.groups or len(scheduler.core._waiting):
             raise Violation(f"{scheduler.name} still has requests: {scheduler.step_loop._requests}")
         for outbox in scheduler.gateways._outboxes.values():
             if outbox.num_pending_tokens or outbox._replies:

@@ -1,0 +1,45 @@
+"""Whether a sequence fits on a worker: alone, and beside those that run there, once all of them have grown."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.sequence import Sequence
+
+
+def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
+    """The worker could run it if nobody else were there. False too for what was queued before any worker was known."""
+    num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
+    num_held = num_prompt + max(1, max_tokens) - 1  # the last token needs no KV
+    return (
+        num_prompt + max_tokens <= capacity.max_model_len
+        and ceil_div(num_held, capacity.block_size) <= capacity.num_blocks
+        and 1 + len(seq.forks) <= capacity.max_num_seqs
+    )
+
+
+def peak_with(table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float) -> int | None:
+    """Most blocks that rows of a worker, a newcomer and the samples that will fork off it will ever hold together.
+
+    Rows that are less urgent do not count: they would make room. None if there are no others: then the newcomer is
+    alone, and fits, or it would have been refused.
+    """
+    rows = table.active()
+    rows = rows[table.priority[rows] <= seq.group.priority]
+    if not len(rows):
+        return None
+    group, num_new = seq.group, 1 + len(seq.forks)
+    tokens = np.concatenate((table.num_tokens[rows], np.full(num_new, num_tokens)))
+    limit = len(group.prompt) + group.stop.max_tokens
+    limits = np.concatenate((table.limit[rows], np.full(num_new, limit))) - tokens
+    outputs = tokens - np.concatenate((table.prompt_len[rows], np.full(num_new, len(group.prompt))))
+    stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
+    new_stops = not group.stop.ignore_eos or bool(group.stop.stop_token_ids)
+    may_stop = np.concatenate((stops, np.full(num_new, new_stops)))
+    shared_prompt = len(group.prompt) // table.block_size
+    saves = np.concatenate((table.saved_blocks[rows], [saved_blocks], np.full(num_new - 1, shared_prompt)))
+    remaining = expected_remaining(limits, outputs, may_stop, mean_output)
+    return projected_peak(tokens, remaining, saves, table.block_size)

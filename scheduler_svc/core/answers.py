@@ -1,0 +1,64 @@
+"""What a worker's answer to a step says: which rows failed, and the new tokens of those that are still there."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.decode_run import DecodeRun
+from scheduler_svc.core.errors import UnexpectedStepError
+from scheduler_svc.core.fairness import FairShare
+from scheduler_svc.core.messages import Deltas, RowFailure, StepOutput
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.step_plan import Flight
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+
+def check_answer(flight: Flight, output: StepOutput) -> list[RowFailure]:
+    """Every row that was to sample must have a token or a failure; one that has neither failed too.
+
+    Raises UnexpectedStepError for rows that the step did not ask.
+    """
+    expected = flight.sampled
+    if not output.failures and output.rows.tobytes() == expected.tobytes():
+        return []
+    told = {failure.row: failure for failure in output.failures}
+    if not np.isin(output.rows, expected).all() or any(row >= len(flight.generation) for row in told):
+        raise UnexpectedStepError(f"worker {output.worker_id} answered rows that step {flight.step_id} did not ask")
+    silent = set(expected.tolist()) - set(output.rows.tolist()) - set(told)
+    return [*told.values(), *(RowFailure(row, "the worker returned no token for this row") for row in silent)]
+
+
+def append_tokens(table: RowTable, flight: Flight, output: StepOutput, share: FairShare) -> tuple[I64, Deltas]:
+    """Store the samples of rows that are still what they were when the step was sent."""
+    run = flight.run
+    if run is not None and flight.generation is table.generation:
+        return run.rows, _append_run(table, run, flight.context_lens, output.token_ids, share)
+    rows, token_ids = output.rows.astype(np.int64), output.token_ids
+    if flight.generation is not table.generation:
+        is_live = flight.generation[rows] == table.generation[rows]
+        rows, token_ids = rows[is_live], token_ids[is_live]
+    positions = table.num_tokens[rows]
+    table.tokens[rows, positions] = token_ids
+    table.num_tokens[rows] = positions + 1
+    table.pending[rows] -= 1
+    share.charge_outputs(table.tenant, rows)
+    return rows, Deltas(
+        owners=table.owner[rows],
+        handles=table.handle[rows],
+        sample_indices=table.sample_index[rows],
+        offsets=(positions - table.prompt_len[rows]).astype(np.uint32),
+        token_ids=token_ids,
+    )
+
+
+def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, token_ids: U32, share: FairShare) -> Deltas:
+    """The same for a step of which every row is still there."""
+    table.flat_tokens[run.token_starts + context_lens] = token_ids
+    table.num_tokens += run.is_member
+    table.pending -= run.is_member
+    share.charge_outputs(table.tenant, run.rows)
+    offsets = context_lens + run.first_offsets
+    return Deltas(run.owners, run.handles, run.sample_indices, offsets, token_ids, owner=run.owner)

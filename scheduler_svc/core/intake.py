@@ -1,0 +1,142 @@
+"""Who may come in: workers that fit the others, and requests that can run, find room in the queue and are in time."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    DuplicateRequestError,
+    NeverFitsError,
+    QueueFullError,
+    WorkerMismatchError,
+)
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.pace import Measures
+from scheduler_svc.core.policy import (
+    DEADLINE_PART,
+    first_token_wait_s,
+    held_tokens,
+    is_queue_full,
+    is_too_late,
+    virtual_arrival,
+)
+from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.sequence import SequenceGroup
+
+RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before
+LEAST_RETRY_S = 0.1
+
+
+class Intake:
+    """Refuses with a reason, or says nothing; changes nothing but its count of refusals."""
+
+    def __init__(self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures) -> None:
+        self.num_refused_deadline = 0
+        self._config = config
+        self._requests = requests
+        self._fleet = fleet
+        self._measures = measures
+
+    def check_worker(self, capacity: WorkerCapacity) -> None:
+        """Raises ValueError for sizes that cannot work, WorkerMismatchError if they differ from those before."""
+        if capacity.max_num_batched_tokens < capacity.max_num_seqs:
+            raise ValueError(
+                f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}, below "
+                f"max_num_seqs {capacity.max_num_seqs}: a step could not give every running sequence one token"
+            )
+        first = self._fleet.first or capacity
+        _check_same("block_size", capacity, first)
+        _check_same("max_model_len", capacity, first)
+
+    def check_group(self, group: SequenceGroup, now: float) -> None:
+        """Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError."""
+        live = self._requests.groups.get(group.request_id)
+        if live is not None and not _gives_way(live, group):
+            raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
+        self._check_queue(group)
+        if not len(group.prompt):
+            raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
+        self._check_size(group)
+        if group.timeout_s is not None and not group.takes_over:
+            self._check_deadline(group, group.timeout_s, now)
+
+    def _check_queue(self, group: SequenceGroup) -> None:
+        """Bounded by sequences and by tokens. A request that was accepted before must not fall to a queue that is full
+        because its scheduler died: it has more room.
+        """
+        queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
+        if not len(queue):
+            return
+        factor = RETURNING_FACTOR if group.takes_over else 1
+        num_tenants = queue.num_tenants_with(slot)
+        if is_queue_full(len(queue), queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
+            raise QueueFullError(f"{len(queue)} requests wait, the limit is {self._config.max_waiting}; try later")
+        new = held_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
+        limit = factor * self._config.max_waiting_tokens
+        if is_queue_full(queue.held_tokens + new, queue.held_of(slot) + new, num_tenants, limit):
+            raise QueueFullError(
+                f"requests of {queue.held_tokens} tokens wait, this one would add {new}, the limit is "
+                f"{self._config.max_waiting_tokens}; try later"
+            )
+
+    def _check_size(self, group: SequenceGroup) -> None:
+        num_prompt, max_tokens = len(group.prompt), group.stop.max_tokens
+        if self._fleet.first and num_prompt + max_tokens > self._fleet.first.max_model_len:
+            max_len = self._fleet.first.max_model_len
+            raise NeverFitsError(f"{_asked(group)} is above max_model_len {max_len}", field="stop.max_tokens")
+        if not self._fleet.workers:
+            return
+        pool, max_n = self._fleet.largest_pool, self._fleet.most_rows
+        if num_prompt + max(1, max_tokens) - 1 > pool:  # the last token needs no KV
+            raise NeverFitsError(
+                f"{_asked(group)} is above the {pool} tokens of the largest pool", field="stop.max_tokens"
+            )
+        if group.n > max_n:
+            raise NeverFitsError(f"n is {group.n}, above max_num_seqs {max_n}", field="sampling.n")
+
+    def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
+        workers = [worker for worker in self._fleet.workers if not worker.is_draining]
+        if not workers:
+            return  # when one comes is anybody's guess
+        queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
+        ahead = queue.tokens_ahead(slot, group.priority)
+        own = len(group.prompt) + min(worker.backlog for worker in workers)
+        paces = self._measures.queue.per_s, self._measures.prefill.per_s
+        if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
+            return
+        digests: list[bytes] = []
+        self._fleet.extend_digests(digests, group.prompt, group.root_key)
+        num_cached = max(worker.num_cached(digests, len(group.prompt)) for worker in workers)
+        own -= num_cached
+        turn = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
+        ahead = queue.tokens_ahead(slot, group.priority, turn)
+        wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
+        if not is_too_late(wait_s, timeout_s):
+            return
+        self.num_refused_deadline += 1
+        raise DeadlineError(
+            f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: "
+            "too late for an answer; try later, or allow more time",
+            retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_PART * timeout_s),
+        )
+
+
+def _gives_way(live: SequenceGroup, group: SequenceGroup) -> bool:
+    """A client goes from stream to stream, and only its last one counts. A gateway that was frozen meanwhile sends the
+    request again as well: it must not win it back from where the client is now. If that one is dead, its own end frees
+    the request_id in a moment.
+    """
+    return group.takes_over and (not live.takes_over or live.origin == group.origin)
+
+
+def _asked(group: SequenceGroup) -> str:
+    return f"prompt of {len(group.prompt)} tokens + max_tokens {group.stop.max_tokens}"
+
+
+def _check_same(name: str, capacity: WorkerCapacity, other: WorkerCapacity) -> None:
+    mine, theirs = getattr(capacity, name), getattr(other, name)
+    if mine != theirs:
+        raise WorkerMismatchError(
+            f"worker {capacity.worker_id} has {name} {mine}, but {other.worker_id} has {theirs}; start it with the same"
+        )

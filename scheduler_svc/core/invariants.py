@@ -1,0 +1,64 @@
+"""What must hold between the books of the core, for tests: who is where, and whose blocks are whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.worker_state import WorkerState
+
+
+def check_worker(worker: WorkerState) -> None:
+    """Raise AssertionError if rows, tables and blocks disagree."""
+    worker.pool.check_invariants()
+    rows, r = worker.rows.active(), worker.rows
+    assert worker.num_messages <= worker.capacity.pipeline_depth, "too many steps in flight"
+    num_messages = sum(flight.burst_len > 0 for flight in worker.flights)
+    assert worker.num_messages == num_messages, "messages in flight are counted wrong"
+    assert not worker.flights or worker.flights[-1].burst_len, "a burst has no end"
+    refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
+    for row in rows.tolist():
+        _check_row(worker, row)
+        np.add.at(refs, r.blocks(row), 1)
+    for flight in worker.flights:
+        np.add.at(refs, flight.releases, 1)
+    assert (refs == worker.pool.refs).all(), "ref counts disagree with tables and steps in flight"
+    reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
+    assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
+
+
+def _check_row(worker: WorkerState, row: int) -> None:
+    r, seq = worker.rows, worker.rows.sequence(row)
+    assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
+    assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
+    assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block twice in one table"
+    assert r.computed[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
+    assert r.computed[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
+    assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: beyond limit"
+    write = int(r.computed[row]) // r.block_size
+    shared = (worker.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
+    assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
+
+
+def check_requests(requests: Requests, workers: dict[str, WorkerState]) -> None:
+    """Raise AssertionError unless the queue, the shares and the places of all sequences agree."""
+    groups = requests.groups.values()
+    requests.waiting.check_invariants()
+    requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
+    assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
+    for group in groups:
+        for seq in group.sequences:
+            _check_place(seq, requests, workers)
+
+
+def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerState]) -> None:
+    """A live sequence is in exactly one place: queue, row, or behind the sample it will fork off."""
+    places = [seq in requests.waiting]
+    places.append(seq.worker_id is not None and workers[seq.worker_id].rows.sequences[seq.row or 0] is seq)
+    places.append(any(seq in other.forks for other in seq.group.sequences))
+    assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
+    if seq.status is SequenceStatus.WAITING:
+        assert not places[1], f"sequence {seq.seq_id} waits and holds a row"

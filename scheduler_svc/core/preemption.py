@@ -1,0 +1,58 @@
+"""Who has to leave for whom: rows go on, and where the pool has not enough for all, the least urgent leave."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.worker_state import WorkerState
+
+
+def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> bool:
+    """Every row goes on; True if some had to leave for that.
+
+    Each decoding row gets the block it writes next; the least urgent are preempted until that works. Blocks of a
+    victim may still be named by steps in flight: then rows that got none sit this step out.
+    """
+    if not worker.rows.num_used:
+        return False
+    has_preempted = False
+    while True:
+        decode, prefill = worker.split_by_stage()
+        needy = worker.rows_that_need_a_block(decode) if len(decode) else decode
+        if len(needy) <= worker.pool.num_free + worker.num_limbo:
+            break
+        has_preempted = True
+        _preempt_one(worker, requests)
+    num_free = worker.pool.num_free
+    if len(needy) > num_free:
+        by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)
+        needy = np.array(by_urgency[:num_free], dtype=np.int64)
+        decode = decode[~np.isin(decode, by_urgency[num_free:])]
+    if len(needy):
+        worker.give_blocks(needy, plan)
+    worker.plan_running(plan, decode, prefill)
+    return has_preempted
+
+
+def displace(worker: WorkerState, urgent: Sequence, requests: Requests) -> None:
+    """An urgent sequence that finds no room takes that of less urgent ones."""
+    needed = ceil_div(urgent.data.num_tokens, worker.capacity.block_size)
+    while not worker.has_space(1 + len(urgent.forks), needed) and _may_displace(urgent, worker):
+        _preempt_one(worker, requests)
+
+
+def _may_displace(seq: Sequence, worker: WorkerState) -> bool:
+    priorities = worker.rows.priority[worker.rows.active()]
+    return bool((priorities > seq.group.priority).any())
+
+
+def _preempt_one(worker: WorkerState, requests: Requests) -> None:
+    victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
+    seq = worker.preempt(victim)
+    requests.requeue(seq)
+    if worker.flights:  # it must not take its blocks back, as cached ones, before they are free for whom it left
+        seq.refused_by[worker.capacity.worker_id] = worker.room_version

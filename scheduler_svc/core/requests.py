@@ -1,0 +1,174 @@
+"""Every request that is here, from its arrival to its end: who waits, in which order, until when, for which tenant."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from heapq import heappop, heappush
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.fairness import FairShare, WaitingQueue
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
+from scheduler_svc.core.pace import Measures
+from scheduler_svc.core.policy import held_tokens, virtual_arrival
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
+from scheduler_svc.core.stops import Stops
+from scheduler_svc.core.worker_state import WorkerState
+
+
+class Requests:
+    """Owns groups, queue and shares. `workers`, by name, are the scheduler's: who ends gives its row back."""
+
+    def __init__(
+        self, config: SchedulerConfig, workers: dict[str, WorkerState], fleet: Fleet, stops: Stops, measures: Measures
+    ) -> None:
+        self.groups: dict[str, SequenceGroup] = {}
+        self.share = FairShare()
+        self.waiting = WaitingQueue(self.share)
+        self.priorities: Counter[int] = Counter()  # of live groups
+        self.num_preemptions = 0
+        self.migrations: Counter[MigrationReason] = Counter()  # of the preemptions
+        self._config = config
+        self._workers = workers
+        self._fleet = fleet
+        self._stops = stops
+        self._measures = measures
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
+        self._next_seq_id = 0
+
+    def add(self, group: SequenceGroup, now: float) -> list[Finished]:
+        """It was found good and is in the queue now, but for samples whose Continuation needs nothing more."""
+        group.arrival = now
+        group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
+        group.tenant_slot = self.share.join(group.tenant_id)
+        group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
+        self.groups[group.request_id] = group
+        self.priorities[group.priority] += 1
+        finished = [self._end_early(seq) for seq in group.sequences if self._stops.is_complete(seq)]
+        fresh = [seq for seq in group.sequences if not seq.is_finished and not len(seq.data.output)]
+        if fresh:
+            fresh[0].forks = fresh[1:]
+        queued = [seq for seq in group.sequences if not seq.is_finished and seq not in fresh[1:]]
+        for seq in queued:
+            self._enqueue(seq)
+        self._forget_if_done(group)
+        return finished
+
+    def _make_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
+        output = group.outputs[sample_index] if sample_index < len(group.outputs) else EMPTY
+        self._next_seq_id += 1
+        return Sequence(group, sample_index, SequenceData(group.prompt, output), self._next_seq_id)
+
+    def _end_early(self, seq: Sequence) -> Finished:
+        seq.move_to(SequenceStatus.FINISHED)
+        reason, stop_id = self._stops.why(seq.group, int(seq.data.output[-1]))
+        return _finished(seq, reason, stop_id)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> list[Finished]:
+        """End a request in any state; its blocks are free once the steps that name them are answered."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return []
+        live = [seq for seq in group.sequences if not seq.is_finished]
+        return [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
+
+    def expire(self, now: float) -> list[Finished]:
+        """End what waits after its deadline."""
+        ended: list[Finished] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heappop(self._deadlines)
+            if seq.status is SequenceStatus.WAITING and seq in self.waiting:
+                message = "its deadline passed while it waited"
+                ended += self.abort(seq.group.request_id, FinishReason.ABORTED, message)
+        return ended
+
+    def end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        message: str = "",
+        keep_forks: bool = True,
+    ) -> Finished:
+        """The one way out for a sequence in any state."""
+        forks = seq.forks
+        if seq.worker_id is not None and seq.row is not None:
+            worker = self._workers[seq.worker_id]
+            worker.finish(seq.row)
+            self._fleet.touch(worker)
+        else:
+            self._leave_queue(seq)
+            seq.move_to(SequenceStatus.FINISHED)
+        seq.forks = []
+        if forks and keep_forks:
+            forks[0].forks = forks[1:]
+            self._enqueue(forks[0])
+        self._forget_if_done(seq.group)
+        return _finished(seq, reason, stop_token_id, message)
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+            return
+        for leader in seq.group.sequences:  # it waited to fork off another sample
+            if seq in leader.forks:
+                leader.forks.remove(seq)
+                if leader.worker_id is not None:
+                    self._workers[leader.worker_id].unreserve_row()
+
+    def _forget_if_done(self, group: SequenceGroup) -> None:
+        if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
+            return
+        self.share.leave(group.tenant_slot)
+        self.priorities[group.priority] -= 1
+        if not self.priorities[group.priority]:
+            del self.priorities[group.priority]
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
+        """It was taken off its worker and waits again."""
+        self.num_preemptions += 1
+        if migration is not None:
+            self.migrations[migration] += 1
+        self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        remaining = seq.group.stop.max_tokens - len(seq.data.output)
+        held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
+        seq.num_cached_at, seq.most_cached = None, 0
+        if seq.is_new:
+            self._fleet.look(seq, seq.group.arrival)
+        self.waiting.add(seq, held, self.turn(seq))
+        if seq.group.deadline < math.inf:
+            heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+
+    def turn(self, seq: Sequence) -> float:
+        """Its place in line. What was under way before comes by arrival alone: its work is mostly done."""
+        uncached = self._fleet.num_uncached(seq) if seq.is_new else 0
+        return virtual_arrival(seq.group.arrival, uncached, self._config.aging_tokens_per_s)
+
+    def note_blocked(self, seq: Sequence, now: float) -> bool:
+        """It was passed over. True once that lasted too long: then nobody passes it any more."""
+        if seq.blocked_since is None:
+            seq.blocked_since = now
+        return now - seq.blocked_since >= self._config.aging_s
+
+
+def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = "") -> Finished:
+    seq.finish_reason = reason
+    return Finished(
+        group=seq.group,
+        sample_index=seq.sample_index,
+        reason=reason,
+        num_output_tokens=len(seq.data.output),
+        num_cached_tokens=seq.num_cached_tokens,
+        num_recomputed_tokens=seq.num_recomputed_tokens,
+        num_preemptions=seq.num_preemptions,
+        stop_token_id=stop_token_id,
+        message=message,
+    )

@@ -1,0 +1,129 @@
+"""A step from plan to message: what is planned, what is sent, and what is remembered of it until its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.block_manager import Fill
+from scheduler_svc.core.decode_run import DecodeRun
+from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
+from scheduler_svc.core.rows import RowTable
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+Column = npt.NDArray[Any]
+NO_ROWS: I64 = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in the making. Rows are planned once; everything else is a consequence."""
+
+    budget: int  # tokens that may still be added
+    rows: list[I64] = field(default_factory=list)
+    query_lens: list[Column] = field(default_factory=list)
+    opens: list[RowOpen] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
+    tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, what its chunk completes
+    num_decode: int = 0  # of the rows: those that came first, with one token each
+    run: DecodeRun | None = None  # whose rows came first
+
+    def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
+        self.rows.append(rows)
+        self.query_lens.append(query_lens)
+        self.budget -= num_tokens
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was sent and not answered, with what its answer will be checked against."""
+
+    step_id: int
+    rows: I64
+    context_lens: U32
+    query_lens: U32
+    sampled: U32  # rows whose tokens the answer must hold, in its order
+    generation: I64  # of all rows of the worker when it was sent: the same array while no row has been closed
+    full: I64  # positions of those that decode and fill a block (chunks of prompts are in `fills`)
+    run: DecodeRun | None  # of which this is a step
+    may_reach_limit: bool
+    fills: list[tuple[int, list[Fill]]]  # per row
+    forks: list[tuple[int, int]]  # (row, parent)
+    prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
+    is_full: bool  # the token budget was used up
+    burst_len: int = 1  # steps of the message that this one ends; 0: others follow in the same message
+    sent_at: float = 0.0
+    releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
+
+
+def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
+    """Slots of all tokens of a step, of which the first rows have one each."""
+    columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
+    parts = [table.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
+    if num_decode:
+        parts.insert(0, table.slots(rows[:num_decode], context_lens[:num_decode]))
+    return concatenated(parts, EMPTY)
+
+
+def make_batch(
+    worker_id: str, plan: StepPlan, flight: Flight, sample_mask: Bools, slots: U32, news: tuple[list[int], list[Fill]]
+) -> StepBatch:
+    """The message of a step. `news`: rows that were closed and blocks that were committed since the one before."""
+    closed, commits = news
+    fork_rows, fork_parents = _columns(plan.forks)
+    copy_src, copy_dst = _columns(plan.copies)
+    table_rows, table_indices, table_blocks = _joined(plan.tables)
+    return StepBatch(
+        worker_id=worker_id,
+        step_id=flight.step_id,
+        rows=flight.sampled if flight.run is not None else flight.rows.astype(np.uint32),
+        query_lens=flight.query_lens,
+        context_lens=flight.context_lens,
+        sample_mask=sample_mask,
+        is_decode=flight.run is not None,
+        slot_mapping=slots,
+        fork_rows=fork_rows,
+        fork_parents=fork_parents,
+        close_rows=np.array(closed, dtype=np.uint32) if closed else EMPTY,
+        opens=plan.opens,
+        table_rows=table_rows,
+        table_indices=table_indices,
+        table_blocks=table_blocks,
+        copy_src=copy_src,
+        copy_dst=copy_dst,
+        commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
+        commit_digests=[digest for _, digest in commits] if commits else [],
+    )
+
+
+def with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
+    """Rows, then those that fork off them."""
+    return np.concatenate((rows, [row for row, _ in forks])) if forks else rows
+
+
+def concatenated(parts: list[Column], nothing: Column) -> Column:
+    """The parts in one array, without a copy where there is only one."""
+    if not parts:
+        return nothing
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
+    if not pairs:
+        return EMPTY, EMPTY
+    first, second = np.array(pairs, dtype=np.uint32).T
+    return first, second
+
+
+def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
+    if not tables:
+        return EMPTY, EMPTY, EMPTY
+    rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
+    return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
