@@ -337,12 +337,13 @@ class RedisPrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s * 4):
                 generation = await self._execute(batch, records)
+            self._came_up()
+            # Until this server's generation is known, nobody would see that it was started again without the batch.
+            await self._check_generation(generation)
         except BaseException:
             self._pending = batch | self._pending
             self._dirty = records | self._dirty
             raise
-        self._came_up()
-        await self._check_generation(generation)
 
     async def _execute(self, batch: dict[Entry, bool], records: dict[Holder, bool]) -> bytes | None:
         pipeline = self._redis.pipeline(transaction=False)

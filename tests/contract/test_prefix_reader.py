@@ -79,14 +79,13 @@ async def test_tells_the_best_worker_of_each_scheduler(
 async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
     reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
 ) -> None:
-    loop, digests = asyncio.get_running_loop(), chain(3)
+    digests = chain(3)
     redis_server.stop()
     await reader.lookup(digests)
     await until(lambda: not reader.is_up)
-    before = loop.time()
     for _ in range(1000):
         assert await reader.lookup(digests) == {}
-    assert loop.time() - before < 1.0
+    assert reader.num_errors < 100  # the first lookup, and pings since
     redis_server.start()
     await until(lambda: reader.is_up)
     index = publisher(redis_server, cleanup, SCHEDULER_A)
@@ -96,13 +95,12 @@ async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
 
 
 async def test_a_frozen_server_is_asked_once(reader: RedisPrefixReader, redis_server: RedisServer) -> None:
-    loop, digests = asyncio.get_running_loop(), chain(3)
+    digests = chain(3)
     redis_server.signal(signal.SIGSTOP)
     try:
-        before = loop.time()
         for _ in range(100):
             assert await reader.lookup(digests) == {}
-        assert loop.time() - before < 5 * 0.2
+        assert reader.num_errors < 10  # the first lookup, and pings since
         assert not reader.is_up
     finally:
         redis_server.signal(signal.SIGCONT)

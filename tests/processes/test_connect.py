@@ -11,7 +11,7 @@ from quire_client import AsyncClient, Client
 
 from tests.processes.stack import Stack
 
-SOON_S = 4.0  # gRPC's synchronous stack alone needs ten
+SOON_S = 8.0  # gRPC's synchronous stack alone needs ten
 
 
 async def test_clients_that_were_first_connect_soon(tmp_path: Path) -> None:

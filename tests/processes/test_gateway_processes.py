@@ -121,9 +121,9 @@ async def test_abort_finds_the_stream_of_another_process(stack: Stack, gateway: 
 async def test_a_killed_process_costs_its_streams_a_pause(gateway: Service) -> None:
     tokens = [5, 6, 7]
     async with await AsyncClient.connect(gateway.address) as client:
-        alone = await client.generate(token_ids=tokens, max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
+        alone = await client.generate(token_ids=tokens, max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
         victims = {child.pid for child in children(gateway)}
-        async with client.stream(token_ids=tokens, max_tokens=150, temperature=1.0, seed=3, ignore_eos=True) as stream:
+        async with client.stream(token_ids=tokens, max_tokens=300, temperature=1.0, seed=3, ignore_eos=True) as stream:
             num_read = 0
             async for delta in stream:
                 num_read += len(delta.token_ids)

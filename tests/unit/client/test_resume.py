@@ -529,7 +529,7 @@ def test_a_cut_connection_is_a_pause():
 
 
 def test_a_frozen_gateway_is_left(monkeypatch):
-    monkeypatch.setattr("quire_client.client.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("quire_client.client.PROBE_TIMEOUT_S", 1.0)
     with (
         slow_and_spare() as (slow, proxy, spare),
         Client.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client,
@@ -548,7 +548,7 @@ def test_a_frozen_gateway_is_left(monkeypatch):
 
 
 async def test_a_frozen_gateway_is_left_async(monkeypatch):
-    monkeypatch.setattr("quire_client.aio.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("quire_client.aio.PROBE_TIMEOUT_S", 1.0)
     with slow_and_spare() as (slow, proxy, spare):
         async with await AsyncClient.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client:
             slow.go.release(4)

@@ -83,13 +83,13 @@ async def test_a_silent_scheduler_loses_its_requests_and_is_not_heard_again(pair
         fake.heartbeat_interval_s = INTERVAL_S
     async with TestGateway([fake.address for fake in pair]) as gateway:
         await gateway.ready()
-        beats = asyncio.create_task(beat(pair[1]))
-        pair[0].heartbeat_interval_s = INTERVAL_S
+        beats = [asyncio.create_task(beat(fake)) for fake in pair]
         pair[1].ready_workers = 0
         pair[1].welcome()
         await until(lambda: gateway.clients[1].ready_workers == 0)
         call, events, owner, other = await start_one(gateway, pair, [10, 11])
         assert owner is pair[0]
+        beats[0].cancel()
         handle, old_outbox = owner.submits[0].handle, owner._outbox
         await until(lambda: other.submits)
         old_outbox.put_nowait(scheduler_pb2.AttachResponse(deltas=owner._columns(handle, [99, 98], 2, 0)))
@@ -98,7 +98,7 @@ async def test_a_silent_scheduler_loses_its_requests_and_is_not_heard_again(pair
         assert ids_of(events) == [10, 11, 12, 13]
         assert other.submits[0].takes_over
         assert min(owner.num_heartbeats, other.num_heartbeats) > 0
-        beats.cancel()
+        beats[1].cancel()
 
 
 async def beat(fake: FakeScheduler) -> None:

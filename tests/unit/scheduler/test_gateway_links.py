@@ -285,9 +285,12 @@ async def test_heartbeats_tell_how_busy_the_scheduler_is(make_stack: MakeStack) 
     worker.gate.clear()
     for handle in range(12):
         await gateway.submit(handle, [handle + 1] * 40, max_tokens=4)
-    await until(lambda: gateway.heartbeats and gateway.heartbeats[-1].num_waiting)
+    await until(lambda: len(gateway.replies) == 12)
+    num_before = len(gateway.heartbeats)  # of these, some may have been sent before all requests were there
+    await until(lambda: len(gateway.heartbeats) > num_before + 1)
     beat = gateway.heartbeats[-1]
     assert beat.num_waiting + beat.num_running == 12
+    assert beat.num_waiting
     assert 40 * beat.num_waiting <= beat.pending_tokens <= 40 * 12
     assert beat.ready_workers == 1
     worker.gate.set()

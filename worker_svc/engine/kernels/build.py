@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
+
+from worker_svc.engine.machine import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +97,38 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
     except OSError as error:
         raise KernelBuildError(f"cannot write to {target.parent} ({error}); set QUIRE_CACHE_DIR") from error
     try:
-        logger.info("compiling CPU kernels with %s into %s", compiler, target)
-        library = Path(scratch, "cpu.so")
-        objects = [Path(scratch, source.name).with_suffix(".o") for source in SOURCES]
-        for source, target_object in zip(SOURCES, objects, strict=True):
-            _run([compiler, *flags, "-c", str(source), "-o", str(target_object)])
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
-        os.replace(library, target)  # processes that build at the same time put the same file there
+        with _one_at_a_time(target.parent):
+            if not target.exists():
+                _compile(compiler, flags, Path(scratch), target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Workers of one machine that start together wait for the first one's kernels. The lock is the folder's own, and
+    ends with its process; a file system without locks lets each build for itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.info("%s cannot be locked (%s)", folder, error)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(compiler: str, flags: tuple[str, ...], scratch: Path, target: Path) -> None:
+    logger.info("compiling CPU kernels with %s into %s", compiler, target)
+    library = scratch / "cpu.so"
+    objects = [(scratch / source.name).with_suffix(".o") for source in SOURCES]
+    with ThreadPoolExecutor(available_cores()) as pool:
+        commands = ([compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(SOURCES, objects, strict=True))
+        list(pool.map(_run, commands))
+    _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
+    os.replace(library, target)  # whole or not at all
 
 
 def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
