@@ -44,6 +44,7 @@ TRIGGER = _closed(
     type={"type": "string"},
     metricType={"enum": ["AverageValue", "Value", "Utilization"]},
     metadata=STRINGS,
+    authenticationRef=_closed(("name",), name={"type": "string"}),
 )
 SCALED_OBJECT = _closed(
     ("scaleTargetRef", "triggers"),

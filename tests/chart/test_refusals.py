@@ -29,6 +29,11 @@ COMBINATIONS = [
     (models({"name": "a"}, {"name": "a"}), 'two entries named "a"'),
     (models({"name": "a", "servedName": "x"}, {"name": "b", "servedName": "x"}), "set another servedName"),
     ({"models": [{"name": "demo"}, {"name": "b"}]}, "add a pool with model: b"),
+    (
+        {"fullnameOverride": "a" * 40} | models({"name": "b" * 10}),
+        f"the StatefulSet {'a' * 40}-scheduler-{'b' * 10} would have a name of 61 characters, and Kubernetes takes 52",
+    ),
+    ({"fullnameOverride": "a" * 30} | pools({"name": "c" * 20}), "or the pool's"),
     (stored(existingClaim="c", hostPath="/d"), "storage.existingClaim and storage.hostPath: set only one"),
     ({"models": [{"name": "demo", "download": GET}]}, "no place to download to: set storage.emptyDirSize"),
     (

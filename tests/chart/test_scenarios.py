@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -122,6 +124,9 @@ def test_every_pod_is_hardened(path: Path) -> None:
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
+            # Namespaces with a quota refuse pods whose containers do not say what they need.
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert "memory" in container["resources"]["limits"]
             assert not container["image"].endswith(":latest")
             assert ":" in container["image"]
 
@@ -219,6 +224,18 @@ def test_what_is_generated_is_up_to_date() -> None:
         [sys.executable, "deploy/k8s/generate.py", "--check"], cwd=CHART.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr + "run python deploy/k8s/generate.py"
+
+
+def test_a_new_chart_with_the_same_images_restarts_nobody(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "chart")
+    about = tmp_path / "chart" / "Chart.yaml"
+    about.write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 9.9.9", about.read_text()))
+    values = {"image": {"tag": "0.1.0"}}
+    with helm.Chart.load(tmp_path / "chart") as newer:
+        after = render(values, chart=newer)
+    assert after.get("Deployment", "gateway")["metadata"]["labels"]["helm.sh/chart"] == "quire-9.9.9"
+    before = [pod for owner, pod in render(values).pods() if owner["kind"] != "Pod"]
+    assert [pod for owner, pod in after.pods() if owner["kind"] != "Pod"] == before
 
 
 def test_two_releases_share_a_namespace() -> None:

@@ -105,6 +105,7 @@ COMMON = [
     Case("metrics.dashboard.enabled", True, "ConfigMap dashboard", "metadata.labels.grafana_dashboard", "1"),
     Case("metrics.dashboard.labels", {"g": "1"}, "ConfigMap dashboard", "metadata.labels.g", "1", DASHBOARD),
     Case("test.timeoutSeconds", 9, "Pod test", "spec.containers.0.args.7", "--timeout-s=9"),
+    Case("test.resources", RESOURCES, "Pod test", "spec.containers.0.resources", RESOURCES),
 ]
 
 GATEWAYS = [
@@ -117,6 +118,15 @@ GATEWAYS = [
     Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
     Case("gateway.service.annotations", {"a": "b"}, "Service gateway", "metadata.annotations", {"a": "b"}),
+    Case(
+        "gateway.service.loadBalancerSourceRanges",
+        ["203.0.113.0/24"],
+        "Service gateway",
+        "spec.loadBalancerSourceRanges",
+        ["203.0.113.0/24"],
+    ),
+    Case("gateway.image", "reg/g@sha256:0", GATEWAY, "container.image", "reg/g@sha256:0"),
+    Case("gateway.image", "reg/g@sha256:0", "Pod test", "spec.containers.0.image", "reg/g@sha256:0"),
     Case(
         "gateway.autoscaling.enabled",
         True,
@@ -158,6 +168,7 @@ SCHEDULERS = [
     Case("scheduler.replicas", 3, WORKER, "count --scheduler", 3),
     Case("scheduler.drainSeconds", 11, SCHEDULER, "arg --drain-timeout-s", "11"),
     Case("scheduler.drainSeconds", 11, SCHEDULER, "pod.terminationGracePeriodSeconds", 26),
+    Case("scheduler.image", "reg/s@sha256:0", SCHEDULER, "container.image", "reg/s@sha256:0"),
     Case("scheduler.maxWaiting", 1_048_576, SCHEDULER, "arg --max-waiting", "1048576"),
     Case("scheduler.podDisruptionBudget", False, "PodDisruptionBudget scheduler-demo", "", None),
     Case("scheduler.extraArgs", ["--aging-s=1"], SCHEDULER, "arg --aging-s", "1"),
@@ -175,6 +186,8 @@ PLACEMENT = [
     ("podAnnotations", {"a": "b"}, "spec.template.metadata.annotations", {"a": "b"}),
     ("podLabels", {"l": "m"}, "spec.template.metadata.labels.l", "m"),
     ("extraEnv", [ENV], "env A", "b"),
+    ("extraVolumes", [{"name": "v", "configMap": {"name": "c"}}], "volume v", {"configMap": {"name": "c"}}),
+    ("extraVolumeMounts", [{"name": "v", "mountPath": "/v"}], "mount v", {"mountPath": "/v"}),
 ]
 PLACED = [
     Case(f"{section}.{name}", value, where, path, expected)
@@ -240,6 +253,9 @@ MODELS = [
         EMPTY,
     ),
     Case("modelDefaults.download.env", [ENV], WORKER, "pod.initContainers.0.env.1", ENV, EMPTY),
+    Case(
+        "modelDefaults.download.resources", RESOURCES, WORKER, "pod.initContainers.0.resources.requests.cpu", "3", EMPTY
+    ),
     Case("modelDefaults.scheduler", {"maxWaiting": 7}, SCHEDULER, "arg --max-waiting", "7"),
 ]
 
@@ -330,6 +346,15 @@ KEDA = [
         "http://x:1",
         SCALED,
     ),
+    Case(
+        "keda.authenticationRef",
+        "token",
+        "ScaledObject worker-cpu",
+        "spec.triggers.1.authenticationRef",
+        {"name": "token"},
+        SCALED,
+    ),
+    Case("keda.enabled", True, "ScaledObject worker-cpu", "spec.triggers.0.metadata.ignoreNullValues", "false", SCALED),
     Case("keda.waitingPerWorker", 3, "ScaledObject worker-cpu", "spec.triggers.0.metadata.threshold", "3", SCALED),
     Case("keda.busyRowsPercent", 50, "ScaledObject worker-cpu", "spec.triggers.1.metadata.threshold", "32", SCALED),
     Case("keda.pollingSeconds", 9, "ScaledObject worker-cpu", "spec.pollingInterval", 9, SCALED),
@@ -449,8 +474,8 @@ def _look_into(manifest: Manifest, path: str) -> Any:
         return next((a.partition("=")[2] for a in _args(manifest) if a.partition("=")[0] == name), None)
     if word == "count":
         return sum(a.partition("=")[0] == name for a in _args(manifest))
-    if word in ("env", "volume"):
-        items = dig(manifest, "spec.template.spec.volumes" if word == "volume" else f"{CONTAINER}.env")
+    if word in LISTS:
+        items = dig(manifest, LISTS[word])
         item = next((item for item in items if item["name"] == name), {})
         rest = {key: value for key, value in item.items() if key != "name"}
         return (rest.get("value") or rest.get("valueFrom")) if word == "env" else rest
@@ -458,6 +483,7 @@ def _look_into(manifest: Manifest, path: str) -> Any:
 
 
 CONTAINER = "spec.template.spec.containers.0"
+LISTS = {"env": f"{CONTAINER}.env", "mount": f"{CONTAINER}.volumeMounts", "volume": "spec.template.spec.volumes"}
 
 
 def _args(manifest: Manifest) -> list[str]:
@@ -506,6 +532,12 @@ def test_two_pools_of_one_model_differ() -> None:
     assert look(values, "StatefulSet worker-b", "pod.nodeSelector") is None
     assert look(values, "StatefulSet worker-b", "arg --max-num-seqs") == "8"
     assert look(values, "StatefulSet scheduler-demo", "spec.replicas") == 1
+
+
+def test_a_download_sees_the_volumes_of_its_worker() -> None:
+    mount = {"name": "ca", "mountPath": "/etc/ssl/corporate"}
+    values = merged(EMPTY, {"workerDefaults": {"extraVolumeMounts": [mount]}})
+    assert mount in look(values, WORKER, "pod.initContainers.0.volumeMounts")
 
 
 def test_model_may_set_only_part_of_its_schedulers() -> None:

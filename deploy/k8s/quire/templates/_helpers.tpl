@@ -23,6 +23,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* Labels of objects. Pods get less: a label that changes with the chart's version would restart them all. */}}
 {{- define "quire.labels" -}}
 {{ include "quire.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -34,10 +35,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/* `own`: the whole image where a component names one. */}}
 {{- define "quire.image" -}}
 {{- $registry := empty .root.Values.image.registry | ternary "" (printf "%s/" .root.Values.image.registry) -}}
 {{- $tag := default .root.Chart.AppVersion .root.Values.image.tag -}}
-{{ printf "%squire-%s:%s%s" $registry .service $tag (.suffix | default "") }}
+{{ default (printf "%squire-%s:%s%s" $registry .service $tag (.suffix | default "")) .own }}
 {{- end -}}
 
 {{- define "quire.serviceAccountName" -}}
@@ -104,4 +106,11 @@ sum(quire_num_requests_waiting{ {{- $labels -}} }) / clamp_min(sum(quire_workers
 {{/* PromQL: rows that sequences hold on the pool's workers. */}}
 {{- define "quire.rowsQuery" -}}
 sum(quire_rows_used{namespace="{{ .root.Release.Namespace }}", worker_id=~"{{ include "quire.fullname" .root }}-worker-{{ .pool.name }}-[0-9]+"})
+{{- end -}}
+
+{{- define "quire.triggerAuthentication" -}}
+{{- with .Values.keda.authenticationRef -}}
+authenticationRef:
+  name: {{ . }}
+{{- end -}}
 {{- end -}}

@@ -2,7 +2,11 @@
 
 {{- define "quire.podMetadata" -}}
 labels:
-  {{- include "quire.labels" . | nindent 2 }}
+  {{- include "quire.selectorLabels" . | nindent 2 }}
+  app.kubernetes.io/part-of: quire
+  {{- with .root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
   {{- with .extraLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

@@ -9,6 +9,7 @@
 {{- end -}}
 
 {{- define "quire.validateModels" -}}
+{{- $fullname := include "quire.fullname" . -}}
 {{- $names := dict -}}
 {{- $served := dict -}}
 {{- $used := dict -}}
@@ -22,10 +23,18 @@
 {{- end -}}
 {{- $_ := set $names .name true -}}
 {{- $_ := set $served .servedName .name -}}
+{{- include "quire.validateName" (dict "name" (printf "%s-scheduler-%s" $fullname .name) "fullname" $fullname "what" "model") -}}
 {{- if not (hasKey $used .name) -}}
 {{- fail (printf "no pool in workers serves model %q: add a pool with model: %s, or remove the model" .name .name) -}}
 {{- end -}}
 {{- include "quire.validateStorage" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A StatefulSet's name and a hash become a label of its pods, which has 63 characters. */}}
+{{- define "quire.validateName" -}}
+{{- if gt (len .name) 52 -}}
+{{- fail (printf "the StatefulSet %s would have a name of %d characters, and Kubernetes takes 52: shorten fullnameOverride or the release's name (%s), or the %s's" .name (len .name) .fullname .what) -}}
 {{- end -}}
 {{- end -}}
 
@@ -54,6 +63,7 @@
 {{- end -}}
 
 {{- define "quire.validatePools" -}}
+{{- $fullname := include "quire.fullname" . -}}
 {{- $names := dict -}}
 {{- $blockSizes := dict -}}
 {{- $roundings := dict -}}
@@ -64,6 +74,7 @@
 {{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
 {{- end -}}
 {{- $_ := set $names .name true -}}
+{{- include "quire.validateName" (dict "name" (printf "%s-worker-%s" $fullname .name) "fullname" $fullname "what" "pool") -}}
 {{- $other := get $blockSizes .model -}}
 {{- if and $other (ne (int $other) (int .blockSize)) -}}
 {{- fail (printf "pools of model %q have block sizes %d and %d: set the same blockSize in all of them" .model (int $other) (int .blockSize)) -}}
