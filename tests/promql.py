@@ -41,6 +41,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<": operator.lt,
     "<=": operator.le,
+    "==": operator.eq,
 }
 
 

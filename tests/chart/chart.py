@@ -24,6 +24,9 @@ RELEASE, NAMESPACE = "r", "team"
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 
+# Every call reads two files of schemas again, which takes longer than to validate with them.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
 Values = dict[str, Any]
 Manifest = dict[str, Any]
 

@@ -1,6 +1,7 @@
 """Schemas of the custom resources that the chart makes: the fields it may use, and no others.
 
-Fields and types are those of the definitions that KEDA 2.16 and the Prometheus operator 0.80 install.
+Fields and types are those of the definitions that KEDA 2.16, the Prometheus operator 0.80 and Gateway API 1.2
+install.
 """
 
 from __future__ import annotations
@@ -64,9 +65,51 @@ SERVICE_MONITOR = _closed(
     },
 )
 
+RULE = _closed(
+    ("alert", "expr", "for", "labels", "annotations"),
+    **{name: {"type": "string", "minLength": 1} for name in ("alert", "expr")},
+    **{"for": {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}, "labels": STRINGS, "annotations": STRINGS},
+)
+PROMETHEUS_RULE = _closed(
+    ("groups",),
+    groups={
+        "type": "array",
+        "items": _closed(("name", "rules"), name={"type": "string"}, rules={"type": "array", "items": RULE}),
+    },
+)
+HOSTNAME: Schema = {"type": "string", "maxLength": 253, "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+GRPC_RULE = _closed(
+    matches={
+        "type": "array",
+        "maxItems": 8,
+        "items": _closed(
+            method=_closed(
+                service={"type": "string", "pattern": r"^[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_][A-Za-z_0-9]*)*$"}
+            )
+        ),
+    },
+    backendRefs={"type": "array", "items": _closed(("name",), name={"type": "string"}, port=PORT)},
+)
+GRPC_ROUTE = _closed(
+    parentRefs={
+        "type": "array",
+        "maxItems": 32,
+        "items": _closed(
+            ("name",), name={"type": "string"}, namespace={"type": "string"}, sectionName={"type": "string"}, port=PORT
+        ),
+    },
+    hostnames={"type": "array", "maxItems": 16, "items": HOSTNAME},
+    rules={"type": "array", "minItems": 1, "maxItems": 16, "items": GRPC_RULE},
+)
+
 SCHEMAS: dict[tuple[str, str], Schema] = {
     ("keda.sh/v1alpha1", "ScaledObject"): _resource("keda.sh/v1alpha1", "ScaledObject", SCALED_OBJECT),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _resource(
         "monitoring.coreos.com/v1", "ServiceMonitor", SERVICE_MONITOR
     ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _resource(
+        "monitoring.coreos.com/v1", "PrometheusRule", PROMETHEUS_RULE
+    ),
+    ("gateway.networking.k8s.io/v1", "GRPCRoute"): _resource("gateway.networking.k8s.io/v1", "GRPCRoute", GRPC_ROUTE),
 }

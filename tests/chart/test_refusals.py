@@ -85,6 +85,14 @@ COMBINATIONS = [
     ({"keda": KEDA} | pools({"autoscaling": {"enabled": True, "minReplicas": 9}}), "set maxReplicas to 9 or more"),
     ({"keda": {"enabled": True}} | pools({"autoscaling": {"enabled": True}}), "set keda.prometheusAddress"),
     ({"keda": KEDA}, "no pool is scaled: set autoscaling.enabled"),
+    ({"gateway": {"ingress": {"enabled": True}}}, "no name leads to it: set gateway.ingress.hosts"),
+    ({"gateway": {"grpcRoute": {"enabled": True}}}, "belongs to no Gateway: set gateway.grpcRoute.parentRefs"),
+    ({"networkPolicy": {"egress": {"enabled": True}}}, "set networkPolicy.enabled"),
+    (
+        {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
+        | {"redis": {"enabled": False, "external": {"url": "redis://h:1"}}},
+        "add its address to networkPolicy.egress.extra",
+    ),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
     ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),
     ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, as is ports.health"),

@@ -15,10 +15,13 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 from helm_python import chart as helm
 
+from gateway_svc.server import SERVICE_NAMES
 from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
-from tests.chart.test_values import merged
+from tests.chart.test_values import EGRESS, INGRESS, ROUTE, merged
 
 every_scenario = pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem.removesuffix("-values"))
 
@@ -177,6 +180,46 @@ def test_network_policies_let_in_who_must_come() -> None:
         "redis": {"gateway", "scheduler"},
         "test": set(pods),  # no policy concerns it, and it has no port
     }
+
+
+def test_network_policies_let_out_whom_they_let_in() -> None:
+    objects = render(merged(read_values(CHART / "ci" / "hardened-values.yaml"), EGRESS))
+    pods = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
+    }
+    parts = pods.keys() - {"test"}
+    let_in = {(source, part) for part in parts for source in parts if may_enter(objects, pods[part], pods[source])}
+    assert {(part, to) for part in parts for to in parts if may_leave(objects, pods[part], pods[to])} == let_in
+    for part in ("gateway", "scheduler", "worker"):
+        rules = objects.get("NetworkPolicy", part)["spec"]["egress"]
+        assert [(port["port"], port["protocol"]) for port in rules[0]["ports"]] == [(53, "UDP"), (53, "TCP")]
+
+
+def may_leave(objects: Objects, source: dict[str, str], to: dict[str, str]) -> bool:
+    """Whether a pod of this release may call the other one at the port that it serves."""
+    (policy,) = [p for p in objects.all("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], source)]
+    served = {"gateway": 50051, "scheduler": 50052, "worker": 50061, "redis": 6379}[to["app.kubernetes.io/component"]]
+    peers = [
+        peer["podSelector"]["matchLabels"]
+        for rule in policy["spec"]["egress"]
+        for peer in rule.get("to", [])
+        if {"port": served} in rule["ports"]
+    ]
+    return any(selects(labels, to) for labels in peers)
+
+
+def test_from_outside_come_requests_but_no_orders() -> None:
+    objects = render(merged(INGRESS, ROUTE))
+    (rule,) = objects.get("GRPCRoute", "gateway")["spec"]["rules"]
+    routed = {match["method"]["service"] for match in rule["matches"]}
+    paths = objects.get("Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"]
+    assert {path["path"].removeprefix("/") for path in paths} == routed
+    assert routed == {
+        "quire.v1.InferenceService",
+        health.SERVICE_NAME,
+        reflection.SERVICE_NAME,
+    }
+    assert {name for name in SERVICE_NAMES if name not in routed} == {"quire.v1.AdminService"}
 
 
 def may_enter(objects: Objects, to: dict[str, str], source: dict[str, str]) -> bool:

@@ -37,6 +37,11 @@ SCALED = {
 POLICY = {"networkPolicy": {"enabled": True}}
 MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
 DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
+INGRESS = {"gateway": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}}}
+ROUTE = {"gateway": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}}}
+RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
+EGRESS = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
+OUTSIDE = {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}
 TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
 
 
@@ -91,6 +96,11 @@ COMMON = [
     ),
     Case("networkPolicy.clients", [TEAM], "NetworkPolicy gateway", "spec.ingress.0.from.0", TEAM, POLICY),
     Case("networkPolicy.metricsClients", [TEAM], "NetworkPolicy worker", "spec.ingress.1.from.0", TEAM, POLICY),
+    Case("networkPolicy.egress.enabled", False, "NetworkPolicy worker", "spec.egress", None, POLICY),
+    Case("networkPolicy.egress.enabled", True, "NetworkPolicy redis", "spec.egress", [], POLICY),
+    Case("networkPolicy.egress.extra", [OUTSIDE], "NetworkPolicy worker", "spec.egress.2", OUTSIDE, EGRESS),
+    Case("metrics.prometheusRule.enabled", True, "PrometheusRule =r-quire", "spec.groups.0.name", "r-quire"),
+    Case("metrics.prometheusRule.labels", {"p": "q"}, "PrometheusRule =r-quire", "metadata.labels.p", "q", RULES),
     Case("metrics.compat", "vllm", SCHEDULER, "arg --metrics-compat", "vllm"),
     Case("metrics.serviceMonitor.enabled", True, "ServiceMonitor =r-quire", "spec.endpoints.0.port", "metrics"),
     Case(
@@ -125,6 +135,30 @@ GATEWAYS = [
         "spec.loadBalancerSourceRanges",
         ["203.0.113.0/24"],
     ),
+    Case("gateway.ingress.enabled", True, "Ingress gateway", "spec.rules.0.host", "llm.example.com", INGRESS),
+    Case("gateway.ingress.className", "nginx", "Ingress gateway", "spec.ingressClassName", "nginx", INGRESS),
+    Case("gateway.ingress.annotations", {"a": "b"}, "Ingress gateway", "metadata.annotations", {"a": "b"}, INGRESS),
+    Case("gateway.ingress.hosts", ["a.b", "c.d"], "Ingress gateway", "spec.rules.1.host", "c.d", INGRESS),
+    Case(
+        "gateway.ingress.tlsSecret",
+        "cert",
+        "Ingress gateway",
+        "spec.tls",
+        [{"secretName": "cert", "hosts": ["llm.example.com"]}],
+        INGRESS,
+    ),
+    Case(
+        "gateway.grpcRoute.enabled",
+        True,
+        "GRPCRoute gateway",
+        "spec.rules.0.backendRefs",
+        [{"name": "r-quire-gateway", "port": 50051}],
+        ROUTE,
+    ),
+    Case(
+        "gateway.grpcRoute.parentRefs", [{"name": "x"}], "GRPCRoute gateway", "spec.parentRefs", [{"name": "x"}], ROUTE
+    ),
+    Case("gateway.grpcRoute.hostnames", ["a.b"], "GRPCRoute gateway", "spec.hostnames", ["a.b"], ROUTE),
     Case("gateway.image", "reg/g@sha256:0", GATEWAY, "container.image", "reg/g@sha256:0"),
     Case("gateway.image", "reg/g@sha256:0", "Pod test", "spec.containers.0.image", "reg/g@sha256:0"),
     Case(

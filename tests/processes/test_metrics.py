@@ -27,6 +27,7 @@ from quire_client.demo import demo_model_dir
 from quire_client.retry import RetryPolicy
 
 from tests.chart.chart import NAMESPACE, render
+from tests.chart.test_alerts import firing
 from tests.processes.metrics_page import read_expressions, read_tables
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
@@ -140,7 +141,12 @@ async def test_every_metric_exists_and_moves(tmp_path: Path) -> None:
             newer = await check_overload_and_losses(observed, client)
             check_expressions(History(older, newer, seconds=10.0))
             check_vllm_twins(newer)
+            assert firing(History(older, newer, seconds=10.0)) == set(), (
+                "a full queue is no alert as long as it takes more"
+            )
             pages = await observed.pages()
+            later = merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in pages.items())
+            assert firing(History(older, later, seconds=10.0)) == {"QuireRequestsRefused", "QuireWorkersLost"}
             await check_scheduler_restart(observed, client)
             await check_errors_and_resumes(observed, client)
             redis.stop()
@@ -288,7 +294,8 @@ async def check_scheduler_restart(observed: Observed, client: AsyncClient) -> No
     async with client.stream(token_ids=PROMPT, max_tokens=60, ignore_eos=True) as stream:
         await anext(aiter(stream))
         observed.scheduler.kill()
-        await observed.until(lambda s: total(s, "quire_gateway_schedulers", state="away") == 1)
+        samples = await observed.until(lambda s: total(s, "quire_gateway_schedulers", state="away") == 1)
+        assert firing(History(samples, samples, seconds=10.0)) == {"QuireSchedulerAway"}
         assert [(await observed.get(observed.gateway, path))[0] for path in ("/livez", "/readyz")] == [200, 503]
         assert [await observed.health(observed.gateway, name) for name in ("liveness", "readiness")] == [1, 2]
         observed.scheduler.start()

@@ -114,3 +114,8 @@ authenticationRef:
   name: {{ . }}
 {{- end -}}
 {{- end -}}
+
+{{/* gRPC services of a gateway that clients outside the cluster may call: a JSON list. AdminService is none of them. */}}
+{{- define "quire.publicServices" -}}
+{{ list "quire.v1.InferenceService" "grpc.health.v1.Health" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
+{{- end -}}

@@ -200,7 +200,8 @@ spec:
       targetPort: metrics
 {{- end }}
 
-{{/* Who of this release may come in at a port, and who may read /metrics. `from` is a list of components. */}}
+{{/* Who of this release may come in at a port, who may read /metrics, and whom it may reach. `from` and `to` are lists
+     of components. */}}
 {{- define "quire.networkPolicy" }}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -213,7 +214,7 @@ spec:
   podSelector:
     matchLabels:
       {{- include "quire.selectorLabels" . | nindent 6 }}
-  policyTypes: [Ingress]
+  policyTypes: [Ingress{{ if .root.Values.networkPolicy.egress.enabled }}, Egress{{ end }}]
   ingress:
     - ports:
         - port: {{ .port }}
@@ -241,4 +242,30 @@ spec:
         {{- toYaml . | nindent 8 }}
       {{- end }}
     {{- end }}
+  {{- if .root.Values.networkPolicy.egress.enabled }}
+  {{- include "quire.egress" . | nindent 2 }}
+  {{- end }}
 {{- end }}
+
+{{/* Redis answers and asks nobody. */}}
+{{- define "quire.egress" -}}
+{{- if .to -}}
+egress:
+  - ports:
+      - {port: 53, protocol: UDP}
+      - {port: 53, protocol: TCP}
+  {{- range .to }}
+  - ports:
+      - port: {{ get $.root.Values.ports . | default 6379 }}
+    to:
+      - podSelector:
+          matchLabels:
+            {{- include "quire.selectorLabels" (dict "root" $.root "component" .) | nindent 12 }}
+  {{- end }}
+  {{- with .root.Values.networkPolicy.egress.extra }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- else -}}
+egress: []
+{{- end -}}
+{{- end -}}

@@ -6,6 +6,7 @@
 {{- include "quire.validateRedis" . -}}
 {{- include "quire.validateScaling" . -}}
 {{- include "quire.validatePorts" . -}}
+{{- include "quire.validateNetwork" . -}}
 {{- end -}}
 
 {{- define "quire.validateModels" -}}
@@ -176,5 +177,22 @@
 {{- if or (eq $port (int $ports.health)) (eq $port (int $ports.metrics)) -}}
 {{- fail (printf "ports.%s is %d, as is ports.%s: set different ones" . $port (ternary "health" "metrics" (eq $port (int $ports.health)))) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateNetwork" -}}
+{{- $ingress := .Values.gateway.ingress -}}
+{{- if and $ingress.enabled (not $ingress.hosts) -}}
+{{- fail "gateway.ingress.enabled is true, but no name leads to it: set gateway.ingress.hosts, e.g. [llm.example.com]" -}}
+{{- end -}}
+{{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
+{{- fail "gateway.grpcRoute.enabled is true, but it belongs to no Gateway: set gateway.grpcRoute.parentRefs, e.g. [{name: public}]" -}}
+{{- end -}}
+{{- $egress := .Values.networkPolicy.egress -}}
+{{- if and $egress.enabled (not .Values.networkPolicy.enabled) -}}
+{{- fail "networkPolicy.egress is on, but network policies are off: set networkPolicy.enabled" -}}
+{{- end -}}
+{{- if and $egress.enabled (not $egress.extra) (not .Values.redis.enabled) (include "quire.hasRedis" .) -}}
+{{- fail "networkPolicy.egress is on and keeps pods from your own Redis: add its address to networkPolicy.egress.extra" -}}
 {{- end -}}
 {{- end -}}
