@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from quire.v1.inference_pb2_grpc import (
     add_AdminServiceServicer_to_server,
@@ -25,6 +26,7 @@ from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
+from gateway_svc.tls import TlsError, TlsFiles, server_credentials, tls_files
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
@@ -64,7 +66,7 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
-    except (BindError, RedisUrlError) as error:
+    except (BindError, RedisUrlError, TlsError) as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -119,6 +121,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="redis://[:password@]host:port/db or unix:///path, as the schedulers': choose replicas by cached prefixes",
     )
     parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key, as the schedulers'")
+    tls = parser.add_argument_group("TLS of the port that clients use; files are read again when they change")
+    tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
+    tls.add_argument("--tls-key-file", type=Path, metavar="FILE", help="its key (PEM, without a password)")
+    tls.add_argument(
+        "--tls-client-ca-file",
+        type=Path,
+        metavar="FILE",
+        help="authorities of clients (PEM): only clients with a certificate of one of them get in; unset: everybody",
+    )
     parser.add_argument(
         "--scheduler-patience-s",
         type=config.in_range(float, 0.0, 3600.0),
@@ -152,12 +163,15 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError or RedisUrlError.
+    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError or TlsError.
 
     `shares_port`: other gateways listen there too. `ready_within_s`: wait so long for a model before listening.
     """
-    reader = make_reader(args)
-    server = GrpcServer(listen=args.listen, service_names=SERVICE_NAMES, shares_port=shares_port)
+    reader, tls = make_reader(args), tls_files(args)
+    credentials = None if tls is None else server_credentials(tls)
+    server = GrpcServer(
+        listen=args.listen, service_names=SERVICE_NAMES, shares_port=shares_port, credentials=credentials
+    )
     changed = asyncio.Event()
     bundles = BundleCache()
     chunk_interval_s = args.chunk_interval_ms / 1000
@@ -189,7 +203,8 @@ async def serve(
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
         settle_gc()
-        log.info("%s listens on %s; schedulers: %s", gateway_id, server.address, ", ".join(c.address for c in clients))
+        schedulers = ", ".join(c.address for c in clients)
+        log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
         tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
@@ -201,6 +216,12 @@ async def serve(
             await reader.close()
         prompts.close()
         await admin.close()
+
+
+def _security(files: TlsFiles | None) -> str:
+    if files is None:
+        return "plaintext"
+    return "TLS" if files.client_ca is None else "TLS, clients show a certificate"
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:

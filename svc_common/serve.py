@@ -98,16 +98,25 @@ class BindError(RuntimeError):
 class GrpcServer:
     """A grpc.aio server with health and reflection; owns the process's signals while it runs.
 
-    `shares_port`: several processes listen on the same one; the kernel spreads connections over them.
+    `shares_port`: several processes listen on the same one; the kernel spreads connections over them. `credentials`:
+    TLS; None is plaintext.
     """
 
-    def __init__(self, *, listen: str, service_names: Iterable[str], shares_port: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        listen: str,
+        service_names: Iterable[str],
+        shares_port: bool = False,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         errors = ErrorInterceptor()
         self.rpc = errors.stats
         self.grpc = grpc.aio.server(interceptors=[errors], options=_server_options(shares_port))
         self.stopping = asyncio.Event()
         self.is_serving = False
         self._listen = listen
+        self._credentials = credentials
         self._names = ["", *service_names]
         self._health = health.aio.HealthServicer()
         self.address = ""
@@ -118,13 +127,18 @@ class GrpcServer:
         """Bind and accept calls. Health says NOT_SERVING until `set_serving`. Returns host:port."""
         host = self._listen.rpartition(":")[0]
         try:
-            port = self.grpc.add_insecure_port(self._listen)
+            port = self._bind()
         except RuntimeError as error:
             raise BindError(f"cannot listen on {self._listen}: {error}") from None
         self.address = f"{host}:{port}"
         await self.set_serving(False)
         await self.grpc.start()
         return self.address
+
+    def _bind(self) -> int:
+        if self._credentials is None:
+            return self.grpc.add_insecure_port(self._listen)
+        return self.grpc.add_secure_port(self._listen, self._credentials)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Tell health checks and load balancers whether requests are welcome."""

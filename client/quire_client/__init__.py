@@ -28,6 +28,7 @@ from quire_client.errors import (
 )
 from quire_client.requests import ChatOptions, GenerateOptions
 from quire_client.retry import RetryPolicy
+from quire_client.tls import Tls
 from quire_client.types import (
     AbortResult,
     Delta,
@@ -74,6 +75,7 @@ __all__ = [
     "Status",
     "StreamCorrupted",
     "StreamEndedEarly",
+    "Tls",
     "TokenizeResult",
     "Unauthenticated",
     "Unimplemented",

@@ -52,6 +52,7 @@ from quire_client.retry import (
     probe_timeout_s,
 )
 from quire_client.targets import TargetRing
+from quire_client.tls import Tls, channel_security
 from quire_client.types import AbortResult, Delta, GenerateResult, ModelInfo, Sample, Status, TokenizeResult
 from quire_client.watch import AsyncStallWatch
 
@@ -127,6 +128,7 @@ class AsyncClient:
         cls,
         target: str | Sequence[str] | None = None,
         *,
+        tls: Tls | bool | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         connect_timeout_s: float = 5.0,
         api_key: str | None = None,
@@ -139,12 +141,15 @@ class AsyncClient:
     ) -> Self:
         """Open channels to the gateways and wait until one of them answers.
 
-        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051. Plaintext
-        unless `credentials` are given. Raises ConnectionFailed when nobody answers in `connect_timeout_s`.
+        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051.
+        `tls`: a Tls, True for its defaults, False for plaintext; default $QUIRE_TLS and its companions, else plaintext.
+        `credentials`: gRPC's own, in place of `tls`. Raises ConnectionFailed when nobody answers in
+        `connect_timeout_s`.
         """
         targets = resolve_targets(target)
+        credentials, options = channel_security(tls, credentials)
         client = cls(
-            [_open_channel(target, credentials) for target in targets],
+            [_open_channel(target, credentials, options) for target in targets],
             api_key=api_key,
             timeout_s=timeout_s,
             unary_timeout_s=unary_timeout_s,
@@ -383,8 +388,10 @@ class AsyncClient:
             await sleep(delay_s)
 
 
-def _open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    options = channel_options(target)
+def _open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, more: list[tuple[str, Any]]
+) -> grpc.aio.Channel:
+    options = [*channel_options(target), *more]
     if credentials is None:
         return grpc.aio.insecure_channel(target, options)
     return grpc.aio.secure_channel(target, credentials, options)

@@ -51,6 +51,7 @@ from quire_client.retry import (
     probe_timeout_s,
 )
 from quire_client.targets import TargetRing
+from quire_client.tls import Tls, channel_security
 from quire_client.types import AbortResult, Delta, GenerateResult, ModelInfo, Sample, Status, TokenizeResult
 from quire_client.watch import StallWatch
 
@@ -130,6 +131,7 @@ class Client:
         cls,
         target: str | Sequence[str] | None = None,
         *,
+        tls: Tls | bool | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         connect_timeout_s: float = 5.0,
         api_key: str | None = None,
@@ -142,12 +144,15 @@ class Client:
     ) -> Self:
         """Open channels to the gateways and wait until one of them answers.
 
-        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051. Plaintext
-        unless `credentials` are given. Raises ConnectionFailed when nobody answers in `connect_timeout_s`.
+        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051.
+        `tls`: a Tls, True for its defaults, False for plaintext; default $QUIRE_TLS and its companions, else plaintext.
+        `credentials`: gRPC's own, in place of `tls`. Raises ConnectionFailed when nobody answers in
+        `connect_timeout_s`.
         """
         targets = resolve_targets(target)
+        credentials, options = channel_security(tls, credentials)
         client = cls(
-            [_open_channel(target, credentials) for target in targets],
+            [_open_channel(target, credentials, options) for target in targets],
             api_key=api_key,
             timeout_s=timeout_s,
             unary_timeout_s=unary_timeout_s,
@@ -415,8 +420,10 @@ class Client:
             sleep(delay_s)
 
 
-def _open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    options = channel_options(target)
+def _open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, more: list[tuple[str, Any]]
+) -> grpc.Channel:
+    options = [*channel_options(target), *more]
     if credentials is None:
         return grpc.insecure_channel(target, options)
     return grpc.secure_channel(target, credentials, options)

@@ -51,6 +51,16 @@ TRANSPORT_WORDS = (
     "ping timeout",
     "unexpected <class 'asyncio.exceptions.cancellederror'>",
 )
+# What connections that fail for TLS say, and what to do.
+TLS_ADVICE = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is known here; set --tls-ca, QUIRE_TLS_CA or "
+    "Tls(ca_file=...)",
+    "Hostname Verification Check failed": "its certificate is for another name; set --tls-server-name, "
+    "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS; leave out --tls and QUIRE_TLS...",
+    "Socket closed": "it closed the connection at once: perhaps it speaks TLS (--tls, QUIRE_TLS=1, tls=True), or wants "
+    "a certificate of this client (--tls-cert and --tls-key)",
+}
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -218,7 +228,10 @@ def invalid(field: str, message: str) -> InvalidRequest:
 
 
 def cannot_connect(targets: Sequence[str], error: QuireError) -> ConnectionFailed:
-    """What `connect` raises when nobody answers. gRPC's own sentence ends with the cause that helps."""
+    """What `connect` raises when nobody answers. gRPC's own sentence ends with the cause that helps, but for TLS."""
+    for words, advice in TLS_ADVICE.items():
+        if words in error.message:
+            return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {advice}")
     cause = error.message.rpartition(": ")[2]
     return ConnectionFailed(
         f"no gateway answers at {', '.join(targets)} ({cause}); start one with `quire up`, "

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import trustme
-from quire_client import AsyncClient
+from quire_client import AsyncClient, Tls
 from quire_client.demo import demo_model_dir
 
 from tests.chaos.cluster import BUG_WORDS
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux give
 
 PORTS = {"gateway": 7051, "scheduler": 7052, "worker": 7061, "health": 7090, "metrics": 7091}
 PASSWORD = "tell-nobody"
+SERVER_NAME = "quire.example.com"
 LANES = 8
 MAX_ROWS = 4 * LANES  # a request may ask for several samples
 SCALED: Values = {
@@ -44,7 +45,11 @@ ROLLED: Values = {part: {"podAnnotations": {"rolled": "yes"}} for part in ("gate
 BASE: Values = {
     "ports": PORTS,
     "log": {"format": "text"},
-    "gateway": {"drainSeconds": 3},
+    "gateway": {
+        "drainSeconds": 3,
+        "tls": {"existingSecret": "gateway-tls", "clientCaSecret": "clients", "serverName": SERVER_NAME},
+    },
+    "test": {"tlsSecret": "tester"},
     "scheduler": {"drainSeconds": 2},
     "redis": {"auth": {"existingSecret": "redis-password"}},
     "models": [
@@ -79,9 +84,11 @@ def pool(replicas: int) -> Values:
 
 
 async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, {"redis-password": {"password": PASSWORD}}) as cluster:
+    secrets = {"redis-password": {"password": PASSWORD}} | tls_secrets()
+    async with Cluster(tmp_path, secrets) as cluster:
         await cluster.apply(objects())
-        client = await AsyncClient.connect(cluster.address("r-quire-gateway", PORTS["gateway"]), timeout_s=120.0)
+        address = cluster.address("r-quire-gateway", PORTS["gateway"])
+        client = await AsyncClient.connect(address, tls=tls_of(secrets["tester"], tmp_path), timeout_s=120.0)
         async with client:
             await until_ready(client, 2)
             code, log = await cluster.run_pod(objects().get("Pod", "test"))
@@ -99,6 +106,26 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
         assert [pod.name for pod in cluster.pods("worker")] == ["r-quire-worker-cpu-0"]
         assert all(pod.template["metadata"].get("annotations") for pod in cluster.pods() if "redis" not in pod.name)
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
+
+
+def tls_secrets() -> dict[str, dict[str, str]]:
+    """Secrets as cert-manager makes them: of gateways, of the authority of clients, and of a client."""
+    authority = trustme.CA()
+    ca = authority.cert_pem.bytes().decode()
+    own = {"gateway-tls": authority.issue_cert(SERVER_NAME), "tester": authority.issue_cert("tester@example.com")}
+    return {"clients": {"ca.crt": ca}} | {name: secret_of(cert) | {"ca.crt": ca} for name, cert in own.items()}
+
+
+def secret_of(cert: trustme.LeafCert) -> dict[str, str]:
+    chain = b"".join(part.bytes() for part in cert.cert_chain_pems)
+    return {"tls.crt": chain.decode(), "tls.key": cert.private_key_pem.bytes().decode()}
+
+
+def tls_of(secret: dict[str, str], folder: Path) -> Tls:
+    """What a client makes of its secret."""
+    for name, text in secret.items():
+        (folder / name).write_text(text)
+    return Tls(folder / "ca.crt", folder / "tls.crt", folder / "tls.key", SERVER_NAME)
 
 
 @contextlib.asynccontextmanager

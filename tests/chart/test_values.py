@@ -40,6 +40,8 @@ DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
 INGRESS = {"gateway": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}}}
 ROUTE = {"gateway": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}}}
 RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
+TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
+MUTUAL = {"gateway": {"tls": {"existingSecret": "cert"}}, "test": {"tlsSecret": "t"}}
 EGRESS = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
 OUTSIDE = {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}
 TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
@@ -135,6 +137,26 @@ GATEWAYS = [
         "spec.loadBalancerSourceRanges",
         ["203.0.113.0/24"],
     ),
+    Case("gateway.tls.existingSecret", "cert", GATEWAY, "arg --tls-cert-file", "/etc/quire/tls/tls.crt"),
+    Case("gateway.tls.existingSecret", "cert", GATEWAY, "arg --tls-key-file", "/etc/quire/tls/tls.key"),
+    Case("gateway.tls.existingSecret", "cert", GATEWAY, "volume tls", {"secret": {"secretName": "cert"}}),
+    Case("gateway.tls.existingSecret", "cert", "Service gateway", "spec.ports.0.appProtocol", "https"),
+    Case("gateway.tls.existingSecret", "", "Service gateway", "spec.ports.0.appProtocol", "kubernetes.io/h2c"),
+    Case(
+        "gateway.tls.clientCaSecret", "ca", GATEWAY, "arg --tls-client-ca-file", "/etc/quire/client-ca/ca.crt", MUTUAL
+    ),
+    Case("gateway.tls.clientCaSecret", "ca", GATEWAY, "volume client-ca", {"secret": {"secretName": "ca"}}, MUTUAL),
+    Case("gateway.tls.serverName", "a.b", "Pod test", "spec.containers.0.args.9", "--tls-server-name=a.b", TLS),
+    Case(
+        "gateway.tls.serverName",
+        "",
+        "Pod test",
+        "spec.containers.0.args.9",
+        f"--tls-server-name=r-quire-gateway.{NAMESPACE}.svc.cluster.local",
+        TLS,
+    ),
+    Case("test.tlsSecret", "t", "Pod test", "spec.volumes.0.secret.secretName", "t", TLS),
+    Case("test.tlsSecret", "", "Pod test", "spec.volumes.0.secret.secretName", "cert", TLS),
     Case("gateway.ingress.enabled", True, "Ingress gateway", "spec.rules.0.host", "llm.example.com", INGRESS),
     Case("gateway.ingress.className", "nginx", "Ingress gateway", "spec.ingressClassName", "nginx", INGRESS),
     Case("gateway.ingress.annotations", {"a": "b"}, "Ingress gateway", "metadata.annotations", {"a": "b"}, INGRESS),
@@ -585,6 +607,8 @@ def test_model_may_set_only_part_of_its_schedulers() -> None:
 
 EVERYTHING: Values = {
     "metrics": {"compat": "vllm"},
+    "gateway": {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}},
+    "test": {"tlsSecret": "t"},
     "workerDefaults": {"numBlocks": 8, "maxModelLen": 64, "quantize": "int8", "dtype": "bfloat16"},
 }
 

@@ -8,6 +8,7 @@ from quire_client.bench.datasets import Prompt
 from quire_client.channel import resolve_targets
 from quire_client.errors import QuireError
 from quire_client.requests import GenerateOptions
+from quire_client.tls import Tls
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -15,8 +16,9 @@ CONNECT_TIMEOUT_S = 5.0
 class QuireBackend:
     """Owns one AsyncClient, so one channel per gateway, as a program that uses the SDK would."""
 
-    def __init__(self, target: str | None, model: str, options: SendOptions) -> None:
+    def __init__(self, target: str | None, model: str, options: SendOptions, tls: Tls | None = None) -> None:
         self._target = target
+        self._tls = tls
         self._model = model
         self._options = options
         self._client: AsyncClient | None = None
@@ -24,7 +26,10 @@ class QuireBackend:
     async def connect(self) -> ServerInfo:
         try:
             self._client = await AsyncClient.connect(
-                self._target, connect_timeout_s=CONNECT_TIMEOUT_S, timeout_s=self._options.timeout_s
+                self._target,
+                tls=self._tls,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                timeout_s=self._options.timeout_s,
             )
             info = await self._client.model(self._model)
         except QuireError as error:

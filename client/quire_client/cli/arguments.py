@@ -18,7 +18,7 @@ examples:
   quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
 
 The gateway is --target, else $QUIRE_TARGET, else localhost:50051. Several are given as host:port,host:port: an answer
-whose gateway dies goes on with the next one.
+whose gateway dies goes on with the next one. Gateways with TLS: --tls, or QUIRE_TLS=1.
 """
 
 UP_EXAMPLES = """\
@@ -226,6 +226,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(commands, "bench", "bench", "run", "measure a server under load", BENCH_EXAMPLES)
     _add_bench_server(parser.add_argument_group("server"))
+    _add_tls(parser)
     _add_bench_load(parser.add_argument_group("load"))
     _add_bench_dataset(parser.add_argument_group("dataset"))
     add = parser.add_argument_group("result").add_argument
@@ -335,6 +336,16 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="HOST:PORT,...", help=f"gateway, or several (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
     )
     parser.add_argument("--timeout-s", type=_positive, metavar="S", help="give up after this many seconds")
+    _add_tls(parser)
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("TLS (default: $QUIRE_TLS, $QUIRE_TLS_CA, ...; else plaintext)").add_argument
+    add("--tls", action="store_true", default=None, help="speak TLS; on by itself with one of the following")
+    add("--tls-ca", metavar="FILE", help="authorities that gateways are known by (default: the well-known ones)")
+    add("--tls-cert", metavar="FILE", help="certificate of this client, for gateways that ask for one")
+    add("--tls-key", metavar="FILE", help="its key")
+    add("--tls-server-name", metavar="NAME", help="name in the gateway's certificate (default: the target's host)")
 
 
 def _at_least(low: int) -> Callable[[str], int]:

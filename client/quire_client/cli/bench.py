@@ -26,6 +26,7 @@ from quire_client.bench.figures import Summary, parse_slo, summarize, summary_fi
 from quire_client.bench.plot import PlotError, check_plot_path, write_plot
 from quire_client.bench.report import report_text
 from quire_client.cli.output import complain, to_json
+from quire_client.cli.security import tls_option
 
 INTERRUPTED = 130
 PROGRESS_INTERVAL_S = 0.2
@@ -152,7 +153,7 @@ def make_backend(args: argparse.Namespace) -> Backend:
         return OpenAIBackend(args.base_url, args.model, options, args.extra_body)
     from quire_client.bench.quire_backend import QuireBackend
 
-    return QuireBackend(args.target, args.model, options)
+    return QuireBackend(args.target, args.model, options, tls_option(args))
 
 
 def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> Run:

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from quire_client.channel import TARGET_ENV, resolve_targets
 from quire_client.cli.output import to_json
+from quire_client.cli.security import tls_option
 from quire_client.cli.stack import cores
 from quire_client.cli.up import has_gpu
 from quire_client.client import Client
 from quire_client.errors import QuireError
+from quire_client.tls import Tls
 
 OK, FALLBACK, MISSING = "ok", "fallback", "missing"
 MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
@@ -44,7 +46,7 @@ class Finding:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when something that was asked for does not work."""
-    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target))
+    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args)))
     is_healthy = all(finding.state != MISSING for finding in findings)
     if args.json:
         print(to_json({"healthy": is_healthy, "findings": findings}))
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_healthy else 1
 
 
-def examine(redis: str | None, target: str | None) -> Iterable[Finding]:
+def examine(redis: str | None, target: str | None, tls: Tls | None = None) -> Iterable[Finding]:
     """Everything, in the order a person would ask."""
     yield check_python()
     yield check_packages("sdk", SDK_PACKAGES, is_required=True)
@@ -65,7 +67,7 @@ def examine(redis: str | None, target: str | None) -> Iterable[Finding]:
     yield check_demo_model()
     yield check_redis(redis)
     is_named = bool(target or os.environ.get(TARGET_ENV))
-    yield from (check_target(address, is_named=is_named) for address in resolve_targets(target))
+    yield from (check_target(address, is_named=is_named, tls=tls) for address in resolve_targets(target))
 
 
 def check_python() -> Finding:
@@ -128,10 +130,10 @@ def check_redis(url: str | None) -> Finding:
     return Finding("redis", OK, f"{name} answers")
 
 
-def check_target(address: str, *, is_named: bool) -> Finding:
+def check_target(address: str, *, is_named: bool, tls: Tls | None = None) -> Finding:
     """A gateway that was named must answer; the default one may well not run yet."""
     try:
-        with Client.connect(address, connect_timeout_s=TARGET_TIMEOUT_S) as client:
+        with Client.connect(address, tls=tls, connect_timeout_s=TARGET_TIMEOUT_S) as client:
             names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())
     except QuireError as error:
         state = MISSING if is_named else FALLBACK

@@ -8,6 +8,7 @@ import time
 from typing import Any, cast
 
 from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
+from quire_client.cli.security import tls_option
 from quire_client.client import Client, GenerateStream
 from quire_client.requests import GenerateOptions
 from quire_client.types import GenerateResult, Sample
@@ -48,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
 
 def connect(args: argparse.Namespace) -> Client:
     """The client of --target, one gateway or several. Fails fast: a person waits."""
+    tls = tls_option(args)
     if args.timeout_s is None:
-        return Client.connect(args.target, connect_timeout_s=CONNECT_TIMEOUT_S)
+        return Client.connect(args.target, tls=tls, connect_timeout_s=CONNECT_TIMEOUT_S)
     return Client.connect(
-        args.target, connect_timeout_s=min(CONNECT_TIMEOUT_S, args.timeout_s), timeout_s=args.timeout_s
+        args.target, tls=tls, connect_timeout_s=min(CONNECT_TIMEOUT_S, args.timeout_s), timeout_s=args.timeout_s
     )
 
 

@@ -119,3 +119,8 @@ authenticationRef:
 {{- define "quire.publicServices" -}}
 {{ list "quire.v1.InferenceService" "grpc.health.v1.Health" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
 {{- end -}}
+
+{{/* What proxies in front of gateways are told to speak. */}}
+{{- define "quire.gatewayProtocol" -}}
+{{ ternary "https" "kubernetes.io/h2c" (not (empty .Values.gateway.tls.existingSecret)) }}
+{{- end -}}

@@ -188,6 +188,12 @@
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
 {{- fail "gateway.grpcRoute.enabled is true, but it belongs to no Gateway: set gateway.grpcRoute.parentRefs, e.g. [{name: public}]" -}}
 {{- end -}}
+{{- if and .Values.gateway.tls.clientCaSecret (not .Values.gateway.tls.existingSecret) -}}
+{{- fail "gateway.tls.clientCaSecret is set, but gateways speak no TLS: set gateway.tls.existingSecret too" -}}
+{{- end -}}
+{{- if and .Values.gateway.tls.clientCaSecret (not .Values.test.tlsSecret) -}}
+{{- fail "gateway.tls.clientCaSecret keeps out clients without a certificate, and helm test has none: set test.tlsSecret to a secret with ca.crt, tls.crt and tls.key" -}}
+{{- end -}}
 {{- $egress := .Values.networkPolicy.egress -}}
 {{- if and $egress.enabled (not .Values.networkPolicy.enabled) -}}
 {{- fail "networkPolicy.egress is on, but network policies are off: set networkPolicy.enabled" -}}

@@ -1,0 +1,84 @@
+"""TLS to gateways, the same for both clients.
+
+Client.connect("llm.example.com:443", tls=True)
+Client.connect("10.0.0.7:50051", tls=Tls(ca_file="ca.crt", server_name="llm.example.com"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from quire_client.errors import invalid
+
+TLS_ENV = "QUIRE_TLS"
+FIELD_ENV = {
+    "ca_file": "QUIRE_TLS_CA",
+    "cert_file": "QUIRE_TLS_CERT",
+    "key_file": "QUIRE_TLS_KEY",
+    "server_name": "QUIRE_TLS_SERVER_NAME",
+}
+OFF_WORDS = ("", "0", "false", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a gateway is known, and how this client shows who it is. Files are PEM.
+
+    Unset: the authorities that gRPC brings along ($GRPC_DEFAULT_SSL_ROOTS_FILE_PATH replaces them), no certificate of
+    one's own, and the host of the target as the name that the gateway's certificate must have.
+    """
+
+    ca_file: str | os.PathLike[str] | None = None
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
+    server_name: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """For `grpc.secure_channel`. Raises InvalidRequest for a file that is not there."""
+        if (self.cert_file is None) != (self.key_file is None):
+            raise invalid("tls", "cert_file and key_file belong together: give both, or none")
+        ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Options of a channel that uses the credentials."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+
+def resolve_tls(tls: Tls | bool | None, environment: Mapping[str, str] = os.environ) -> Tls | None:
+    """What was given; None: what QUIRE_TLS and QUIRE_TLS_... say, else plaintext."""
+    if isinstance(tls, Tls):
+        return tls
+    if tls is not None:
+        return _from(environment) if tls else None
+    is_on = environment.get(TLS_ENV, "").lower() not in OFF_WORDS
+    return _from(environment) if is_on or any(environment.get(name) for name in FIELD_ENV.values()) else None
+
+
+def channel_security(
+    tls: Tls | bool | None, credentials: grpc.ChannelCredentials | None
+) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+    """Credentials (None: plaintext) and options of channels; `credentials` that were given go before `tls`."""
+    if credentials is not None:
+        return credentials, []
+    resolved = resolve_tls(tls)
+    return (None, []) if resolved is None else (resolved.credentials(), resolved.options())
+
+
+def _from(environment: Mapping[str, str]) -> Tls:
+    return Tls(**{field: environment.get(name) or None for field, name in FIELD_ENV.items()})
+
+
+def _read(name: str, path: str | os.PathLike[str] | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise invalid("tls", f"tls.{name}={os.fspath(path)!r}: {error.strerror or error}") from None

@@ -1,0 +1,174 @@
+"""A gateway with TLS: who gets in, what the others are told, and a certificate that changes while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, cli
+from quire_client.tls import resolve_tls
+
+from gateway_svc.server import make_parser
+from gateway_svc.tls import TlsError, server_credentials, tls_files
+from tests.processes.ports import free_port
+from tests.processes.stack import Service
+
+NAME = "quire.example.com"
+NOBODY = "127.0.0.1:1"  # a scheduler that is not there: the gateway answers all the same
+DEADLINE_S = 20.0
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
+
+
+class Files:
+    """An authority, and a gateway's and a client's certificate of it, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = trustme.CA()
+        self.ca = folder / "ca.crt"
+        self.authority.cert_pem.write_to_path(self.ca)
+        self.renew()
+        self.client = self.write("me", self.authority.issue_cert("me@example.com"))
+
+    def renew(self, authority: trustme.CA | None = None) -> None:
+        """Another certificate for the gateway."""
+        self.cert, self.key = self.write("server", (authority or self.authority).issue_cert(NAME, "127.0.0.1"))
+
+    def write(self, name: str, cert: trustme.LeafCert) -> tuple[Path, Path]:
+        """Chain and key as NAME.crt and NAME.key, each put in place whole, as a kubelet does."""
+        crt, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        _put(crt, b"".join(part.bytes() for part in cert.cert_chain_pems))
+        _put(key, cert.private_key_pem.bytes())
+        return crt, key
+
+
+def _put(path: Path, pem: bytes) -> None:
+    path.with_suffix(".new").write_bytes(pem)
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def gateway(files: Files) -> Iterator[Service]:
+    """A gateway that asks clients for a certificate."""
+    address = f"127.0.0.1:{free_port()}"
+    flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}", f"--tls-client-ca-file={files.ca}"]
+    command = [sys.executable, "-m", "gateway_svc.server", "--listen", address, "--scheduler", NOBODY, *flags]
+    service = Service("gateway", command, address, files.folder / "log")
+    service.start()
+    try:
+        yield service
+    finally:
+        service.kill()
+
+
+def models(gateway: Service, tls: Tls | bool | None, within_s: float = DEADLINE_S) -> int:
+    with Client.connect(gateway.address, tls=tls, connect_timeout_s=within_s) as client:
+        return len(client.models())
+
+
+def refusal(gateway: Service, tls: Tls | bool) -> str:
+    """What a client is told that cannot get in; on a busy machine a handshake may take longer than a try."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        with pytest.raises(ConnectionFailed) as failed:
+            models(gateway, tls, within_s=0.3)
+        if "in time" not in failed.value.message or time.monotonic() > deadline:
+            return failed.value.message
+
+
+def test_who_gets_in_and_what_others_are_told(gateway: Service, files: Files) -> None:
+    cert, key = files.client
+    assert models(gateway, Tls(files.ca, cert, key, NAME)) == 0
+    assert "TLS, clients show a certificate" in gateway.log()
+    stranger = trustme.CA()
+    stranger.cert_pem.write_to_path(files.folder / "stranger.crt")
+    other_cert, other_key = files.write("other", stranger.issue_cert("you@example.com"))
+    for tls, words in (
+        (False, "perhaps it speaks TLS"),
+        (Tls(files.ca, server_name=NAME), "wants a certificate of this client"),
+        (Tls(files.ca, other_cert, other_key, NAME), "wants a certificate of this client"),
+        (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),
+        (Tls(files.folder / "stranger.crt", cert, key, NAME), "set --tls-ca"),
+    ):
+        assert words in refusal(gateway, tls)
+
+
+def test_the_command_takes_flags_and_environment(
+    gateway: Service, files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = files.client
+    command = ["models", "--json", f"--target={gateway.address}", f"--tls-server-name={NAME}"]
+    assert cli.main([*command, f"--tls-ca={files.ca}", f"--tls-cert={cert}", f"--tls-key={key}"]) == 0
+    for name, path in (("CA", files.ca), ("CERT", cert), ("KEY", key)):
+        monkeypatch.setenv(f"QUIRE_TLS_{name}", str(path))
+    assert cli.main(command) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"models": []}] * 2
+
+
+def test_the_guide_s_program_runs(
+    gateway: Service, files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(files.folder)
+    exec(compile(program.replace("llm.example.com:50051", gateway.address), str(GUIDE), "exec"), {})
+    assert capsys.readouterr().out == "()\n"
+
+
+def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) -> None:
+    trusted = Tls(files.ca, *files.client, NAME)
+    assert models(gateway, trusted) == 0
+    files.cert.write_text("no certificate")
+    assert [models(gateway, trusted) for _ in range(2)] == [0, 0], "the former one stays in force"
+    newer = trustme.CA()
+    newer.cert_pem.write_to_path(files.folder / "newer.crt")
+    files.renew(newer)
+    assert models(gateway, Tls(files.folder / "newer.crt", *files.client, NAME)) == 0
+    assert "of no authority that is known here" in refusal(gateway, trusted)
+    assert gateway.log().count("the former certificate stays in force: --tls-cert-file") == 1
+    assert "serving with a new certificate" in gateway.log()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"cert": "server.crt"}, "--tls-cert-file and --tls-key-file belong together"),
+        ({"client-ca": "ca.crt"}, "set --tls-cert-file and --tls-key-file too"),
+        ({"cert": "none.crt", "key": "server.key"}, "none.crt: No such file"),
+        ({"cert": "server.crt", "key": "me.key"}, "key values mismatch"),
+        ({"cert": "server.crt", "key": "server.key", "client-ca": "server.key"}, "--tls-client-ca-file"),
+    ],
+)
+def test_bad_files_stop_the_start(tmp_path: Path, names: dict[str, str], words: str) -> None:
+    files = Files(tmp_path)
+    flags = [f"--tls-{name}-file={files.folder / path}" for name, path in names.items()]
+    args = make_parser().parse_args(["--scheduler", NOBODY, *flags])
+    with pytest.raises(TlsError) as refused:
+        server_credentials(tls_files(args) or pytest.fail("it took them"))
+    assert words in str(refused.value)
+
+
+def test_the_sdk_names_what_is_wrong_with_its_files() -> None:
+    with pytest.raises(InvalidRequest, match="'/none': No such file"):
+        Client.connect("127.0.0.1:1", tls=Tls(ca_file="/none"))
+    with pytest.raises(InvalidRequest, match="give both, or none"):
+        Client.connect("127.0.0.1:1", tls=Tls(cert_file="/some"))
+
+
+def test_the_environment_switches_it_on() -> None:
+    assert resolve_tls(None, {}) is None
+    assert resolve_tls(None, {"QUIRE_TLS": "0"}) is None
+    assert resolve_tls(None, {"QUIRE_TLS": "1"}) == Tls()
+    assert resolve_tls(None, {"QUIRE_TLS_SERVER_NAME": "a.b"}) == Tls(server_name="a.b")
+    assert resolve_tls(False, {"QUIRE_TLS": "1"}) is None
+    assert resolve_tls(True, {"QUIRE_TLS_CA": "ca"}) == Tls(ca_file="ca")
