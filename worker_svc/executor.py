@@ -2,7 +2,8 @@
 
     event loop: submit -> fence, step id, columns -> queue -> model thread: execute -> answer
 
-The event loop never computes; the model thread never waits for the network while there is a step in its queue.
+The event loop never computes; the model thread never waits for the network while there is a step in its queue. The
+steps of one message are one job of the thread and wake the event loop once: the two share one interpreter.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from quire.v1 import worker_pb2
@@ -27,6 +30,7 @@ from worker_svc.wire import blocks_to_proto, step_batch_from_proto, step_output_
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Answer = asyncio.Future[worker_pb2.StepOutput]
+Outcome = worker_pb2.StepOutput | Exception
 
 NUM_KEPT_ANSWERS = 64
 FIRST_STEP_ID = 1
@@ -124,6 +128,19 @@ class Lease:
             on_end(error)
 
 
+@dataclass(slots=True)
+class QueuedStep:
+    """A step that was taken in."""
+
+    batch: StepBatch
+    answer: Answer
+    queued_at: float = field(default_factory=time.monotonic)
+    queue_us: int = 0  # how long it waited for the model
+
+    def begin(self) -> None:
+        self.queue_us = int((time.monotonic() - self.queued_at) * 1e6)
+
+
 class StepExecutor:
     """Owns the runner, the thread that alone may touch it, and the lease in force.
 
@@ -133,7 +150,6 @@ class StepExecutor:
 
     def __init__(self, *, worker_epoch: int, on_fatal: Callable[[BaseException], None] = end_process) -> None:
         self.worker_epoch = worker_epoch
-        self.num_in_flight = 0
         self.rows_used = 0
         self.num_orders = 0  # leases and steps so far
         self.num_leases = 0
@@ -146,6 +162,7 @@ class StepExecutor:
         self._pipelined: PipelinedRunner | None = None  # the same, if it is one: asking a protocol costs 20 us
         self._lease: Lease | None = None
         self._last_epoch = 0
+        self._in_flight: set[Answer] = set()
         self._idle_since = time.monotonic()
 
     # -- the model -------------------------------------------------------------------------------------------------
@@ -240,77 +257,87 @@ class StepExecutor:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def submit(self, message: worker_pb2.StepBatch) -> Answer:
-        """Queue one step; the answer comes when it has run. A repeated step id gets the same answer, without a run.
+    def submit(self, messages: Sequence[worker_pb2.StepBatch]) -> list[Answer]:
+        """Queue the steps of one message; their answers come together, when the last of them has run. A repeated step
+        id gets the answer that it got, without a run.
 
-        Raises StaleEpochError, StepOrderError or InvalidRequestError; so may the answer.
+        A step that is refused has StaleEpochError, StepOrderError or InvalidRequestError for an answer. If it is known
+        at once, those after it get none.
         """
-        runner = self._loaded()
-        lease = self.check_fence(message.fence)
-        known = lease.answer_of(message.step_id)
-        if known is not None:
-            return known
+        answers: list[Answer] = []
+        queued: list[QueuedStep] = []
+        try:
+            runner = self._loaded()
+            for message in messages:
+                lease = self.check_fence(message.fence)
+                answers.append(lease.answer_of(message.step_id) or self._accept(lease, message, queued))
+        except QuireError as error:
+            answers.append(_refusal(error))
+        if queued and self._pipelined is not None:
+            self._thread.submit(self._launch_all, self._pipelined, lease, queued, asyncio.get_running_loop())
+        elif queued:
+            self._thread.submit(self._run_all, runner, lease, queued, asyncio.get_running_loop())
+        return answers
+
+    def _accept(self, lease: Lease, message: worker_pb2.StepBatch, queued: list[QueuedStep]) -> Answer:
         batch = step_batch_from_proto(message)
         self._row_log.note(message, batch)
-        queued_at = time.monotonic()
-        answer = self._start(runner, lease, batch, queued_at)
-        self.num_in_flight += 1
-        self.num_orders += 1
+        answer: Answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(self._note_answered)
+        self._in_flight.add(answer)
+        self.num_orders += 1
         lease.accept(batch.step_id, answer)
+        queued.append(QueuedStep(batch, answer))
         return answer
 
-    def _start(self, runner: Runner, lease: Lease, batch: StepBatch, queued_at: float) -> Answer:
-        loop = asyncio.get_running_loop()
-        if self._pipelined is None:
-            return loop.run_in_executor(self._thread, lambda: self._run(runner, lease, batch, queued_at))
-        done: Future[worker_pb2.StepOutput] = Future()
-        self._thread.submit(self._launch, self._pipelined, lease, batch, queued_at, done)
-        return asyncio.wrap_future(done, loop=loop)
-
-    def _run(self, runner: Runner, lease: Lease, batch: StepBatch, queued_at: float) -> worker_pb2.StepOutput:
-        queue_us = int((time.monotonic() - queued_at) * 1e6)
-        self._check_turn(lease, batch)
-        output = self._measured(batch, queued_at, lambda: runner.execute(batch))
-        self._note_run(runner, lease)
-        return self._told(output, queue_us)
-
-    def _launch(
-        self,
-        runner: PipelinedRunner,
-        lease: Lease,
-        batch: StepBatch,
-        queued_at: float,
-        done: Future[worker_pb2.StepOutput],
+    def _run_all(
+        self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep], loop: asyncio.AbstractEventLoop
     ) -> None:
-        """In the model thread, which is free again once the step is on its way."""
-        if not done.set_running_or_notify_cancel():
-            return
-        queue_us = int((time.monotonic() - queued_at) * 1e6)
+        _tell(loop, steps, [self._run(runner, lease, step) for step in steps])
+
+    def _run(self, runner: Runner, lease: Lease, step: QueuedStep) -> Outcome:
+        step.begin()
         try:
-            self._check_turn(lease, batch)
-            launched = self._guarded(batch, lambda: runner.launch(batch))
+            self._check_turn(lease, step.batch)
+            output = self._measured(step, lambda: runner.execute(step.batch))
             self._note_run(runner, lease)
         except Exception as error:
-            done.set_exception(error)
-            return
-        self._results.submit(self._read, launched, batch, queued_at, queue_us, done)
+            return error
+        return self._told(output, step)
 
-    def _read(
-        self, launched: Launched, batch: StepBatch, queued_at: float, queue_us: int, done: Future[worker_pb2.StepOutput]
+    def _launch_all(
+        self, runner: PipelinedRunner, lease: Lease, steps: Sequence[QueuedStep], loop: asyncio.AbstractEventLoop
     ) -> None:
-        try:
-            output = self._measured(batch, queued_at, launched.result)
-        except Exception as error:
-            done.set_exception(error)
-            return
-        done.set_result(self._told(output, queue_us))
+        """The model thread is free again once the steps are on their way; another one waits for what they find."""
+        outcomes: list[Outcome] = []
+        for step in steps:
+            launched = self._launch(runner, lease, step)
+            self._results.submit(self._read, step, launched, outcomes)
+        self._results.submit(_tell, loop, steps, outcomes)
 
-    def _told(self, output: StepOutput, queue_us: int) -> worker_pb2.StepOutput:
+    def _launch(self, runner: PipelinedRunner, lease: Lease, step: QueuedStep) -> Launched | Exception:
+        step.begin()
+        try:
+            self._check_turn(lease, step.batch)
+            launched = self._guarded(step.batch, lambda: runner.launch(step.batch))
+            self._note_run(runner, lease)
+        except Exception as error:
+            return error
+        return launched
+
+    def _read(self, step: QueuedStep, launched: Launched | Exception, outcomes: list[Outcome]) -> None:
+        try:
+            if isinstance(launched, Exception):
+                raise launched
+            outcomes.append(self._told(self._measured(step, launched.result), step))
+        except Exception as error:
+            outcomes.append(error)
+
+    def _told(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
         """The answer. Rows that failed are for the log too: their requests go on elsewhere and may never tell."""
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
-        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=queue_us)
+        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
 
     def _check_turn(self, lease: Lease, batch: StepBatch) -> None:
         self._check_in_force(lease)
@@ -323,15 +350,15 @@ class StepExecutor:
         if self._lease is lease:  # else these rows are about to be closed
             self.rows_used = rows_used
 
-    def _measured(self, batch: StepBatch, queued_at: float, compute: Callable[[], StepOutput]) -> StepOutput:
+    def _measured(self, step: QueuedStep, compute: Callable[[], StepOutput]) -> StepOutput:
         is_done = False
-        self.meter.begin(batch, queued_at)
+        self.meter.begin(step.batch, step.queued_at)
         try:
-            output = self._guarded(batch, compute)
+            output = self._guarded(step.batch, compute)
             is_done = True
             return output
         finally:
-            self.meter.end(batch, is_done=is_done)
+            self.meter.end(step.batch, is_done=is_done)
 
     def _guarded(self, batch: StepBatch, compute: Callable[[], T]) -> T:
         try:
@@ -343,10 +370,15 @@ class StepExecutor:
             raise
 
     def _note_answered(self, answer: Answer) -> None:
-        self.num_in_flight -= 1
+        self._in_flight.discard(answer)
         self._idle_since = time.monotonic()
         if not answer.cancelled():
             answer.exception()  # seen: whoever asked may have left
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were taken in and not answered."""
+        return len(self._in_flight)
 
     @property
     def is_leased(self) -> bool:
@@ -356,7 +388,7 @@ class StepExecutor:
     @property
     def idle_s(self) -> float:
         """Seconds since the last step ended; 0 while one is queued or runs."""
-        return 0.0 if self.num_in_flight else time.monotonic() - self._idle_since
+        return 0.0 if self._in_flight else time.monotonic() - self._idle_since
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -367,6 +399,30 @@ class StepExecutor:
         blocks = await self._call(lambda: list(_blocks(runner)))
         self._check_in_force(lease)
         return blocks
+
+
+def _refusal(error: QuireError) -> Answer:
+    """An answer that is known already."""
+    answer: Answer = asyncio.get_running_loop().create_future()
+    answer.set_exception(error)
+    answer.exception()  # seen, whether or not somebody waits for it
+    return answer
+
+
+def _tell(loop: asyncio.AbstractEventLoop, steps: Sequence[QueuedStep], outcomes: Sequence[Outcome]) -> None:
+    """Give steps their answers, in the event loop. One that is closed has nobody left who waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, steps, outcomes)
+
+
+def _settle(steps: Sequence[QueuedStep], outcomes: Sequence[Outcome]) -> None:
+    for step, outcome in zip(steps, outcomes, strict=True):
+        if step.answer.cancelled():
+            continue
+        if isinstance(outcome, Exception):
+            step.answer.set_exception(outcome)
+        else:
+            step.answer.set_result(outcome)
 
 
 def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:

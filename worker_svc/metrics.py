@@ -95,9 +95,11 @@ class Executor(Protocol):
     """What is read of the executor."""
 
     meter: StepMeter
-    num_in_flight: int
     rows_used: int
     num_leases: int
+
+    @property
+    def num_in_flight(self) -> int: ...
 
 
 class WorkerReader:

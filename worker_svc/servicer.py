@@ -41,17 +41,11 @@ class StepInbox:
         try:
             await self._room.acquire()
             async for request in requests:
-                self._submit((request.batch, *request.then))
+                self._answers.put_nowait(self._executor.submit((request.batch, *request.then)))
                 await self._room.acquire()
             self._answers.put_nowait(None)
         except Exception as error:
             self.fail(error)
-
-    def _submit(self, batches: Sequence[worker_pb2.StepBatch]) -> None:
-        answers: list[Answer] = []
-        self._answers.put_nowait(answers)  # a step that is refused ends the stream after those before it
-        for batch in batches:
-            answers.append(self._executor.submit(batch))
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error` after the answers that are owed."""
@@ -76,7 +70,7 @@ async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutpu
     for answer in answers:
         try:
             # Shielded: a caller that leaves must not cancel a step that another stream may ask for again.
-            outputs.append(await asyncio.shield(answer))
+            outputs.append(answer.result() if answer.done() else await asyncio.shield(answer))
         except Exception as error:
             return outputs, error
     return outputs, None
@@ -133,8 +127,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await _cancel(reader)
 
     async def StepBatch(self, request: worker_pb2.StepBatchRequest, context: Context) -> worker_pb2.StepBatchResponse:
-        output = await asyncio.shield(self._executor.submit(request.batch))
-        return worker_pb2.StepBatchResponse(output=output)
+        (answer,) = self._executor.submit((request.batch,))
+        return worker_pb2.StepBatchResponse(output=await asyncio.shield(answer))
 
     async def ListBlocks(
         self, request: worker_pb2.ListBlocksRequest, context: Context
