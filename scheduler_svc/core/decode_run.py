@@ -1,8 +1,8 @@
-"""Steady decode: while nobody comes or goes, a step is the step before it, one token further.
+"""Steady decode: while nobody comes, a step is the step before it, one token further.
 
 Most steps of a busy server are of this kind, so what does not change between them is kept, and what does changes by
-adding one. The run ends when a row is opened or closed, reaches its limit, or finds no block; the next step is then
-planned from scratch.
+adding one. A row that is closed or reaches its limit leaves the run. The run ends when a row is opened or finds no
+block; the next step is then planned from scratch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ONE = np.uint32(1)
 
 @dataclass(slots=True)
 class DecodeRun:
-    """Every row of a worker, each with one token to compute and one to sample, in the order of their batch."""
+    """Every row of a worker that has something to compute: one token, and one to sample. In the order of the batch."""
 
-    version: int  # of the row table: the run holds while it stays the same
+    num_opened: int  # of the row table: the run holds while it stays the same
+    generation: I64  # of all rows of the table when the run was last looked through
     rows: I64  # [N]
     sampled: U32  # [N] the same
     query_lens: U32  # [N] ones
@@ -46,7 +47,7 @@ class DecodeRun:
 
     @classmethod
     def after(cls, table: RowTable, rows: I64, context_lens: I64, slots: U32) -> DecodeRun:
-        """The run that a step began in which every row decoded and sampled."""
+        """The run that goes on where these rows are: each is computed up to position `context_lens`, which has a slot."""
         count, block_size = len(rows), table.block_size
         is_member = np.zeros(len(table.computed), dtype=np.int64)
         is_member[rows] = 1
@@ -55,7 +56,8 @@ class DecodeRun:
         by_phase = steps_to_full.argsort(kind="stable")
         phases = steps_to_full[by_phase].searchsorted(np.arange(block_size + 1)).tolist()
         return cls(
-            version=table.version,
+            num_opened=table.num_opened,
+            generation=table.generation,
             rows=rows,
             sampled=rows.astype(np.uint32),
             query_lens=np.ones(count, dtype=np.uint32),
@@ -76,6 +78,18 @@ class DecodeRun:
             phases=phases,
             phase=0,
         )
+
+    def without_gone(self, table: RowTable) -> DecodeRun | None:
+        """The run without rows that were closed or have reached their limit; None if nobody stays."""
+        rows = self.rows
+        is_open = self.generation[rows] == table.generation[rows]
+        stays = is_open & (table.num_tokens[rows] + table.pending[rows] < table.limit[rows])
+        if stays.all():
+            self.generation = table.generation
+            return self
+        if not stays.any():
+            return None
+        return DecodeRun.after(table, rows[stays], self.context_lens[stays].astype(np.int64), self.slots[stays])
 
     def advance(self, new_blocks: I64 | None, block_size: int) -> None:
         """One step further. `new_blocks`: of the rows that were full."""

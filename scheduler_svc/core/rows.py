@@ -51,7 +51,7 @@ class RowTable:
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
-        self.version = 0  # +1 whenever a row is opened or closed
+        self.num_opened = 0  # so far
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
         self._active: I64 | None = None
@@ -89,7 +89,7 @@ class RowTable:
     def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
         """Give `seq` a row; the caller has checked `num_free`."""
         row = self._free.pop()
-        self.version += 1
+        self.num_opened += 1
         self._order[row] = None
         self._active = None
         group = seq.group
@@ -118,7 +118,6 @@ class RowTable:
     def close(self, row: int) -> None:
         self.generation = self.generation.copy()  # steps in flight keep the one that they were sent with
         self.generation[row] += 1
-        self.version += 1
         self.sequences[row] = None
         del self._order[row]
         self._active = None

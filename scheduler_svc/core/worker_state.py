@@ -61,7 +61,6 @@ class WorkerState:
         self._root_salt = root_salt
         self._next_step_id = next_step_id
         self._run: DecodeRun | None = None
-        self._decoded: tuple[int, I64, I64, U32] | None = None  # what a run could go on from
         self._pending_prefill: int | None = None  # unknown since rows came, went or computed a chunk
         self._closed: list[int] = []
         self._commits: list[tuple[int, bytes]] = []
@@ -177,18 +176,42 @@ class WorkerState:
         return StepPlan(budget=self.capacity.max_num_batched_tokens)
 
     def continue_run(self, plan: StepPlan) -> bool:
-        """Plan one token more for everybody, if the step before did the same and nothing has changed; False if not."""
-        run = self._run = self._run or self._new_run()
+        """Plan one token more for every row, if that is all there is to do; False if the step needs more thought."""
+        run = self._run = self._living_run()
         if run is None:
             return False
-        if run.version != self.rows.version or not run.steps_left or len(run.full) > self.pool.num_free:
-            self._run = self._decoded = None  # a run has gone on since that step: nobody may begin there again
+        if len(run.full) > self.pool.num_free:
+            self._run = None
             return False
         if len(run.full):
             self._append_blocks(run.rows[run.full], plan)
         plan.add(run.rows, run.query_lens, len(run.rows))
         plan.run, plan.num_decode = run, len(run.rows)
         return True
+
+    def _living_run(self) -> DecodeRun | None:
+        """The run of the step before without the rows that have left it, or a new one where rows came since."""
+        run = self._run
+        if run is None or run.num_opened != self.rows.num_opened:
+            return self._new_run()
+        if run.steps_left and run.generation is self.rows.generation:
+            return run
+        return run.without_gone(self.rows)
+
+    def _new_run(self) -> DecodeRun | None:
+        """A run may begin wherever every row that has something to compute has its newest token to compute, and a block
+        of its own to write it to, or needs the next one.
+        """
+        if self.pending_prefill or self.num_reserved_rows:
+            return None
+        r = self.rows
+        rows, _ = self.split_by_stage()
+        ends = r.computed[rows]
+        samples = r.num_tokens[rows] + r.pending[rows] < r.limit[rows]
+        needs_block = np.isin(rows, self.rows_that_need_a_block(rows))
+        if not len(rows) or not samples.all() or (needs_block != (ends % r.block_size == 0)).any():
+            return None
+        return DecodeRun.after(r, rows, ends - 1, r.slots(rows, ends - 1))
 
     def plan_burst(self, first: StepBatch, burst_s: float) -> None:
         """Let as many more steps of the same run follow `first` in its message as the worker decodes in that time."""
@@ -211,12 +234,6 @@ class WorkerState:
             took = (now - max(flight.sent_at, self.answered_at)) / flight.burst_len
             self.decode_s = took if self.decode_s is None else self.decode_s + DECODE_WEIGHT * (took - self.decode_s)
         self.answered_at = now
-
-    def _new_run(self) -> DecodeRun | None:
-        if self._decoded is None or self._decoded[0] != self.rows.version:
-            return None
-        _, rows, context_lens, slots = self._decoded
-        return DecodeRun.after(self.rows, rows, context_lens, slots)
 
     def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
         """Decodes first, then chunks of prefills, in the same step."""
@@ -356,8 +373,6 @@ class WorkerState:
             is_full=plan.budget < 1,
         )
         plan.forks = sampling_forks
-        is_decode = 0 < plan.num_decode == len(rows) == r.num_used and sample_mask.all()
-        self._decoded = (r.version, rows, context_lens, slots) if is_decode else None
         return self._send(plan, flight, sample_mask, slots)
 
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:

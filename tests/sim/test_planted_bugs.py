@@ -17,6 +17,7 @@ import pytest
 from prefix_index import hashing
 from scheduler_svc.core import prompt_digests, scheduler, worker_state
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
@@ -339,16 +340,26 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, WorkerState, "begin_step", begin)
 
 
-@bug("context_lens .*, rows stand at|beyond their tables")
-def decode_run_begun_again_at_a_passed_step(patch: Patch) -> None:
-    def go_on(original: Any, worker: WorkerState, plan: StepPlan) -> bool:
-        decoded = worker._decoded
-        has_gone_on = original(worker, plan)
-        if not has_gone_on:
-            worker._decoded = decoded
-        return has_gone_on
+@bug("beyond|rows stand at|closed|not open")
+def gone_row_stays_in_its_decode_run(patch: Patch) -> None:
+    wrap(patch, DecodeRun, "without_gone", lambda original, run, table: run)
 
-    wrap(patch, WorkerState, "continue_run", go_on)
+
+@bug("beyond|rows stand at|closed|not open")
+def decode_run_goes_on_though_rows_came(patch: Patch) -> None:
+    wrap(patch, WorkerState, "_living_run", lambda original, worker: worker._run or original(worker))
+
+
+@bug("written to one slot|beyond their tables|rows stand at|share")
+def decode_run_begun_without_a_look_at_its_blocks(patch: Patch) -> None:
+    def begun(original: Any, worker: WorkerState) -> DecodeRun | None:
+        rows, prefill = worker.split_by_stage()
+        if not len(rows) or len(prefill):
+            return original(worker)
+        ends = worker.rows.computed[rows]
+        return DecodeRun.after(worker.rows, rows, ends - 1, worker.rows.slots(rows, ends - 1))
+
+    wrap(patch, WorkerState, "_new_run", begun)
 
 
 @bug("the oracle has|commits block|no acknowledged step has computed")

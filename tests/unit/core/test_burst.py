@@ -81,14 +81,38 @@ def test_the_pipeline_counts_messages() -> None:
     assert [1 + len(message.then) for message in driver.in_flight] == [3, 3]
 
 
-def test_a_burst_ends_at_the_limit_of_a_row() -> None:
+def test_a_burst_ends_at_the_limit_of_its_last_row() -> None:
     driver = Driver(burst_s=100 * STEP_S)
     driver.add("r", max_tokens=7)
-    driver.warm_up(3)  # the next message carries the rest
-    assert driver.burst == [PROMPT_LEN + 2 + i for i in range(4)]
+    driver.warm_up(2)  # the next message carries the rest
+    assert driver.burst == [PROMPT_LEN + 1 + i for i in range(5)]
     ends = [deltas.finished for deltas in driver.answer()]
-    assert [len(end) for end in ends] == [0, 0, 0, 1]
+    assert [len(end) for end in ends] == [0, 0, 0, 0, 1]
     assert not driver.scheduler.has_work
+
+
+def test_a_row_at_its_limit_leaves_a_burst_and_the_others_go_on() -> None:
+    driver = Driver(burst_s=100 * STEP_S, max_num_seqs=3)
+    for name, max_tokens in {"long": 12, "short": 5, "longer": 14}.items():
+        driver.add(name, max_tokens)
+    driver.warm_up(2)
+    (message,) = driver.in_flight
+    assert [len(step.rows) for step in (message, *message.then)] == [3, 3, 3, *[2] * 7, 1, 1]
+    assert all(step.is_decode for step in (message, *message.then))
+    ends = [[end.group.request_id for end in deltas.finished] for deltas in driver.answer()]
+    assert ends == [[], [], ["short"], *[[]] * 6, ["long"], [], ["longer"]]
+
+
+def test_a_run_goes_on_when_a_row_is_aborted() -> None:
+    driver = Driver(burst_s=4.5 * STEP_S)
+    driver.add("stays")
+    driver.add("leaves")
+    driver.warm_up()
+    driver.scheduler.abort_group("leaves", FinishReason.ABORTED, driver.now)
+    assert [len(deltas.token_ids) for deltas in driver.answer()] == [1] * 4
+    (message,) = driver.in_flight
+    assert [(len(step.rows), step.is_decode) for step in (message, *message.then)] == [(1, True)] * 4
+    assert len(message.close_rows) == 1
 
 
 def test_tokens_after_the_one_that_ends_a_row_are_nobody_s() -> None:
@@ -123,8 +147,8 @@ def test_what_waits_for_a_row_does_not_end_bursts() -> None:
 def test_a_burst_takes_no_block_that_is_not_there() -> None:
     driver = Driver(burst_s=100 * STEP_S, num_blocks=3)
     driver.add("r", max_tokens=9)
-    driver.warm_up(3)
-    assert driver.burst == [PROMPT_LEN + 2 + i for i in range(6)]
+    driver.warm_up(2)
+    assert driver.burst == [PROMPT_LEN + 1 + i for i in range(7)]
     assert driver.scheduler.stats().workers[0].blocks_used == 3
 
 
