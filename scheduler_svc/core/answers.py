@@ -25,7 +25,8 @@ def check_answer(flight: Flight, output: StepOutput) -> list[RowFailure]:
     if not output.failures and output.rows.tobytes() == expected.tobytes():
         return []
     told = {failure.row: failure for failure in output.failures}
-    if not np.isin(output.rows, expected).all() or any(row >= len(flight.generation) for row in told):
+    asked = {*flight.rows.tolist(), *(row for row, _ in flight.forks)}
+    if not np.isin(output.rows, expected).all() or not told.keys() <= asked:
         raise UnexpectedStepError(f"worker {output.worker_id} answered rows that step {flight.step_id} did not ask")
     silent = set(expected.tolist()) - set(output.rows.tolist()) - set(told)
     return [*told.values(), *(RowFailure(row, "the worker returned no token for this row") for row in silent)]
@@ -34,7 +35,7 @@ def check_answer(flight: Flight, output: StepOutput) -> list[RowFailure]:
 def append_tokens(table: RowTable, flight: Flight, output: StepOutput, share: FairShare) -> tuple[I64, Deltas]:
     """Store the samples of rows that are still what they were when the step was sent."""
     run = flight.run
-    if run is not None and flight.generation is table.generation:
+    if run is not None and _are_all_live(table, flight):
         return run.rows, _append_run(table, run, flight.context_lens, output.token_ids, share)
     rows, token_ids = output.rows.astype(np.int64), output.token_ids
     if flight.generation is not table.generation:
@@ -52,6 +53,13 @@ def append_tokens(table: RowTable, flight: Flight, output: StepOutput, share: Fa
         offsets=(positions - table.prompt_len[rows]).astype(np.uint32),
         token_ids=token_ids,
     )
+
+
+def _are_all_live(table: RowTable, flight: Flight) -> bool:
+    """None of the step's rows has been closed since; others may have."""
+    if flight.generation is table.generation:
+        return True
+    return bool((flight.generation[flight.rows] == table.generation[flight.rows]).all())
 
 
 def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, token_ids: U32, share: FairShare) -> Deltas:

@@ -47,7 +47,7 @@ class DecodeRun:
 
     @classmethod
     def after(cls, table: RowTable, rows: I64, context_lens: I64, slots: U32) -> DecodeRun:
-        """The run that goes on where these rows are: each is computed up to position `context_lens`, which has a slot."""
+        """The run that goes on from rows that are computed up to and with position `context_lens`, at `slots`."""
         count, block_size = len(rows), table.block_size
         is_member = np.zeros(len(table.computed), dtype=np.int64)
         is_member[rows] = 1
