@@ -13,9 +13,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 from quire.v1 import worker_pb2
@@ -134,7 +134,7 @@ class QueuedStep:
 
     batch: StepBatch
     answer: Answer
-    queued_at: float = field(default_factory=time.monotonic)
+    queued_at: float
     queue_us: int = 0  # how long it waited for the model
 
     def begin(self) -> None:
@@ -273,10 +273,8 @@ class StepExecutor:
                 answers.append(lease.answer_of(message.step_id) or self._accept(lease, message, queued))
         except QuireError as error:
             answers.append(_refusal(error))
-        if queued and self._pipelined is not None:
-            self._thread.submit(self._launch_all, self._pipelined, lease, queued, asyncio.get_running_loop())
-        elif queued:
-            self._thread.submit(self._run_all, runner, lease, queued, asyncio.get_running_loop())
+        if queued:
+            self._start(runner, lease, queued).add_done_callback(partial(_settle, queued))
         return answers
 
     def _accept(self, lease: Lease, message: worker_pb2.StepBatch, queued: list[QueuedStep]) -> Answer:
@@ -287,13 +285,19 @@ class StepExecutor:
         self._in_flight.add(answer)
         self.num_orders += 1
         lease.accept(batch.step_id, answer)
-        queued.append(QueuedStep(batch, answer))
+        queued.append(QueuedStep(batch, answer, time.monotonic()))
         return answer
 
-    def _run_all(
-        self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        _tell(loop, steps, [self._run(runner, lease, step) for step in steps])
+    def _start(self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep]) -> asyncio.Future[list[Outcome]]:
+        loop = asyncio.get_running_loop()
+        if self._pipelined is None:
+            return loop.run_in_executor(self._thread, self._run_all, runner, lease, steps)
+        done: Future[list[Outcome]] = Future()
+        self._thread.submit(self._launch_all, self._pipelined, lease, steps, done)
+        return asyncio.wrap_future(done, loop=loop)
+
+    def _run_all(self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep]) -> list[Outcome]:
+        return [self._run(runner, lease, step) for step in steps]
 
     def _run(self, runner: Runner, lease: Lease, step: QueuedStep) -> Outcome:
         step.begin()
@@ -306,14 +310,16 @@ class StepExecutor:
         return self._told(output, step)
 
     def _launch_all(
-        self, runner: PipelinedRunner, lease: Lease, steps: Sequence[QueuedStep], loop: asyncio.AbstractEventLoop
+        self, runner: PipelinedRunner, lease: Lease, steps: Sequence[QueuedStep], done: Future[list[Outcome]]
     ) -> None:
         """The model thread is free again once the steps are on their way; another one waits for what they find."""
+        if not done.set_running_or_notify_cancel():
+            return
         outcomes: list[Outcome] = []
         for step in steps:
             launched = self._launch(runner, lease, step)
             self._results.submit(self._read, step, launched, outcomes)
-        self._results.submit(_tell, loop, steps, outcomes)
+        self._results.submit(done.set_result, outcomes)
 
     def _launch(self, runner: PipelinedRunner, lease: Lease, step: QueuedStep) -> Launched | Exception:
         step.begin()
@@ -409,17 +415,13 @@ def _refusal(error: QuireError) -> Answer:
     return answer
 
 
-def _tell(loop: asyncio.AbstractEventLoop, steps: Sequence[QueuedStep], outcomes: Sequence[Outcome]) -> None:
-    """Give steps their answers, in the event loop. One that is closed has nobody left who waits."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, steps, outcomes)
-
-
-def _settle(steps: Sequence[QueuedStep], outcomes: Sequence[Outcome]) -> None:
+def _settle(steps: Sequence[QueuedStep], done: asyncio.Future[list[Outcome]]) -> None:
+    """Give the steps of one job their answers."""
+    outcomes: Sequence[Outcome | None] = [None] * len(steps) if done.cancelled() else done.result()
     for step, outcome in zip(steps, outcomes, strict=True):
-        if step.answer.cancelled():
-            continue
-        if isinstance(outcome, Exception):
+        if outcome is None:
+            step.answer.cancel()
+        elif isinstance(outcome, Exception):
             step.answer.set_exception(outcome)
         else:
             step.answer.set_result(outcome)

@@ -370,9 +370,14 @@ def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
 @bug("the oracle has", failure_rate=0.4)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
     def tainted(original: Any, worker: WorkerState, failed: set[int], flight: Flight) -> list[int]:
-        for f in (flight, *worker.flights):
+        flights = (flight, *worker.flights)
+        forks = [f.forks for f in flights]
+        for f in flights:
             f.forks = []
-        return original(worker, failed, flight)
+        found: list[int] = original(worker, failed, flight)
+        for f, known in zip(flights, forks, strict=True):
+            f.forks = known
+        return found
 
     wrap(patch, scheduler, "rows_tainted_by", tainted)
 

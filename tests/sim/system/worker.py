@@ -86,7 +86,7 @@ class SymbolicRunner:
 
     def execute(self, batch: StepBatch) -> StepOutput:
         self.num_steps += 1
-        self._thread.busy_s = self._step_s(batch.query_lens)
+        self._thread.busy_s += self._step_s(batch.query_lens)
         output = self.symbolic.execute(self._core_batch(batch), self._acked(batch.step_id))
         errors = [RowError(failure.row, RowErrorCode.NAN, failure.message) for failure in output.failures]
         return StepOutput(batch.step_id, output.rows, output.token_ids, errors, 1)
