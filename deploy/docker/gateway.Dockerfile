@@ -10,5 +10,8 @@ RUN uv venv /opt/quire \
 FROM python:3.11.14-slim-bookworm
 COPY --from=build /opt/quire /opt/quire
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
+LABEL org.opencontainers.image.title="quire-gateway" \
+  org.opencontainers.image.version="0.1.0" \
+  org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
 CMD ["quire-gateway"]

@@ -30,6 +30,9 @@ RUN apt-get update \
   && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp \
   USER=quire QUIRE_CACHE_DIR=/var/cache/quire TRITON_CACHE_DIR=/var/cache/quire/triton
+LABEL org.opencontainers.image.title="quire-worker" \
+  org.opencontainers.image.version="0.1.0" \
+  org.opencontainers.image.licenses="Apache-2.0"
 RUN install --directory --owner 10001 --group 10001 /var/cache/quire
 
 FROM runtime AS cuda

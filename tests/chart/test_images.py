@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,16 +14,17 @@ from typing import Any
 
 import pytest
 import yaml
-from quire_client import AsyncClient
+from quire_client import Client
 from quire_client.demo import demo_model_dir
 
 from tests.chart.chart import ROOT, program, render
-from tests.processes.ports import free_port
+from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service
 
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 SERVICES = ("gateway", "scheduler", "worker")
+PORTS = {"50051": "7151", "50052": "7152", "50061": "7161", "9090": "7190"}
 every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 
 Image = tuple[str, list[tuple[str, str]]]
@@ -66,6 +68,17 @@ def test_bases_are_pinned_and_nobody_is_root(path: Path) -> None:
     for stage in images:
         assert ("USER", "10001:10001") in stage
         assert [json.loads(rest) for word, rest in stage if word == "CMD"] == [[f"quire-{path.stem}"]]
+
+
+@every_dockerfile
+def test_labels_say_what_an_image_is(path: Path) -> None:
+    (labels,) = (rest for word, rest in instructions(path) if word == "LABEL")
+    about = yaml.safe_load((ROOT / "deploy" / "k8s" / "quire" / "Chart.yaml").read_text())
+    assert dict(pair.split("=") for pair in shlex.split(labels)) == {
+        "org.opencontainers.image.title": f"quire-{path.stem}",
+        "org.opencontainers.image.version": about["appVersion"],
+        "org.opencontainers.image.licenses": "Apache-2.0",
+    }
 
 
 def test_images_are_those_that_the_chart_asks_for() -> None:
@@ -161,34 +174,57 @@ def test_the_worker_brings_the_demo_model(environments: dict[str, Path]) -> None
     assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
 
 
-async def test_the_three_environments_serve_together(environments: dict[str, Path], tmp_path: Path) -> None:
-    ports = {service: free_port() for service in SERVICES}
-    flags = {
-        "gateway": [f"--scheduler=127.0.0.1:{ports['scheduler']}"],
-        "scheduler": [],
-        "worker": [
-            f"--scheduler=127.0.0.1:{ports['scheduler']}",
-            f"--model={environments['worker'] / 'demo-model'}",
-            "--threads=1",
-            "--kv-cache-memory=32M",
-        ],
-    }
-    clean = ["env", "-i", f"HOME={tmp_path}", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
-    services = []
-    for name, port in ports.items():
-        address = f"127.0.0.1:{port}"
-        command = [*clean, str(environments[name] / "bin" / f"quire-{name}"), f"--listen={address}", *flags[name]]
-        services.append(Service(name, command, address, tmp_path / f"{name}.log"))
-    try:
-        for service in services:
-            service.start()
-        services[0].wait_ready()  # the gateway, once a model can be asked for
-        async with await AsyncClient.connect(services[0].address, timeout_s=120.0) as client:
-            result = await client.chat("Who are you?", temperature=0)
-        assert result.text == demo_answer("Who are you?")
-    finally:
-        for service in filter(lambda service: service.is_running, services):
-            service.kill()
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives every process 127.0.0.0/8")
+def test_what_compose_runs_serves_and_is_healthy(environments: dict[str, Path], tmp_path: Path) -> None:
+    """The compose file's own commands and health checks, each in the clean environment of its image."""
+    with RedisServer(tmp_path) as redis:
+        machine = Machine(environments, redis.port)
+        services = [
+            Service(name, machine.command(name, compose()["services"][name]["command"]), "", tmp_path / f"{name}.log")
+            for name in SERVICES
+        ]
+        try:
+            for service in services:
+                service.start()
+            services[0].address = f"{machine.hosts['gateway']}:{PORTS['50051']}"
+            services[0].wait_ready()  # the gateway, once a model can be asked for
+            with Client.connect(services[0].address, timeout_s=120.0) as client:
+                result = client.chat("Who are you?", temperature=0)
+            assert result.text == demo_answer("Who are you?")
+            for name in SERVICES:
+                _, *check = compose()["services"][name]["healthcheck"]["test"]
+                done = subprocess.run(machine.command(name, check), capture_output=True, text=True, timeout=60)
+                assert done.returncode == 0, f"{name}: {done.stderr}"
+        finally:
+            for service in filter(lambda service: service.is_running, services):
+                service.kill()
+
+
+class Machine:
+    """What compose makes of names and addresses: an address of the loopback for each service. Ports are others, which no
+    kernel gives away by itself."""
+
+    def __init__(self, environments: dict[str, Path], redis_port: int) -> None:
+        self._environments = environments
+        first = f"127.{192 + os.getpid() % 60}.{os.getpid() // 60 % 250}"
+        self.hosts = {name: f"{first}.{i + 2}" for i, name in enumerate(SERVICES)}
+        self._peers = {f"{name}:": f"{ip}:" for name, ip in self.hosts.items()} | {
+            "redis:6379": f"127.0.0.1:{redis_port}"
+        }
+
+    def command(self, service: str, words: list[str]) -> list[str]:
+        """As in the container of a service, with nothing of this process's environment but the search path."""
+        clean = ["env", "-i", "HOME=/tmp", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
+        program = self._environments[service] / "bin" / words[0]
+        return [*clean, str(program), *(self._translate(service, word) for word in words[1:])]
+
+    def _translate(self, service: str, word: str) -> str:
+        own = self.hosts[service]
+        word = word.replace("0.0.0.0", own).replace("localhost", own)
+        word = word.replace("/opt/quire/demo-model", str(self._environments["worker"] / "demo-model"))
+        peers = "|".join(map(re.escape, self._peers))
+        word = re.sub(rf"(?<=[=/])({peers})", lambda name: self._peers[name[0]], word)
+        return re.sub(rf":({'|'.join(PORTS)})\b", lambda port: f":{PORTS[port[1]]}", word)
 
 
 def kernel_cache() -> Path:
@@ -220,6 +256,7 @@ def test_compose_gives_settings_that_the_services_take(service: str) -> None:
 def test_compose_builds_what_it_runs() -> None:
     services = compose()["services"]
     for name, service in services.items():
+        assert service["healthcheck"]["test"][0] == "CMD"
         assert not service["image"].endswith(":latest")
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
