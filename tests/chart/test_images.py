@@ -201,8 +201,8 @@ def test_what_compose_runs_serves_and_is_healthy(environments: dict[str, Path], 
 
 
 class Machine:
-    """What compose makes of names and addresses: an address of the loopback for each service. Ports are others, which no
-    kernel gives away by itself."""
+    """What compose makes of names and addresses: an address of the loopback for each service. Ports are others, which
+    no kernel gives away by itself."""
 
     def __init__(self, environments: dict[str, Path], redis_port: int) -> None:
         self._environments = environments
