@@ -121,6 +121,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="redis://[:password@]host:port/db or unix:///path, as the schedulers': choose replicas by cached prefixes",
     )
     parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key, as the schedulers'")
+    parser.add_argument(
+        "--max-connection-age-s",
+        type=config.in_range(float, 0.0, 86_400.0),
+        default=0.0,
+        help="after this time, give or take a tenth, a client is told to connect anew, so that it finds gateways that "
+        "have come since; its open streams finish on the old connection. 0: never",
+    )
     tls = parser.add_argument_group("TLS of the port that clients use; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
     tls.add_argument("--tls-key-file", type=Path, metavar="FILE", help="its key (PEM, without a password)")
@@ -170,7 +177,11 @@ async def serve(
     reader, tls = make_reader(args), tls_files(args)
     credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
-        listen=args.listen, service_names=SERVICE_NAMES, shares_port=shares_port, credentials=credentials
+        listen=args.listen,
+        service_names=SERVICE_NAMES,
+        shares_port=shares_port,
+        credentials=credentials,
+        max_connection_age_s=args.max_connection_age_s,
     )
     changed = asyncio.Event()
     bundles = BundleCache()

@@ -128,6 +128,7 @@ GATEWAYS = [
     Case("gateway.drainSeconds", 3, GATEWAY, "container.lifecycle.preStop.sleep.seconds", 1),
     Case("gateway.drainSeconds", 60, GATEWAY, "pod.terminationGracePeriodSeconds", 110),
     Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
+    Case("gateway.maxConnectionAgeSeconds", 60, GATEWAY, "arg --max-connection-age-s", "60"),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
     Case("gateway.service.annotations", {"a": "b"}, "Service gateway", "metadata.annotations", {"a": "b"}),
     Case(
