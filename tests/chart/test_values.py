@@ -69,6 +69,10 @@ COMMON = [
         "arg --scheduler",
         f"r-quire-scheduler-demo-0.r-quire-scheduler-demo.{NAMESPACE}.svc.corp:50052",
     ),
+    Case("ipFamily", "IPv6", GATEWAY, "arg --listen", "[::]:50051"),
+    Case("ipFamily", "IPv6", SCHEDULER, "arg --health-listen", "[::]:50090"),
+    Case("ipFamily", "IPv6", WORKER, "arg --advertise", "[$(POD_IP)]:50061"),
+    Case("ipFamily", "IPv6", REDIS, "container.args.1", "::"),
     Case("commonLabels", {"team": "x"}, "Service gateway", "metadata.labels.team", "x"),
     Case("image.registry", "reg/q", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
     Case("image.tag", "v9", WORKER, "container.image", "quire-worker:v9-cpu"),
@@ -87,6 +91,7 @@ COMMON = [
     Case("serviceAccount.create", False, GATEWAY, "pod.serviceAccountName", "default"),
     Case("serviceAccount.name", "sa", "ServiceAccount =sa", "metadata.name", "sa"),
     Case("serviceAccount.annotations", {"role": "r"}, "ServiceAccount =r-quire", "metadata.annotations", {"role": "r"}),
+    Case("podSecurityContext", {"runAsUser": None}, WORKER, "pod.securityContext.runAsUser", None),
     Case("podSecurityContext", {"runAsUser": 7}, WORKER, "pod.securityContext.runAsUser", 7),
     Case("containerSecurityContext", {"runAsUser": 8}, WORKER, "container.securityContext.runAsUser", 8),
     Case(
@@ -614,18 +619,19 @@ EVERYTHING: Values = {
 }
 
 
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
-def test_services_take_every_flag_and_variable(part: str) -> None:
+def test_services_take_every_flag_and_variable(part: str, family: str) -> None:
     make = {
         "gateway": gateway_svc.server.make_parser,
         "scheduler": scheduler_svc.server.make_arguments,
         "worker": worker_svc.server.make_parser,
     }[part]
-    owners = [*render(EVERYTHING).pods()]
+    owners = [*render(EVERYTHING | {"ipFamily": family}).pods()]
     (container,) = next(p["spec"]["containers"] for _, p in owners if p["spec"]["containers"][0]["name"] == part)
     names = {name for name, _ in settings_of(make())}
     for item in container["env"]:
         if item["name"].startswith("QUIRE_") and item["name"] != "QUIRE_CACHE_DIR":
             assert item["name"].removeprefix("QUIRE_").lower().replace("_", "-") in names
-    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]]
+    args = [arg.replace("$(POD_IP)", "10.0.0.1" if family == "IPv4" else "fd00::1") for arg in container["args"]]
     assert parse(make(), args).drain_timeout_s > 0

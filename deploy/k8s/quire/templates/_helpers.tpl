@@ -124,3 +124,8 @@ authenticationRef:
 {{- define "quire.gatewayProtocol" -}}
 {{ ternary "https" "kubernetes.io/h2c" (not (empty .Values.gateway.tls.existingSecret)) }}
 {{- end -}}
+
+{{/* Where services listen: at all addresses of their pod. */}}
+{{- define "quire.anyHost" -}}
+{{ ternary "[::]" "0.0.0.0" (eq .Values.ipFamily "IPv6") }}
+{{- end -}}

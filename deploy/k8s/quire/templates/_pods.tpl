@@ -62,8 +62,8 @@ topologySpreadConstraints:
 {{- define "quire.commonArgs" -}}
 - --log-format={{ .Values.log.format }}
 - --log-level={{ .Values.log.level }}
-- --health-listen=0.0.0.0:{{ .Values.ports.health }}
-- --metrics-listen=0.0.0.0:{{ .Values.ports.metrics }}
+- --health-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.health }}
+- --metrics-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.metrics }}
 - --metrics-compat={{ .Values.metrics.compat }}
 {{- end -}}
 
