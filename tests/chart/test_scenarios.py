@@ -252,6 +252,10 @@ def test_notes_tell_how_to_reach_it() -> None:
     assert "port-forward service/r-quire-gateway 50051:50051" in notes
     assert "Set networkPolicy.enabled" in notes
     assert "networkPolicy" not in render({"networkPolicy": {"enabled": True}}).notes
+    assert "--tls --target llm.example.com:443" in render(INGRESS).notes
+    hardened = render(read_values(CHART / "ci" / "hardened-values.yaml")).notes
+    assert "export QUIRE_TLS_CA=ca.crt QUIRE_TLS_SERVER_NAME=r-quire-gateway.team.svc.cluster.local" in hardened
+    assert "export QUIRE_TLS_CERT=FILE" in hardened
 
 
 def test_it_packs(tmp_path: Path) -> None:
