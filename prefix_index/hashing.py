@@ -23,6 +23,9 @@ class U32Column(Protocol):
     def tobytes(self) -> bytes:
         """Its memory."""
 
+    def __getitem__(self, part: slice, /) -> U32Column:
+        """A part of it."""
+
 
 def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
     """What KV depends on besides tokens and requests: the `root_salt` of every chain of a model."""
@@ -36,16 +39,15 @@ def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     return xxh3_128_digest(head + root_salt + root_key)
 
 
-def block_digest(parent: bytes, block: bytes) -> bytes:
-    """Digest of one full block, as `block_bytes` gives it, whose prefix has digest `parent`."""
-    return xxh3_128_digest(parent + block)
+chained = xxh3_128_digest
+"""Digest of one full block: of its parent's digest and its tokens as `block_bytes` gives them, one after the other."""
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
     """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
     parent = digests[-1] if digests else root
-    for block in block_bytes(token_bytes(token_ids)[4 * block_size * len(digests) :], block_size):
-        parent = xxh3_128_digest(parent + block)
+    for block in block_bytes(token_bytes(token_ids[block_size * len(digests) :]), block_size):
+        parent = chained(parent + block)
         digests.append(parent)
 
 

@@ -15,16 +15,20 @@ content.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler_svc.core.ring import Ring
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 Fill = tuple[int, bytes]  # a block and the digest of what fills it
+Line = deque[tuple[int, int]]  # (when it was put back, block), oldest first
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
 
@@ -44,16 +48,20 @@ class BlockManager:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
-        self._empty: deque[int] = deque(range(num_blocks))
-        self._cached: OrderedDict[int, int] = OrderedDict()  # never hit -> when it was put back
-        self._reused: OrderedDict[int, int] = OrderedDict()  # hit before -> when it was put back
+        self.held: dict[bytes, int] = {}  # block of each digest; only `match` compares tokens. Others may read it
+        self._empty = Ring(num_blocks)
+        self._cached: Line = deque()  # never hit
+        self._reused: Line = deque()  # hit before
+        self._num_cached = 0
+        self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty. Whoever says else in a line left
         self._clock = 0  # blocks put back so far
         self._bonus = int(reuse_bonus * num_blocks)
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.full((num_blocks, block_size), 0, dtype=np.uint32)  # written, so that no step meets new pages
         self._digest_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
         self._committed: set[int] = set()
+        self.commits: list[Fill] = []  # since the last `take_commits`
+        self._has_lost_commits = False  # some may have been forgotten since
         self._events: list[tuple[bytes, bool]] = []
 
     # -- how much there is -------------------------------------------------------------------------------------------
@@ -61,15 +69,15 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated: empty or cached."""
-        return len(self._empty) + len(self._cached) + len(self._reused)
+        return self._empty.size + self._num_cached
 
     @property
     def num_empty(self) -> int:
-        return len(self._empty)
+        return self._empty.size
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached) + len(self._reused)
+        return self._num_cached
 
     @property
     def num_used(self) -> int:
@@ -83,14 +91,17 @@ class BlockManager:
 
     def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> I64:
         """Blocks that hold the longest cached prefix of `token_ids`, at most `max_blocks`; tokens are compared."""
-        if not max_blocks or digests[0] not in self._block_of:
+        count = self.match_len(digests, max_blocks)
+        if not count:
             return NO_BLOCKS
-        held = list(map(self._block_of.get, digests[:max_blocks]))
-        count = held.index(None) if None in held else len(held)
-        blocks = np.array(held[:count], dtype=np.int64)
-        wanted = token_ids[: count * self.block_size].reshape(count, self.block_size)
-        same = self._tokens[blocks] == wanted
-        return blocks if same.all() else blocks[: int(same.all(axis=1).argmin())]
+        try:
+            blocks = np.fromiter(map(self.held.__getitem__, digests[:count]), dtype=np.int64, count=count)
+        except KeyError:  # a failure has torn a hole
+            held = list(takewhile(self.held.__contains__, digests[:count]))
+            blocks = np.array([self.held[digest] for digest in held], dtype=np.int64)
+        wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
+        differs = (self._tokens.take(blocks, axis=0) != wanted).any(axis=1)
+        return blocks[: int(differs.argmax())] if np.count_nonzero(differs) else blocks
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
         """Number of leading digests held here, for placement; `match` decides.
@@ -99,9 +110,9 @@ class BlockManager:
         has torn a hole the answer is a guess.
         """
         end = min(max_blocks, len(digests))
-        if not end or digests[0] not in self._block_of:
+        held = self.held
+        if not end or digests[0] not in held:
             return 0
-        held = self._block_of
         return bisect_left(range(end), True, lo=1, key=lambda i: digests[i] not in held)
 
     def register(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> list[Fill]:
@@ -110,7 +121,7 @@ class BlockManager:
         """
         if not self._prefix_caching:
             return []
-        held, digest_of = self._block_of, self._digest_of
+        held, digest_of = self.held, self._digest_of
         taken = []
         for fill in zip(blocks.tolist(), digests, strict=True):
             block, digest = fill
@@ -125,24 +136,23 @@ class BlockManager:
             self._tokens[blocks[is_holder]] = block_tokens[is_holder]
         return taken
 
-    def commit(self, fills: Iterable[Fill]) -> list[Fill]:
-        """The step that fills these blocks is acknowledged: announce them. Returns those that were news; a block may
-        have lost its digest meanwhile.
-        """
+    def commit(self, fills: Iterable[Fill]) -> None:
+        """The step that fills these blocks is acknowledged: announce those that have not lost their digest since."""
         digest_of, committed = self._digest_of, self._committed
-        news = []
         for fill in fills:
             block, digest = fill
             if digest_of[block] == digest and block not in committed:
                 committed.add(block)
-                news.append(fill)
-        self._events += [(digest, True) for _, digest in news]
-        return news
+                self.commits.append(fill)
+                self._events.append((digest, True))
 
-    def still_committed(self, fills: list[Fill]) -> list[Fill]:
-        """Those whose content is still acknowledged, and still this prefix."""
-        digest_of, committed = self._digest_of, self._committed
-        return [fill for fill in fills if fill[0] in committed and digest_of[fill[0]] == fill[1]]
+    def take_commits(self) -> list[Fill]:
+        """What was committed since the last call and is still this prefix."""
+        commits, self.commits = self.commits, []
+        if self._has_lost_commits:
+            commits = [fill for fill in commits if fill[0] in self._committed and self._digest_of[fill[0]] == fill[1]]
+            self._has_lost_commits = False
+        return commits
 
     def forget(self, block: int) -> None:
         """The block does not hold what its digest says (its step failed, or it gets new content)."""
@@ -151,9 +161,10 @@ class BlockManager:
             return
         self._digest_of[block] = None
         self._was_hit[block] = False
-        del self._block_of[digest]
+        del self.held[digest]
         if block in self._committed:
             self._committed.remove(block)
+            self._has_lost_commits = True
             self._events.append((digest, False))
 
     def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
@@ -161,9 +172,10 @@ class BlockManager:
         is_taken = self._digest_of[block] is not None or self.refs[block]
         if is_taken or not self.register(np.array([block]), [digest], block_tokens[None]):
             return False
-        self.commit([(block, digest)])
+        self._committed.add(block)
+        self._events.append((digest, True))
         self._empty.remove(block)
-        self._put_back(block)
+        self._put_back([block])
         return True
 
     def take_events(self) -> list[tuple[bytes, bool]]:
@@ -182,11 +194,8 @@ class BlockManager:
     def share(self, blocks: I64) -> None:
         """One more sequence uses these blocks (a hit, a fork)."""
         refs = self.refs[blocks]
-        idle = blocks[refs == 0]
-        was_hit = self._was_hit[idle]
-        for line, gone in ((self._cached, idle[~was_hit]), (self._reused, idle[was_hit])):
-            for block in gone.tolist():
-                del line[block]
+        self._num_cached -= len(blocks) - int(np.count_nonzero(refs))
+        self._put_back_at[blocks] = 0
         self.refs[blocks] = refs + 1
 
     def hit(self, blocks: I64) -> None:
@@ -200,25 +209,29 @@ class BlockManager:
         """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
         if count > self.num_free:
             raise RuntimeError(f"asked for {count} blocks with {self.num_free} free: a bug in the caller's check")
-        take = self._empty.popleft if count <= len(self._empty) else self._take_one
-        blocks = np.array([take() for _ in range(count)], dtype=np.int64)
+        num_empty = min(count, self._empty.size)
+        blocks = self._empty.take(num_empty)
+        if num_empty < count:
+            blocks = np.concatenate((blocks, [self._evict() for _ in range(count - num_empty)]))
         self.refs[blocks] = 1
         self._was_hit[blocks] = False
         return blocks
 
-    def _take_one(self) -> int:
-        if self._empty:
-            return self._empty.popleft()
-        block, _ = self._goes_next().popitem(last=False)
+    def _evict(self) -> int:
+        _, block = self._goes_next().popleft()
+        self._put_back_at[block] = 0
+        self._num_cached -= 1
         self.forget(block)
         return block
 
-    def _goes_next(self) -> OrderedDict[int, int]:
+    def _goes_next(self) -> Line:
         """The line whose head is evicted next."""
+        for line in (self._cached, self._reused):
+            while line and self._put_back_at[line[0][1]] != line[0][0]:
+                line.popleft()
         if not self._cached or not self._reused:
             return self._cached or self._reused
-        never_hit, hit = (next(iter(line.values())) for line in (self._cached, self._reused))
-        return self._reused if hit + self._bonus < never_hit else self._cached
+        return self._reused if self._reused[0][0] + self._bonus < self._cached[0][0] else self._cached
 
     def free(self, blocks: list[int]) -> None:
         """One sequence less uses these blocks; pass a table tail first."""
@@ -226,31 +239,52 @@ class BlockManager:
             return
         np.subtract.at(self.refs, blocks, 1)
         once = list(dict.fromkeys(blocks[::-1]))[::-1]  # each at its last place: behind all that continues it
-        for block, refs in zip(once, self.refs[once].tolist(), strict=True):
-            if refs == 0:
-                self._put_back(block)
+        self._put_back([block for block, refs in zip(once, self.refs[once].tolist(), strict=True) if not refs])
 
-    def _put_back(self, block: int) -> None:
-        if block in self._committed:
-            self._clock += 1
-            line = self._reused if self._was_hit[block] else self._cached
-            line[block] = self._clock
-            return
-        self.forget(block)
-        self._empty.append(block)
+    def _put_back(self, blocks: list[int]) -> None:
+        """Nobody uses these any more."""
+        cached = [block for block in blocks if block in self._committed]
+        if len(cached) < len(blocks):
+            self._empty_out([block for block in blocks if block not in self._committed])
+        times = range(self._clock + 1, self._clock + 1 + len(cached))
+        self._put_back_at[cached] = times
+        self._clock += len(cached)
+        self._num_cached += len(cached)
+        for time, block, was_hit in zip(times, cached, self._was_hit[cached].tolist(), strict=True):
+            (self._reused if was_hit else self._cached).append((time, block))
+        if len(self._cached) + len(self._reused) > 4 * self.num_blocks:
+            self._forget_who_left()
+
+    def _empty_out(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.forget(block)
+        self._empty.put(blocks)
+
+    def _forget_who_left(self) -> None:
+        self._cached, self._reused = (self._still_in(line) for line in (self._cached, self._reused))
+
+    def _still_in(self, line: Line) -> Line:
+        return deque(entry for entry in line if self._put_back_at[entry[1]] == entry[0])
 
     # -- tests --------------------------------------------------------------------------------------------------------
 
+    def lines(self) -> tuple[list[int], list[int], list[int]]:
+        """Cached blocks that were never hit, those that were, and empty ones; in each the next to go comes first."""
+        cached, reused = ([block for _, block in self._still_in(line)] for line in (self._cached, self._reused))
+        return cached, reused, self._empty.tolist()
+
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
-        empty, cached = set(self._empty), set(self._cached) | set(self._reused)
-        assert len(cached) == len(self._cached) + len(self._reused), "a block is in both lines"
+        never_hit, hit, empties = self.lines()
+        empty, cached = set(empties), set(np.flatnonzero(self._put_back_at).tolist())
+        assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no line, or in two"
+        assert len(cached) == self._num_cached, "cached blocks are counted wrong"
         used = set(np.flatnonzero(self.refs).tolist())
-        assert len(empty) == len(self._empty), "a block is twice in the empty list"
+        assert len(empty) == self._empty.size, "a block is twice in the empty list"
         assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or lost"
         assert empty | cached | used == set(range(self.num_blocks)), "a block that does not exist"
         assert (self.refs >= 0).all(), "negative ref count"
         digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
-        assert {digest: block for block, digest in digests.items()} == self._block_of, "digest maps disagree"
+        assert {digest: block for block, digest in digests.items()} == self.held, "digest maps disagree"
         assert cached <= self._committed <= set(digests), "cached without commit, or commit without digest"
         assert not empty & set(digests), "an empty block has a digest"

@@ -6,7 +6,7 @@ same for 8 workers and for 64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +72,7 @@ class Fleet:
         self._workers = workers
         self._version += 1
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
+        self._held = [worker.pool.held for worker in workers]
         sizes = [worker.capacity for worker in workers]
         self._max_model_len = max((c.max_model_len for c in sizes), default=0)  # the same for all
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
@@ -85,10 +86,10 @@ class Fleet:
         self._is_open = np.zeros(len(workers), dtype=np.bool_)
         self._pending = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
-        self._used = np.zeros(len(workers), dtype=np.int64)  # tokens
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOBODY)
-        self._load, self._free_rows, self._strain = self._pending, self._rows, np.zeros(len(workers))
+        self._strain = np.zeros(len(workers))  # of each pool: what is in use and what was ever put into it, by its size
+        self._load, self._free_rows, self._takes = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
 
@@ -102,12 +103,12 @@ class Fleet:
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
-    def begin(self, ready: Iterable[WorkerState], *, is_mixed: bool) -> None:
+    def begin(self, ready: Collection[str], *, is_mixed: bool) -> None:
         """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here."""
         self._pass += 1
-        at = [self._position[worker.capacity.worker_id] for worker in ready]
-        self._is_ready[:] = False
-        self._is_ready[at] = True
+        self._is_ready.fill(len(ready) == len(self._workers))
+        if len(ready) < len(self._workers):
+            self._is_ready[[self._position[name] for name in ready]] = True
         if is_mixed and not self._is_mixed:
             self._stale = dict(zip(self._position, self._workers, strict=True))
         self._is_mixed = is_mixed
@@ -115,14 +116,16 @@ class Fleet:
             self._read(self._position[name], worker)
         self._stale = {}
         self._load, self._free_rows = self._pending.copy(), self._rows.copy()
-        self._strain = (self._filled + self._used) / self._pool_tokens
-        self.num_takers = sum(self._takes(i) for i in at)
+        has_rows = (self._free_rows > 0) | (self._least_urgent > NOBODY) if is_mixed else self._free_rows > 0
+        self._takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
+        self.num_takers = int(np.count_nonzero(self._takes))
 
     def _read(self, i: int, worker: WorkerState) -> None:
         self._is_open[i] = not worker.is_draining
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
-        self._used[i] = worker.pool.num_used * worker.capacity.block_size
+        used = worker.pool.num_used * worker.capacity.block_size
+        self._strain[i] = (self._filled[i] + used) / self._pool_tokens[i]
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
     def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice | None:
@@ -146,15 +149,14 @@ class Fleet:
         return Choice(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
-        took = self._takes(i)
         self._load[i] += num_tokens
         self._free_rows[i] -= num_rows
-        self.num_takers -= took and not self._takes(i)
-
-    def _takes(self, i: int) -> bool:
-        if not (self._is_ready[i] and self._is_open[i] and self._load[i] < self._max_pending[i]):
-            return False
-        return bool(self._free_rows[i] > 0 or self._least_urgent[i] > NOBODY)
+        if not self._takes[i]:
+            return
+        has_rows = self._free_rows[i] > 0 or self._least_urgent[i] > NOBODY
+        if not has_rows or self._load[i] >= self._max_pending[i]:
+            self._takes[i] = False
+            self.num_takers -= 1
 
     def _holds(self, seq: Sequence, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if seq.held_since is None:
@@ -166,12 +168,13 @@ class Fleet:
         num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
         if num_prompt + max_tokens > self._max_model_len:
             return np.zeros(len(self._workers), dtype=np.bool_)
-        able = self._is_open.copy()
+        able = self._is_open
         held, num_rows = num_prompt + max(1, max_tokens) - 1, 1 + len(seq.forks)
         if held > self._smallest_pool or num_rows > self._fewest_rows:
-            able &= (self._pool_tokens >= held) & (self._max_rows >= num_rows)
+            able = able & (self._pool_tokens >= held) & (self._max_rows >= num_rows)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(able) > able[failed]:
+            able = able.copy()
             able[failed] = False  # elsewhere, if there is an elsewhere: it may have been the machine
         return able
 
@@ -209,8 +212,7 @@ class Fleet:
         version, last_pass, when = seq.looked_at
         if seq.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
-            counts = [worker.num_cached(seq.digests, num_tokens) for worker in self._workers]
-            seq.num_cached_at, seq.most_cached = np.array(counts, dtype=np.int64), max(counts)
+            seq.num_cached_at, seq.most_cached = self._num_cached(seq.digests, num_tokens)
             seq.looked_at = (self._version, self._pass, now)
             return
         if last_pass == self._pass - 1 and when == now:
@@ -218,6 +220,15 @@ class Fleet:
         for i in np.flatnonzero(self._is_ready).tolist():
             seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
         seq.most_cached = int(seq.num_cached_at.max())
+
+    def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
+        """On each worker, and the most of all. Most hold not even the first block."""
+        counts = np.zeros(len(self._workers), dtype=np.int64)
+        first = digests[0] if digests else b""
+        for i, held in enumerate(self._held):
+            if first in held:
+                counts[i] = self._workers[i].num_cached(digests, num_tokens)
+        return counts, int(counts.max())
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
         """The digests of all full blocks of what a waiting sequence knows, as far as they are missing."""

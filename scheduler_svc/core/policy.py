@@ -53,7 +53,8 @@ def best_place(scores: F64, slack: float, strain: F64, allowed: Bools) -> int:
     they never get it. The others' caches churn meanwhile, and a part of the memory is never used.
     """
     scores = np.where(allowed, scores, np.inf)
-    return int(np.where(scores <= scores.min() + slack, strain, np.inf).argmin())
+    near = (scores <= scores[scores.argmin()] + slack).nonzero()[0]
+    return int(near[strain[near].argmin()] if len(near) > 1 else near[0])
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

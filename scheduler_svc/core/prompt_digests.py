@@ -41,8 +41,9 @@ class PromptDigests:
             return
         tokens, known = former
         length = min(len(tokens), len(token_ids))
-        is_same = tokens[:length] == token_ids[:length]
-        num_common = length if is_same.all() else int(is_same.argmin())
+        differs = tokens[:length] != token_ids[:length]
+        first = int(differs.argmax())
+        num_common = first if differs[first] else length
         digests += known[1 : num_common // block_size]
 
     def _remember(self, token_ids: U32, digests: list[bytes]) -> None:

@@ -16,6 +16,7 @@ left.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.admission import could_run
@@ -164,7 +165,8 @@ class Scheduler:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
         batches: list[StepBatch] = []
-        while new := self._schedule_once(now):
+        going_on = set(self._ready)
+        while self._ready and (new := self._schedule_once(going_on, now)):
             batches += new
         is_served = len(self._waiting) and any(not worker.is_draining for worker in self._workers.values())
         self._measures.look_at_queue(now, is_served=bool(is_served))
@@ -175,15 +177,20 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return _finishes(expired)
 
-    def _schedule_once(self, now: float) -> list[StepBatch]:
-        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others."""
-        if not self._ready:
-            return []
+    def _schedule_once(self, going_on: set[str], now: float) -> list[StepBatch]:
+        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others.
+
+        `going_on`: who may have something to do besides what is placed there now. Who has nothing leaves it.
+        """
         placed = self._place(now)
         batches = []
         for name, worker in list(self._ready.items()):
+            if name not in going_on and name not in placed:
+                continue
             batch = self._schedule_worker(worker, placed.get(name, []), now)
-            if batch is not None:
+            if batch is None:
+                going_on.discard(name)
+            else:
                 batches.append(batch)
             if not worker.can_send:
                 del self._ready[name]
@@ -193,7 +200,7 @@ class Scheduler:
         if not worker.rows.num_used and not candidates and not worker.has_news:
             return None
         self._note_change(worker)
-        if candidates:
+        if candidates and len(self._requests.priorities) > 1:
             displace(worker, candidates[0], self._requests)
         plan = worker.begin_step()
         has_preempted = not worker.continue_run(plan) and plan_running(worker, plan, self._requests)
@@ -246,9 +253,9 @@ class Scheduler:
         """
         placed: dict[str, list[Sequence]] = {}
         is_mixed = len(self._requests.priorities) > 1
-        if not len(self._waiting) or not (is_mixed or any(worker.num_free_rows > 0 for worker in self._ready.values())):
+        if not len(self._waiting) or not (is_mixed or self._may_take_somebody()):
             return placed
-        self._fleet.begin(self._ready.values(), is_mixed=is_mixed)
+        self._fleet.begin(self._ready, is_mixed=is_mixed)
         moved: list[tuple[Sequence, float]] = []
         num_passed = 0
         for seq in self._waiting if self._fleet.num_takers else ():
@@ -265,6 +272,17 @@ class Scheduler:
         for seq, turn in moved:
             self._waiting.move(seq, turn)
         return placed
+
+    def _may_take_somebody(self) -> bool:
+        """Somebody who may come next has not been refused by every worker whose step is being made."""
+        if not any(worker.num_free_rows > 0 for worker in self._ready.values()):
+            return False
+        for seq in islice(self._waiting, self.config.max_bypass + 1):
+            num_rows = 1 + len(seq.forks)
+            for name, worker in self._ready.items():
+                if worker.num_free_rows >= num_rows and seq.refused_by.get(name) != worker.room_version:
+                    return True
+        return False
 
     def _is_stuck(self, seq: Sequence, choice: Choice | None, now: float) -> bool:
         """It finds no room anywhere, for so long that nobody may pass it any more."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from prefix_index.hashing import block_bytes, block_digest, root_digest, token_bytes
+from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
 from scheduler_svc.core.admission import peak_with
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.decode_run import DecodeRun
@@ -63,7 +63,6 @@ class WorkerState:
         self._run: DecodeRun | None = None
         self._pending_prefill: int | None = None  # unknown since rows came, went or computed a chunk
         self._closed: list[int] = []
-        self._commits: list[tuple[int, bytes]] = []
 
     @property
     def can_send(self) -> bool:
@@ -76,7 +75,7 @@ class WorkerState:
     @property
     def has_news(self) -> bool:
         """There is something to tell the worker besides what to compute."""
-        return bool(self._closed or self._commits)
+        return bool(self._closed or self.pool.commits)
 
     def unreserve_row(self) -> None:
         """A sample that was to fork off a running prompt has ended before."""
@@ -399,9 +398,9 @@ class WorkerState:
         return self._send(plan, flight, run.sample_mask, run.slots)
 
     def _send(self, plan: StepPlan, flight: Flight, sample_mask: Bools, slots: U32) -> StepBatch:
-        commits = self.pool.still_committed(self._commits) if self._commits else []
-        batch = make_batch(self.capacity.worker_id, plan, flight, sample_mask, slots, (self._closed, commits))
-        self._closed, self._commits = [], []
+        news = self._closed, self.pool.take_commits() if self.pool.commits else []
+        batch = make_batch(self.capacity.worker_id, plan, flight, sample_mask, slots, news)
+        self._closed = []
         self.flights.append(flight)
         self.num_messages += 1
         self._next_step_id += 1
@@ -413,7 +412,7 @@ class WorkerState:
     def commit_fills(self, flight: Flight) -> None:
         """The step is acknowledged: what it completed is a cached prefix from now on."""
         for _, fills in flight.fills:
-            self._commits += self.pool.commit(fills)
+            self.pool.commit(fills)
         if not len(flight.full):
             return
         rows, ends = flight.rows[flight.full], flight.context_lens[flight.full] + 1
@@ -432,9 +431,9 @@ class WorkerState:
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
             known = r.digests[row]
             if index == len(known):  # its last token was sampled: unknown until now
-                known.append(block_digest(known[-1] if known else self._root(r.sequence(row)), block))
+                known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
-        self._commits += self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
+        self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""

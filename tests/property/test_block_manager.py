@@ -89,7 +89,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         for block, digest, _ in table.full_blocks():
             is_new = self.holds.get(block) == digest and block not in self.committed
-            assert self.pool.commit([(block, digest)]) == ([(block, digest)] if is_new else [])
+            self.pool.commit([(block, digest)])
+            assert self.pool.take_commits() == ([(block, digest)] if is_new else [])
             if is_new:
                 self.committed.add(block)
 
@@ -180,20 +181,19 @@ TestBlockManager.settings = SETTINGS
 @pytest.mark.parametrize(
     "order",
     [
+        pytest.param(lambda pool: pool._cached.rotate(1), id="newest first"),
         pytest.param(
-            lambda pool: pool._cached.move_to_end(next(reversed(pool._cached)), last=False), id="newest first"
+            lambda pool: pool._empty.put([*pool._empty.take(pool._empty.size)][::-1]), id="newest empty first"
         ),
-        pytest.param(lambda pool: pool._empty.reverse(), id="newest empty first"),
     ],
 )
 def test_the_model_knows_the_order_of_eviction(order, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_one = BlockManager._take_one
+    allocate = BlockManager.allocate
 
-    def in_wrong_order(pool: BlockManager) -> int:
-        if len(pool._cached) > 1:
-            order(pool)
-        return take_one(pool)
+    def in_wrong_order(pool: BlockManager, count: int) -> np.ndarray:
+        order(pool)
+        return allocate(pool, count)
 
-    monkeypatch.setattr(BlockManager, "_take_one", in_wrong_order)
+    monkeypatch.setattr(BlockManager, "allocate", in_wrong_order)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(BlockManagerMachine, settings=settings(SETTINGS, phases=(Phase.generate,)))

@@ -180,8 +180,7 @@ class Transcript:
 
     def do_cached(self, worker_id: str = "w") -> str:
         pool = self.scheduler._workers[worker_id].pool
-        lines = (list(pool._cached), list(pool._reused), list(pool._empty))
-        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*lines)
+        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*pool.lines())
 
     def do_stats(self) -> str:
         s = self.scheduler.stats()

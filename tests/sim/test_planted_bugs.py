@@ -120,7 +120,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
             pool.refs[block] -= 1
             if pool.refs[block] <= 1:
                 pool.refs[block] = 0
-                pool._put_back(block)
+                pool._put_back([block])
 
     wrap(patch, BlockManager, "free", free)
 
@@ -187,7 +187,7 @@ def hash_without_parent(patch: Patch) -> None:
     def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
         while (len(digests) + 1) * block_size <= len(tokens):
             start = len(digests) * block_size
-            digests.append(hashing.block_digest(root, hashing.token_bytes(tokens[start : start + block_size])))
+            digests.append(hashing.chained(root + hashing.token_bytes(tokens[start : start + block_size])))
 
     wrap(patch, prompt_digests, "extend_digests", extend)
     trust_digests(patch)
@@ -243,12 +243,11 @@ def heads_evicted_before_tails(patch: Patch) -> None:
 
 @bug("evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
-    def take(original: Any, pool: BlockManager) -> int:
-        if pool._cached and not pool._empty:
-            pool._cached.move_to_end(next(reversed(pool._cached)), last=False)
+    def evict(original: Any, pool: BlockManager) -> int:
+        pool._cached.rotate(1)
         return original(pool)
 
-    wrap(patch, BlockManager, "_take_one", take)
+    wrap(patch, BlockManager, "_evict", evict)
 
 
 @bug("told twice|do not add up|still published|no acknowledged step")

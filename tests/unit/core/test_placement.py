@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
@@ -131,6 +132,34 @@ def test_an_answer_of_one_worker_costs_nothing_for_the_others(monkeypatch: pytes
     scheduler.update(answer(batches[3]), 0.0)
     scheduler.schedule(0.0)
     assert set(asked) <= {batches[3].worker_id}
+
+
+def test_who_was_refused_is_not_placed_again_before_there_is_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=16))
+    for i in range(8):
+        add(scheduler, f"r{i}", 20, max_tokens=20)
+    batches = scheduler.schedule(0.0)
+    waiting = scheduler.stats().num_waiting
+    assert waiting
+    num_choices = 0
+    choose = Fleet.choose
+
+    def count(fleet: Fleet, *args: Any) -> Any:
+        nonlocal num_choices
+        num_choices += 1
+        return choose(fleet, *args)
+
+    monkeypatch.setattr(Fleet, "choose", count)
+    for _ in range(10):
+        for batch in batches:
+            scheduler.update(answer(batch), 0.0)
+        batches = scheduler.schedule(0.0)
+    assert num_choices <= waiting
+    while scheduler.stats().num_waiting == waiting:
+        for batch in batches:
+            scheduler.update(answer(batch), 0.0)
+        batches = scheduler.schedule(0.0)
+    assert opened(batches)
 
 
 def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypatch: pytest.MonkeyPatch) -> None:

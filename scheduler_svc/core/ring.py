@@ -1,0 +1,50 @@
+"""Block numbers in the order in which they came, taken and put back many at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+
+class Ring:
+    """First in, first out; at most as many as it began with."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = np.arange(count, dtype=np.int64)
+        self._head = 0
+        self.size = count
+
+    def take(self, count: int) -> I64:
+        """The first `count`. The caller has checked that there are as many."""
+        end = self._head + count
+        self.size -= count
+        if end <= len(self._slots):
+            taken = self._slots[self._head : end].copy()
+            self._head = end
+            return taken
+        taken = np.concatenate((self._slots[self._head :], self._slots[: end - len(self._slots)]))
+        self._head = end - len(self._slots)
+        return taken
+
+    def put(self, numbers: list[int]) -> None:
+        """Behind all others."""
+        start = (self._head + self.size) % len(self._slots)
+        room = len(self._slots) - start
+        self.size += len(numbers)
+        self._slots[start : start + len(numbers)] = numbers[:room]
+        if len(numbers) > room:
+            self._slots[: len(numbers) - room] = numbers[room:]
+
+    def remove(self, number: int) -> None:
+        """Out of its turn."""
+        others = [other for other in self.tolist() if other != number]
+        self._head = self.size = 0
+        self.put(others)
+
+    def tolist(self) -> list[int]:
+        """All of them, in order."""
+        order = np.arange(self._head, self._head + self.size) % len(self._slots)
+        numbers: list[int] = self._slots[order].tolist()
+        return numbers

@@ -1,0 +1,28 @@
+"""Ring: first in, first out, over its end and many at once."""
+
+import random
+from collections import deque
+
+from scheduler_svc.core.ring import Ring
+
+
+def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
+    ring, model, rng = Ring(7), deque(range(7)), random.Random(0)
+    out: list[int] = []
+    for _ in range(200):
+        count = rng.randint(0, len(model))
+        taken = ring.take(count).tolist()
+        assert taken == [model.popleft() for _ in range(count)]
+        out += taken
+        rng.shuffle(out)
+        back = [out.pop() for _ in range(rng.randint(0, len(out)))]
+        ring.put(back)
+        model.extend(back)
+        assert (ring.tolist(), ring.size) == (list(model), len(model))
+
+
+def test_a_number_leaves_out_of_its_turn() -> None:
+    ring = Ring(4)
+    ring.put([*ring.take(2)])
+    ring.remove(3)
+    assert ring.tolist() == [2, 0, 1]
