@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="of weights and KV; auto: the model's, float16 served as bfloat16; float16: backend cuda only",
+        help="of weights and KV; auto: the model's, but CPUs serve float16 as bfloat16; float16: backend cuda only",
     )
     model.add_argument(
         "--quantize",

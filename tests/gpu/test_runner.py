@@ -261,7 +261,7 @@ def test_other_faults_of_the_device_are_not_taken_for_a_lack_of_memory(qwen3, mo
     driver = DeviceDriver(runner)
     driver.open(0, small_prompts([5])[0])
     monkeypatch.setattr(runner._group, "size", num_ranks)
-    monkeypatch.setattr(runner._group, "broadcast", lambda message: message)
+    monkeypatch.setattr(runner._group, "send", lambda message: None)
     message = "CUDA error: device-side assert triggered" if num_ranks == 1 else "CUDA error: out of memory"
     monkeypatch.setattr(runner._compute, "run", lambda *_: (_ for _ in ()).throw(torch.AcceleratorError(message)))
     with pytest.raises(torch.AcceleratorError, match=message):

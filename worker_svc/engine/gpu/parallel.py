@@ -6,12 +6,15 @@ maximum over ranks decides; logits stay where they are.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 NOISE_IDS = 4  # token ids that one call of the noise serves
+LENGTH = struct.Struct("<Q")  # before each message
+FIRST_PIECE = 8192  # bytes that are sent in any case: a step of 256 rows that decode fits
 
 
 class Group:
@@ -52,12 +55,26 @@ class Group:
         part = -(-vocab_size // (self.size * NOISE_IDS)) * NOISE_IDS
         return range(vocab_size)[self.rank * part : (self.rank + 1) * part]
 
-    def broadcast(self, message: Any = None) -> Any:
-        """Rank 0's message, on every rank."""
-        box = [message]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]
+    def send(self, message: bytes) -> None:
+        """Rank 0's message to all others, who `receive` it. One message where it is short, as most are."""
+        if self.size == 1:
+            return
+        framed = bytearray(LENGTH.pack(len(message)) + message)
+        framed += bytes(max(FIRST_PIECE - len(framed), 0))
+        for piece in torch.frombuffer(framed, dtype=torch.uint8).tensor_split((FIRST_PIECE,)):
+            if len(piece):
+                dist.broadcast(piece, 0, self._control)
+
+    def receive(self) -> bytes:
+        """The next message of rank 0, once it comes."""
+        pieces = [torch.empty(FIRST_PIECE, dtype=torch.uint8)]
+        dist.broadcast(pieces[0], 0, self._control)
+        (length,) = LENGTH.unpack_from(pieces[0].numpy())
+        end = LENGTH.size + length
+        if end > FIRST_PIECE:
+            pieces.append(torch.empty(end - FIRST_PIECE, dtype=torch.uint8))
+            dist.broadcast(pieces[1], 0, self._control)
+        return b"".join(piece.numpy().tobytes() for piece in pieces)[LENGTH.size : end]
 
     def least(self, value: int) -> int:
         """The smallest value of all ranks."""

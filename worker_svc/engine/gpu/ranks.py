@@ -29,6 +29,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.messages import STOP
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.runner import DeviceRunner, PendingStep
 from worker_svc.engine.gpu.weights import shard_config
@@ -89,7 +90,7 @@ class ParallelRunner(DeviceRunner):
     def close(self) -> None:
         """Tells the followers to stop and waits for them."""
         self._is_closing.set()
-        self._group.broadcast(None)
+        self._group.send(STOP)
         for process in self._followers:
             process.join(JOIN_TIMEOUT_S)
         self._abandon()

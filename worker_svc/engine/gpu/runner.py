@@ -10,6 +10,7 @@ What a step sampled stays on the device, where the next step finds it; the host'
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import make_recorder
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
+from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
@@ -44,9 +46,11 @@ from worker_svc.engine.settings import choose_max_model_len, default_sampling, e
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+STORED = {dtype: name for name, dtype in DTYPES.items()}
 PENDING = 2**32 - 1  # in the history: sampled, and not yet known to the host
-RESET_ROWS = "reset rows"  # a message to the other ranks, as a batch is one
 HEAD_DIMS = (16, 256)  # a matrix product on tensor cores takes no less, registers and shared memory no more
 FP8_CAPABILITY = (8, 9)  # converts e4m3
 
@@ -76,6 +80,7 @@ class PendingStep:
         self._step_id = step_id
         self._errors = errors
         self.started = started
+        self._reading = threading.Lock()
         self._output: StepOutput | None = None
 
     def is_done(self) -> bool:
@@ -83,11 +88,13 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         """What the step produced. Raises what the device reports."""
-        if self._output is None:
-            if self.staging.event is not None:
-                self.staging.event.synchronize()
-            self._output = self._read()
-        return self._output
+        # Whoever settles the step hands its memory to the next one: never while another thread still reads it.
+        with self._reading:
+            if self._output is None:
+                if self.staging.event is not None:
+                    self.staging.event.synchronize()
+                self._output = self._read()
+            return self._output
 
     def sampled(self) -> U32:
         """Tokens [S] of all sampling rows, those that failed included."""
@@ -203,7 +210,8 @@ class DeviceRunner:
         out of memory fails its rows; the third in a row raises.
         """
         self._planner.check_columns(batch)
-        self._group.broadcast(batch)
+        if self._group.size > 1:
+            self._group.send(step_to_bytes(batch))
         return self._launch(batch)
 
     def _launch(self, batch: StepBatch) -> PendingStep:
@@ -229,7 +237,7 @@ class DeviceRunner:
 
     def reset_rows(self) -> None:
         """Closes all rows, for a new lease. Committed blocks stay."""
-        self._group.broadcast(RESET_ROWS)
+        self._group.send(RESET_ROWS)
         self._rows.reset()
 
     def rows_used(self) -> int:
@@ -241,12 +249,12 @@ class DeviceRunner:
         return min((step.started for step in list(self._in_flight) if not step.is_done()), default=now)
 
     def follow(self) -> None:
-        """Does what rank 0 does, until it says None. For the other ranks."""
-        while (message := self._group.broadcast()) is not None:
+        """Does what rank 0 does, until it says that it is over. For the other ranks."""
+        while (message := self._group.receive()) != STOP:
             if message == RESET_ROWS:
                 self._rows.reset()
             else:
-                self._launch(message)
+                self._launch(step_from_bytes(message))
 
     # A step
 
@@ -379,7 +387,7 @@ def _check_fp8(attention: Attention, device: torch.device) -> None:
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
+        dtype = STORED.get(checkpoint.stored_dtype(), "bfloat16")  # anything else is refused when it is read
     if dtype == "bfloat16" and device.type != "cuda":
         raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
     return dtype

@@ -1,0 +1,73 @@
+"""What rank 0 says reaches the others as it was said."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from worker_svc.engine.gpu import parallel
+from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
+from worker_svc.engine.gpu.parallel import FIRST_PIECE, LENGTH, Group
+
+
+def columns(*lengths):
+    return (np.arange(length, dtype=np.uint32) + 2**31 for length in lengths)
+
+
+def full_batch():
+    prompt, table, more = columns(7, 2, 1)
+    opens = [
+        RowOpen(3, prompt, 7, table, 4, SamplingParams(0.7, 2**31, 0.9, 0.05, 2**64 - 1), 2**32 - 1),
+        RowOpen(4, prompt[:0], 5, more, 5, SamplingParams(0.0, 0, 1.0, 0.0, 0), 1, fork_of_row=0),
+    ]
+    rows, lens, contexts, slots, close, *table_changes = columns(3, 3, 3, 9, 1, 2, 2, 2)
+    copies = list(columns(2, 2, 1))
+    return StepBatch(
+        2**40, rows, lens, contexts, np.array([True, False, True]), slots, close, opens, *table_changes, *copies,
+        [b"h" * 16], *columns(1, 1),
+    )  # fmt: skip
+
+
+def plain(value):
+    """Comparable: arrays as lists, with their type."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tolist()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if isinstance(value, RowOpen) else value
+
+
+@pytest.mark.parametrize("batch", [full_batch(), StepBatch(1, *columns(0, 0, 0), np.empty(0, np.bool_), *columns(0))])
+def test_a_step_arrives_whole(batch):
+    found = step_from_bytes(step_to_bytes(batch))
+    for field in fields(StepBatch):
+        assert plain(getattr(found, field.name)) == plain(getattr(batch, field.name)), field.name
+
+
+def test_messages_of_all_lengths_arrive(monkeypatch):
+    sent = deque()
+
+    def broadcast(tensor, source, group):
+        if is_sending:
+            sent.append(tensor.clone())
+        else:
+            tensor.copy_(sent.popleft())  # fails for another length
+
+    monkeypatch.setattr(parallel.dist, "broadcast", broadcast)
+    room = FIRST_PIECE - LENGTH.size
+    for message in (
+        STOP,
+        RESET_ROWS,
+        b"",
+        *(bytes(range(256)) * 64 for _ in (1,)),
+        *(b"x" * n for n in (room, room + 1)),
+    ):
+        is_sending = True
+        Group(0, 2).send(message)
+        is_sending = False
+        assert Group(1, 2).receive() == message
+        assert not sent

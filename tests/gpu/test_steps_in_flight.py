@@ -1,0 +1,63 @@
+"""What a step on its way holds, without a device: its memory, who reads it, and which type it computes in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.runner import NO_IDS, PendingStep, Writes, _choose_dtype
+from worker_svc.engine.gpu.step_buffer import Staging
+
+
+class Event:
+    """Has happened; the first who waits for it is held up on his way back."""
+
+    def __init__(self) -> None:
+        self.has_waiter, self.go_on = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if not self.has_waiter.is_set():
+            self.has_waiter.set()
+            assert self.go_on.wait(10)
+
+
+def test_memory_of_a_step_is_not_reused_while_it_is_read():
+    """The thread that waits may be overtaken by the one that launches, which settles the step and takes its memory."""
+    rows = np.array([0, 1])
+    staging = Staging(torch.zeros(1), torch.tensor([7, 8, 0, 0], dtype=torch.int32), Event())
+    writes = Writes((NO_IDS, NO_IDS), NO_IDS, NO_IDS, NO_IDS, rows, rows, rows)
+    step = PendingStep(1, staging, writes, [], time.perf_counter())
+    seen = []
+
+    def settle() -> None:
+        step.result()
+        staging.down.fill_(99)  # the next step's tokens
+
+    reader = threading.Thread(target=lambda: seen.append(step.result().token_ids.tolist()))
+    reader.start()
+    assert staging.event.has_waiter.wait(10)
+    settler = threading.Thread(target=settle)
+    settler.start()
+    settler.join(0.05)  # it would be done by now if nothing held it up
+    staging.event.go_on.set()
+    reader.join(10)
+    settler.join(10)
+    assert seen == [[7, 8]]
+
+
+@pytest.mark.parametrize(("stored", "expected"), [
+    (torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16"),
+])  # fmt: skip
+def test_auto_serves_a_checkpoint_as_it_is_stored(stored, expected):
+    checkpoint = SimpleNamespace(stored_dtype=lambda: stored)
+    assert _choose_dtype(EngineConfig(Path(), backend="cuda"), checkpoint, torch.device("cuda")) == expected

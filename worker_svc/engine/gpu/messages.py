@@ -1,0 +1,102 @@
+"""What rank 0 says to the other ranks, as bytes: a step, that all rows are closed, or that it is over.
+
+    kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
+
+Columns are uint32, little-endian; an open is a record of fixed size, then its tokens and its table.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import numpy as np
+
+from worker_svc.engine.batch import U32, RowOpen, SamplingParams, StepBatch
+from worker_svc.engine.plan import HASH_BYTES
+
+COLUMNS = (
+    "rows", "query_lens", "context_lens", "slot_mapping", "close_rows", "table_rows", "table_indices", "table_blocks",
+    "copy_src", "copy_dst", "commit_blocks", "fork_rows", "fork_parents",
+)  # fmt: skip
+HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
+# row, parent (-1: none), prompt_len, computed, sample index, temperature, top_k, top_p, min_p, seed, tokens, blocks
+OPEN = struct.Struct("<IqIIIdqddQII")
+
+
+class Kind(IntEnum):
+    """The first byte of a message."""
+
+    STOP = 0
+    RESET_ROWS = 1
+    STEP = 2
+
+
+STOP, RESET_ROWS = bytes([Kind.STOP]), bytes([Kind.RESET_ROWS])
+
+
+def step_to_bytes(batch: StepBatch) -> bytes:
+    """A batch whose columns were checked."""
+    columns = [getattr(batch, name) for name in COLUMNS]
+    counts = [*map(len, columns), len(batch.commit_hashes), len(batch.opens)]
+    parts = [HEAD.pack(Kind.STEP, batch.step_id, *counts)]
+    parts += map(_words, columns)
+    parts += [batch.sample_mask.tobytes(), *batch.commit_hashes]
+    for item in batch.opens:
+        parts += [_open_to_bytes(item), _words(item.token_ids), _words(item.block_table)]
+    return b"".join(parts)
+
+
+def step_from_bytes(message: bytes) -> StepBatch:
+    """The same batch."""
+    _, step_id, *counts, num_hashes, num_opens = HEAD.unpack_from(message)
+    reader = _Reader(message, HEAD.size)
+    columns = {name: reader.words(count) for name, count in zip(COLUMNS, counts, strict=True)}
+    mask = np.frombuffer(reader.take(len(columns["rows"])), np.bool_)
+    hashes = [reader.take(HASH_BYTES) for _ in range(num_hashes)]
+    opens = [reader.open() for _ in range(num_opens)]
+    return StepBatch(step_id=step_id, sample_mask=mask, commit_hashes=hashes, opens=opens, **columns)
+
+
+def _words(column: U32) -> bytes:
+    return column.astype("<u4", copy=False).tobytes()
+
+
+def _open_to_bytes(item: RowOpen) -> bytes:
+    parent = -1 if item.fork_of_row is None else item.fork_of_row
+    sampling = item.sampling
+    return OPEN.pack(
+        item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
+        len(item.token_ids), len(item.block_table),
+    )  # fmt: skip
+
+
+class _Reader:
+    """Takes a message apart from front to back."""
+
+    def __init__(self, message: bytes, place: int) -> None:
+        self._message = message
+        self._place = place
+
+    def take(self, size: int) -> bytes:
+        self._place += size
+        return self._message[self._place - size : self._place]
+
+    def words(self, count: int) -> U32:
+        return np.frombuffer(self.take(4 * count), "<u4")
+
+    def open(self) -> RowOpen:
+        row, parent, prompt_len, num_computed, sample_index, *sampling, num_tokens, num_blocks = OPEN.unpack(
+            self.take(OPEN.size)
+        )
+        return RowOpen(
+            row=row,
+            token_ids=self.words(num_tokens),
+            prompt_len=prompt_len,
+            block_table=self.words(num_blocks),
+            num_computed_tokens=num_computed,
+            sampling=SamplingParams(*sampling),
+            sample_index=sample_index,
+            fork_of_row=None if parent < 0 else parent,
+        )
