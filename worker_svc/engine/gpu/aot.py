@@ -138,7 +138,7 @@ def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, page
             name = f"attention {model} {use} page {page}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {
-            "QUERIES": tiles.queries(shape), "SPLIT": tiles.split, "ROWS": 256, "BLOCK": 64,
+            "QUERIES": tiles.queries(shape), "SPLIT": tiles.split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
         }  # fmt: skip
         yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, f"{i} {i} {i} {i} {i} i32 i32", constants)
     constants = {"HQ": shape.num_q_heads, "D": shape.head_dim, "BLOCK_D": width, "SPLIT": DECODE_TILES.split}
@@ -151,16 +151,14 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
     yield Variant("start", threshold.start_kernel, f"{i} i32 {i} {f} {f} i32", {"CHUNKS": chunks}, 1)
     for kind in (threshold.COUNT, threshold.WEIGH):
-        for shift in (28, 0):
-            constants = {"KIND": kind, "SHIFT": shift}
-            yield Variant(
-                f"digit_sums {kind} {shift}", threshold.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32",
-                constants | {"CHUNK": threshold.CHUNK}, 8,
-            )  # fmt: skip
-            yield Variant(
-                f"descend {kind} {shift}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32",
-                constants | {"CHUNKS": chunks}, 1,
-            )  # fmt: skip
+        yield Variant(
+            f"digit_sums {kind}", threshold.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNK": threshold.CHUNK}, 8,
+        )  # fmt: skip
+        yield Variant(
+            f"descend {kind}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNKS": chunks}, 1,
+        )  # fmt: skip
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
     for is_filtered in (False, True):
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}

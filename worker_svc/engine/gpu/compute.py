@@ -71,6 +71,7 @@ class StepCompute:
         self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
         self._mixed_sizes = mixed_sizes(graph_tokens) if attention.can_capture(is_decode=False) else []
         self._graphs: Graphs | None = None
+        self._is_eager = False
         self._cache = torch.empty(0)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
@@ -98,12 +99,12 @@ class StepCompute:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Steps within are launched kernel by kernel."""
-        graphs, self._graphs = self._graphs, None
+        """Steps within are launched kernel by kernel, padded as their graphs are: libraries choose by size."""
+        self._is_eager = True
         try:
             yield
         finally:
-            self._graphs = graphs
+            self._is_eager = False
 
     def bucket_of(self, plan: StepPlan, *, is_filtered: bool) -> Bucket:
         """What a step is padded to: to the size of a graph where there may be one, else to nothing."""
@@ -128,7 +129,7 @@ class StepCompute:
 
     def run(self, bucket: Bucket, host: HostStep) -> None:
         """Starts the uploaded step."""
-        if self._graphs is None:
+        if self._graphs is None or self._is_eager:
             self._compute(bucket, host)
         elif not self._graphs.replay(bucket):
             self._compute(bucket, host)

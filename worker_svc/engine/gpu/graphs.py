@@ -22,6 +22,10 @@ MAX_RECORDING_S = 120.0  # at start; what is not recorded by then stays eager
 Step = Callable[[], None]
 
 
+class GraphError(RuntimeError):
+    """A step that cannot be a graph; launched kernel by kernel it runs all the same."""
+
+
 class Recorder(Protocol):
     """What turns launches into something that launches them again."""
 
@@ -43,11 +47,16 @@ class CudaRecorder:
         self._free_before = torch.cuda.mem_get_info(device)[0]
 
     def record(self, step: Step) -> Step:
-        torch.cuda.synchronize()
+        """Raises GraphError, with the launching stream as it was, if something in `step` cannot be recorded."""
+        stream = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may wait for events meanwhile: only this one's calls are restricted.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
+        try:
+            # Other threads may wait for events meanwhile: only this one's calls are restricted.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch leaves its own in place if the end of a capture fails
+            raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
         return graph.replay
 
     def bytes_taken(self) -> int:
@@ -122,11 +131,14 @@ class Graphs:
         """A step of this bucket was computed without a graph; the next one may have one."""
         if bucket not in self._later:
             return
-        if self._may_record(True):
-            self._record(bucket)
+        if not self._may_record(True):
+            self._later.clear()
+            logger.warning("CUDA graphs take %d MiB; no more are recorded", self._recorder.bytes_taken() >> 20)
             return
-        self._later.clear()
-        logger.warning("CUDA graphs take %d MiB; no more are recorded", self._recorder.bytes_taken() >> 20)
+        try:
+            self._record(bucket)
+        except GraphError as error:
+            logger.error("steps of %s go on without a graph: %s", bucket, error)
 
     def _record(self, bucket: Bucket) -> None:
         self._later.discard(bucket)  # also if it fails: it would fail again

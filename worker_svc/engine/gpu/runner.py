@@ -29,7 +29,7 @@ from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
-from worker_svc.engine.gpu.graphs import make_recorder
+from worker_svc.engine.gpu.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
@@ -196,7 +196,10 @@ class DeviceRunner:
         recorder = make_recorder(self._device) if config.cuda_graphs != "off" else None
         if recorder is not None:
             is_lazy = config.cuda_graphs == "lazy"
-            self._compute.record(recorder, shares.graph_bytes, told.graphs, is_lazy=is_lazy)
+            try:
+                self._compute.record(recorder, shares.graph_bytes, told.graphs, is_lazy=is_lazy)
+            except GraphError as error:
+                raise BackendUnavailableError(f"{error}; use --cuda-graphs off") from error
         told.end()
 
     def execute(self, batch: StepBatch) -> StepOutput:

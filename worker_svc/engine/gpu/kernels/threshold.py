@@ -19,7 +19,7 @@ from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import keep_threshold
 
 CHUNK = 4096
-DIGITS = 8  # of 4 bits
+TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; a digit's place is a number at run time: one kernel for all
 COUNT, WEIGH = 0, 1
 
 
@@ -100,10 +100,10 @@ def _is_searched(state, KIND: tl.constexpr):
     return is_on & (tl.load(state + 1).to(tl.float32, bitcast=True) >= 1e-5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def digit_sums_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, prefix_ptr, sums_ptr, chunks,
-    KIND: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+    shift, KIND: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     sample, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + sample)
@@ -117,24 +117,24 @@ def digit_sums_kernel(
     is_in = chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size
     order = _order(z)
     is_kept = is_in & (z >= tl.load(lowest_ptr + sample))
-    if SHIFT < 28:
-        is_kept = is_kept & ((order >> (SHIFT + 4)) == tl.load(prefix_ptr + sample))
+    prefix = tl.load(prefix_ptr + sample, mask=shift < TOP_SHIFT, other=0)  # before the first digit all match
+    is_kept = is_kept & ((order >> (shift + 4)) == prefix)
     if KIND == 0:
         weight = is_kept.to(tl.int64)
     else:
         distance = z.to(tl.float64) - tl.load(top_ptr + sample * chunks).to(tl.float64)
         mass = tl.floor(tl.exp(tl.where(is_kept, distance, -100.0)) * 1099511627776.0 + 0.5)
         weight = mass.to(tl.int64)
-    digit = (order >> SHIFT) & 15
+    digit = (order >> shift) & 15
     sums = sums_ptr + (sample * chunks + chunk) * 16
     for value in tl.static_range(16):
         tl.store(sums + value, tl.sum(tl.where(digit == value, weight, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def descend_kernel(
-    state_ptr, state_stride, row_ptr, lowest_ptr, prefix_ptr, need_ptr, sums_ptr, chunks,
-    KIND: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+    state_ptr, state_stride, row_ptr, lowest_ptr, prefix_ptr, need_ptr, sums_ptr, chunks, shift,
+    KIND: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
@@ -150,7 +150,7 @@ def descend_kernel(
     from_here = tl.sum(
         tl.where(value[None, :] >= value[:, None], sums[None, :], 0), 1
     )  # weight of this digit and above
-    if SHIFT == 28:
+    if shift == TOP_SHIFT:
         total = tl.sum(sums, 0)
         if KIND == 0:
             need = tl.load(state + 2).to(tl.int64)
@@ -168,7 +168,7 @@ def descend_kernel(
         prefix = prefix * 16 + digit
     tl.store(need_ptr + sample, need)
     tl.store(prefix_ptr + sample, prefix)
-    if (SHIFT == 0) & (need > 0):
+    if (shift == 0) & (need > 0):
         flipped = prefix.to(tl.uint32).to(tl.int32, bitcast=True)
         bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
         tl.store(lowest_ptr + sample, bits.to(tl.float32, bitcast=True))
@@ -193,17 +193,17 @@ def find_thresholds(
         top[:, 0] = group.largest(top.amax(1))
     start_kernel[(num_samples,)](*common, scratch.top, scratch.lowest, chunks, CHUNKS=lines, num_warps=1)
     for kind in (COUNT, WEIGH):
-        for shift in range(28, -1, -4):
+        for shift in range(TOP_SHIFT.value, -1, -4):
             digit_sums_kernel[grid](
-                *source, scratch.top, scratch.lowest, scratch.prefix, scratch.sums, chunks,
-                KIND=kind, SHIFT=shift, CHUNK=CHUNK, num_warps=8,
+                *source, scratch.top, scratch.lowest, scratch.prefix, scratch.sums, chunks, shift,
+                KIND=kind, CHUNK=CHUNK, num_warps=8,
             )  # fmt: skip
             sums, parts = scratch.sums, chunks
             if group.size > 1:
                 sums, parts = group.all_reduce(sums[:num_samples].sum(1)), 1
             descend_kernel[(num_samples,)](
-                *common, scratch.lowest, scratch.prefix, scratch.need, sums, parts,
-                KIND=kind, SHIFT=shift, CHUNKS=triton.next_power_of_2(parts), num_warps=1,
+                *common, scratch.lowest, scratch.prefix, scratch.need, sums, parts, shift,
+                KIND=kind, CHUNKS=triton.next_power_of_2(parts), num_warps=1,
             )  # fmt: skip
     return scratch.lowest
 

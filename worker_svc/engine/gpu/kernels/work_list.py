@@ -9,6 +9,7 @@ import triton.language as tl
 from worker_svc.engine.gpu.kernels.attention import Queries, WorkList
 
 MAX_QUERIES = 2**31 - 1
+MIN_ROWS = 256  # lines that each program looks at: few numbers mean few kernels to compile before the first step
 
 
 @triton.jit(do_not_specialize=["min_queries", "max_queries"])
@@ -58,7 +59,7 @@ def make_work_list(
     bound = len(queries.rows)
     work_list_kernel[(bound,)](
         num_rows, queries.starts, queries.contexts, work.items, work.count, min_queries, max_queries,
-        QUERIES=queries_per_tile, SPLIT=split, ROWS=triton.next_power_of_2(bound), BLOCK=64, num_warps=4,
+        QUERIES=queries_per_tile, SPLIT=split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)), BLOCK=64, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,0 +1,87 @@
+"""Lines that only a GPU reaches: what they call exists with these arguments, and a capture that fails is told."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.gpu.report import Report
+from worker_svc.engine.gpu.graphs import CudaRecorder, GraphError
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [*sorted(ROOT.glob("worker_svc/engine/gpu/**/*.py")), *sorted(ROOT.glob("bench/gpu/*.py"))]
+MODULES = {"torch.cuda": torch.cuda, "dist": dist}
+
+
+def calls_of(path: Path) -> Iterator[tuple[object, str, ast.Call]]:
+    """Calls of torch.cuda.* and dist.*, with what they call."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        for prefix, module in MODULES.items():
+            if name.startswith(f"{prefix}."):
+                yield reduce(getattr, name.removeprefix(f"{prefix}.").split("."), module), name, node
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_calls_fit_what_they_call(path):
+    for function, name, call in calls_of(path):
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # of C++: it exists, and that is all that can be known
+            continue
+        assert not any(isinstance(argument, ast.Starred) for argument in call.args), name
+        signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 3.0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Stands for torch.cuda; a capture whose step fails ends as CUDA's does. Returns the streams that were set."""
+    streams = []
+
+    @contextmanager
+    def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
+        try:
+            yield
+        except BaseException:
+            streams.append("capturing")
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    fakes = {
+        "graph": graph, "CUDAGraph": type("FakeGraph", (), {"replay": lambda self: None}), "Event": FakeEvent,
+        "graph_pool_handle": lambda: (0, 1), "mem_get_info": lambda device: (100, 200), "synchronize": lambda: None,
+        "current_stream": lambda device: "launching", "set_stream": streams.append,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return streams
+
+
+def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda):
+    def step() -> None:
+        raise RuntimeError("a host sync in a step")
+
+    with pytest.raises(GraphError, match="cannot be recorded: a host sync in a step"):
+        CudaRecorder(torch.device("cuda", 0)).record(step)
+    assert cuda == ["capturing", "launching"]
+
+
+def test_the_benchmark_times_replays(cuda):
+    calls = []
+    assert Report(is_smoke=False).time_ms([lambda: calls.append(1), lambda: calls.append(2)]) == 1.5
+    assert calls == [1, 2, 1, 2]  # once to compile, once to record
