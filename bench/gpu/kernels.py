@@ -39,7 +39,12 @@ def environment(report: Report) -> None:
             report.row("environment", name, note=f"missing: {error}")
     report.figures["python"] = platform.python_version()
     report.figures["torch"], report.figures["triton"] = torch.__version__, triton.__version__
-    report.figures["device"] = "cpu (smoke)" if report.is_smoke else torch.cuda.get_device_name()
+    if report.is_smoke:
+        report.figures["device"] = "cpu (smoke)"
+        return
+    device = torch.cuda.get_device_properties(0)  # without a GPU this tells why
+    report.figures |= {"device": device.name, "memory_gib": round(device.total_memory / 2**30, 1)}
+    report.row("environment", device.name, note=f"{report.figures['memory_gib']} GiB, CUDA {torch.version.cuda}")
 
 
 def ceilings(report: Report) -> None:
@@ -200,7 +205,7 @@ def other_caches(report: Report) -> None:
             ("prefill", PREFILL_TILES, 2, rows[1], 20 if report.is_smoke else 1024),
         ):
             case = Case.make(report, num_rows, context, count, head_dim=dim, is_fp8=is_fp8)
-            run, out = case.attention(for_heads(tiles, case.shape), programs(report, 1 if use == "prefill" else 3))
+            run, out = case.attention(for_heads(tiles, case.shape), programs(report))
             run()
             error = case.error(out)
             ms = report.time_ms([run], 10)
@@ -223,7 +228,7 @@ def prefill_attention(report: Report) -> None:
         heads, dim = case.shape.num_q_heads, case.shape.head_dim
         flop = 4 * heads * dim * num_rows * (count * context + count * count / 2)
         for name, tiles in (("", PREFILL_TILES), ("exact ", EXACT_TILES)):
-            run, out = case.attention(tiles, programs(report, 1 if tiles is PREFILL_TILES else 2))
+            run, out = case.attention(tiles, programs(report))
             run()
             error = case.error(out)
             report.row(
@@ -232,8 +237,13 @@ def prefill_attention(report: Report) -> None:
             )  # fmt: skip
 
 
-def decode_sweep(report: Report) -> None:
+def tile_sweep(report: Report) -> None:
     """Other tiles and grids, for the table in tiles.py."""
+    case = Case.make(report, 2, 0, 20) if report.is_smoke else Case.make(report, 8, 0, 1024)
+    for stages, warps, per_sm in [(3, 8, 1), (3, 8, 2), (2, 8, 3), (3, 4, 2)]:
+        run, _ = case.attention(replace(PREFILL_TILES, num_stages=stages, num_warps=warps), programs(report, per_sm))
+        label = f"prefill stages {stages} warps {warps} per SM {per_sm}"
+        report.row("tile_sweep", label, ms=report.time_ms([run], 10))
     for num_rows, context in [(3, 40)] if report.is_smoke else [(256, 1024), (32, 4096)]:
         case = Case.make(report, num_rows, context - 1, 1)
         for split, stages, warps, per_sm in [
@@ -243,7 +253,7 @@ def decode_sweep(report: Report) -> None:
             tiles = replace(DECODE_TILES, split=split, num_stages=stages, num_warps=warps)
             run, _ = case.attention(tiles, programs(report, per_sm))
             label = f"B {num_rows} ctx {context} split {split} stages {stages} warps {warps} per SM {per_sm}"
-            report.row("decode_sweep", label, ms=report.time_ms([run], 10), num_bytes=case.key_bytes)
+            report.row("tile_sweep", label, ms=report.time_ms([run], 10), num_bytes=case.key_bytes)
 
 
 def small_kernels(report: Report) -> None:

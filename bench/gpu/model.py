@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from bench.gpu.report import Report, relative_error
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
+from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import DeviceRunner
@@ -33,8 +34,12 @@ def model_of(report: Report) -> Model:
     return TINY if report.is_smoke else QWEN3_06B
 
 
-def make_checkpoint(folder: Path, report: Report) -> Path:
-    """Linears of unit gain, norms around 1, large q/k norms: attention is peaked, so that an error in it shows."""
+def make_checkpoint(report: Report) -> Path:
+    """The model of all sections. Linears of unit gain, norms around 1, large q/k norms: attention is peaked, so that an
+    error in it shows."""
+    folder = report.scratch / "checkpoint"
+    if (folder / "config.json").exists():  # written last
+        return folder
     generator = torch.Generator(device=report.device).manual_seed(0)
     model = model_of(report)
     tensors = {}
@@ -67,7 +72,16 @@ def load(folder: Path, report: Report, **settings: Any) -> DeviceRunner:
             "max_num_batched_tokens": 128,
             "max_model_len": 256,
         }
-    return DeviceRunner(EngineConfig(folder, **(fields | settings)))
+    config = EngineConfig(folder, **(fields | settings))
+    try:
+        return DeviceRunner(config)
+    except BackendUnavailableError as error:
+        if "CUDA graph" not in str(error):
+            raise
+        report.row("load", "CUDA graphs", ok=False, note=str(error)[:300])
+    report.figures["has_no_graphs"] = True
+    report.release()
+    return DeviceRunner(replace(config, cuda_graphs="off"))  # the rest still tells something
 
 
 class Rows:
@@ -114,35 +128,37 @@ class Rows:
 
 def logits(report: Report) -> None:
     """Chunks, mixed batches and decode against transformers in float32; its own bfloat16 says what noise is."""
-    from transformers import AutoModelForCausalLM
-
     lengths = [3, 20, 33] if report.is_smoke else [1, 255, 256, 257, 700, 1500]
     vocab = model_of(report)["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_checkpoint(Path(scratch), report)
-        # Logits are seen in eager steps only; that graphs give the same is a section of its own.
-        settings = {"cuda_graphs": "off"} | ({} if report.is_smoke else {"num_blocks": 256})
-        found = {}
-        for name, fields in KINDS.items():
-            if report.is_smoke and name == "float16":
-                continue  # transformers' own noise is not measured in it
-            runner = load(folder, report, **(settings | fields))
-            found[name] = _run_ours(runner, prompts)
-            del runner
-            report.release()
-        tokens = found["model's dtype"][1]
-        wanted = {}
-        for dtype in (torch.float32, report.dtype):
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(report.device).eval()
-            with torch.no_grad():
-                for row, ids in enumerate(tokens):
-                    wanted[row, dtype] = model(torch.tensor([ids], device=report.device)).logits[0].float()
-            del model
-            report.release()
-    for name, (seen, own_tokens) in found.items():
+    folder = make_checkpoint(report)
+    # Logits are seen in eager steps only; that graphs give the same is a section of its own.
+    settings = {"cuda_graphs": "off"} | ({} if report.is_smoke else {"num_blocks": 256})
+    tokens, wanted = [], {}
+    for name, fields in KINDS.items():
+        if report.is_smoke and name == "float16":
+            continue  # transformers' own noise is not measured in it
+        runner = load(folder, report, **(settings | fields))
+        seen, own_tokens = _run_ours(runner, prompts)
+        del runner
+        report.release()
+        if not tokens:
+            tokens = own_tokens
+            wanted = {dtype: _theirs(folder, dtype, tokens, report) for dtype in (torch.float32, report.dtype)}
         _compare(report, name, seen, own_tokens, tokens, wanted)
+
+
+def _theirs(folder: Path, dtype: torch.dtype, tokens: list[list[int]], report: Report) -> list[torch.Tensor]:
+    """Logits of transformers over each row's tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(report.device).eval()
+    with torch.no_grad():
+        found = [model(torch.tensor([ids], device=report.device)).logits[0].float() for ids in tokens]
+    del model
+    report.release()
+    return found
 
 
 def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: list, wanted: dict) -> None:
@@ -154,7 +170,7 @@ def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: li
         positions = sorted(position for r, position in seen if r == row and position <= same)
         ours = torch.stack([seen[row, position] for position in positions]).float()
         index = torch.tensor(positions, device=report.device) - 1
-        right, own = wanted[row, torch.float32][index], wanted[row, report.dtype][index]
+        right, own = wanted[torch.float32][row][index], wanted[report.dtype][row][index]
         error, noise = relative_error(ours, right), relative_error(own, right)
         ok = error < (0.5 if name == "fp8 cache" else 1e-4)
         if not report.is_smoke and name != "fp8 cache":
@@ -192,42 +208,40 @@ def _run_ours(
 
 def decode_steps(report: Report) -> None:
     """Whole steps by graph, launched ahead as in service; and that a graph gives the tokens of eager steps."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_checkpoint(Path(scratch), report)
-        started = time.perf_counter()
-        runner = load(folder, report)
-        report.row("decode_steps", "load, with graphs", ms=1e3 * (time.perf_counter() - started),
-                   note=f"{runner._compute.num_graphs} graphs, {runner.info.num_blocks} blocks")  # fmt: skip
-        report.figures["num_blocks"] = runner.info.num_blocks
-        for num_rows, context in (
-            [(3, 30)] if report.is_smoke else [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
-        ):
-            ms = time_decode(runner, report, num_rows, context)
-            if ms is None:
-                continue
-            report.row("decode_steps", f"B {num_rows} ctx {context}", ms=ms, note=f"{num_rows / ms * 1e3:.0f} tok/s")
-            report.figures[f"step_ms_b{num_rows}_ctx{context}"] = ms
-        with runner._compute.eager():
-            eager = decode_tokens(runner, report)
-        report.row("decode_steps", "tokens of graphs = of eager steps", ok=decode_tokens(runner, report) == eager)
+    folder = make_checkpoint(report)
+    started = time.perf_counter()
+    runner = load(folder, report)
+    report.row("decode_steps", "load, with graphs", ms=1e3 * (time.perf_counter() - started),
+               note=f"{runner._compute.num_graphs} graphs, {runner.info.num_blocks} blocks")  # fmt: skip
+    report.figures["num_blocks"] = runner.info.num_blocks
+    with runner._compute.eager():
+        eager = decode_tokens(runner, report)
+    report.row("decode_steps", "tokens of graphs = of eager steps", ok=decode_tokens(runner, report) == eager)
+    for num_rows, context in (
+        [(3, 30)] if report.is_smoke else [(1, 512), (256, 512), (256, 4096), (32, 4096), (32, 512), (1, 4096)]
+    ):
+        ms = time_decode(runner, report, num_rows, context)
+        if ms is None:
+            continue
+        report.row("decode_steps", f"B {num_rows} ctx {context}", ms=ms, note=f"{num_rows / ms * 1e3:.0f} tok/s")
+        report.figures[f"step_ms_b{num_rows}_ctx{context}"] = ms
 
 
 def mixed_steps(report: Report) -> None:
-    """Rows that decode beside a chunk of a prompt: as graphs and without, and how long graphs take to record."""
+    """Rows that decode beside a chunk of a prompt: as graphs, recorded as they come, and without."""
     sizes = [(2, 20)] if report.is_smoke else [(255, 128), (255, 512), (64, 1024), (64, 2048), (0, 4096)]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_checkpoint(Path(scratch), report)
-        for when in ("start", "lazy", "off"):
-            started = time.perf_counter()
-            runner = load(folder, report, cuda_graphs=when)
-            note = f"{runner._compute.num_graphs} graphs, {runner.info.num_blocks} blocks"
-            report.row("mixed_steps", f"load, graphs {when}", ms=1e3 * (time.perf_counter() - started), note=note)
-            for num_rows, chunk in sizes:
-                ms = time_mixed(runner, report, num_rows, chunk)
-                report.row("mixed_steps", f"{when}: {num_rows} rows and a chunk of {chunk}", ms=ms)
-                report.figures[f"mixed_ms_{when}_{num_rows}_{chunk}"] = ms
-            del runner
-            report.release()
+    folder = make_checkpoint(report)
+    for when in ("lazy", "off"):
+        started = time.perf_counter()
+        runner = load(folder, report, cuda_graphs=when)
+        note = f"{runner._compute.num_graphs} graphs, {runner.info.num_blocks} blocks"
+        report.row("mixed_steps", f"load, graphs {when}", ms=1e3 * (time.perf_counter() - started), note=note)
+        for num_rows, chunk in sizes:
+            ms = time_mixed(runner, report, num_rows, chunk)
+            report.row("mixed_steps", f"{when}: {num_rows} rows and a chunk of {chunk}", ms=ms)
+            report.figures[f"mixed_ms_{when}_{num_rows}_{chunk}"] = ms
+        del runner
+        report.release()
 
 
 def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) -> float:
@@ -256,29 +270,26 @@ def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) 
 
 def exact_cost(report: Report) -> None:
     """Exact mode: what it costs, and that a row's tokens do not know its neighbours."""
-    with tempfile.TemporaryDirectory() as scratch:
-        runner = load(make_checkpoint(Path(scratch), report), report, determinism="exact")
-        for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (32, 512), (256, 512), (256, 4096)]:
-            ms = time_decode(runner, report, num_rows, context)
-            if ms is None:
-                continue
-            fast = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
-            report.row(
-                "exact_cost", f"B {num_rows} ctx {context}", ms=ms, note=f"{ms / fast:.2f} of fast" if fast else ""
-            )
-            report.figures[f"exact_step_ms_b{num_rows}_ctx{context}"] = ms
-        alone, crowded = ([], [])
-        prompts = _prompts(runner, report)
-        for chosen, found, chunk in ((prompts[:1], alone, 10**6), (prompts, crowded, 33)):
-            rows = Rows(runner, chosen, room=32)
-            while rows.computed[0] < len(chosen[0]):
-                left = {i: min(chunk, len(p) - int(rows.computed[i])) for i, p in enumerate(chosen)}
-                output = rows.launch({i: n for i, n in left.items() if n > 0}).result()
-                found += output.token_ids[output.rows == 0].tolist()
-            for _ in range(20):
-                output = rows.launch(dict.fromkeys(range(len(chosen)), 1)).result()
-                found += output.token_ids[output.rows == 0].tolist()
-        report.row("exact_cost", f"tokens alone = among {len(prompts)}, in chunks", ok=alone == crowded)
+    runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy")
+    alone, crowded = ([], [])
+    prompts = _prompts(runner, report)
+    for chosen, found, chunk in ((prompts[:1], alone, 10**6), (prompts, crowded, 33)):
+        rows = Rows(runner, chosen, room=32)
+        while rows.computed[0] < len(chosen[0]):
+            left = {i: min(chunk, len(p) - int(rows.computed[i])) for i, p in enumerate(chosen)}
+            output = rows.launch({i: n for i, n in left.items() if n > 0}).result()
+            found += output.token_ids[output.rows == 0].tolist()
+        for _ in range(20):
+            output = rows.launch(dict.fromkeys(range(len(chosen)), 1)).result()
+            found += output.token_ids[output.rows == 0].tolist()
+    report.row("exact_cost", f"tokens alone = among {len(prompts)}, in chunks", ok=alone == crowded)
+    for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512), (32, 512), (256, 4096)]:
+        ms = time_decode(runner, report, num_rows, context)
+        if ms is None:
+            continue
+        fast = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
+        report.row("exact_cost", f"B {num_rows} ctx {context}", ms=ms, note=f"{ms / fast:.2f} of fast" if fast else "")
+        report.figures[f"exact_step_ms_b{num_rows}_ctx{context}"] = ms
 
 
 def _prompts(runner: DeviceRunner, report: Report) -> list[list[int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +24,19 @@ COLUMNS = (
 )
 
 
-class Report:
-    """Collects rows, prints each, and knows what the device can do once that is measured."""
+class OutOfTimeError(Exception):
+    """A section's time is up; what it has found until then counts."""
 
-    def __init__(self, *, is_smoke: bool) -> None:
+
+class Report:
+    """Collects rows, prints each, and knows what the device can do once that is measured. Asks nothing of a device by
+    itself, so that a process may be forked that does."""
+
+    def __init__(self, *, is_smoke: bool, scratch: Path | None = None) -> None:
         self.is_smoke = is_smoke
+        self.scratch = scratch or Path(tempfile.gettempdir())  # for files that sections share
+        self.ends_at = math.inf  # by the monotonic clock
+        self.tell: Callable[[dict[str, Any]], None] = lambda row: None
         self.device = torch.device("cpu" if is_smoke else "cuda")
         self.dtype = torch.float32 if is_smoke else torch.bfloat16
         self.tolerance = 1e-5 if is_smoke else 8e-3  # against float32 references
@@ -34,7 +44,6 @@ class Report:
         self.figures: dict[str, Any] = {}
         self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
         self.seconds = 0.0
-        self.is_device_lost = False  # to this process
 
     @property
     def failed(self) -> list[str]:
@@ -51,7 +60,8 @@ class Report:
         flop: float = 0,
         note: str = "",
     ) -> None:
-        """One line; what it moves and computes becomes its part of the device's ceilings."""
+        """One line; what it moves and computes becomes its part of the device's ceilings. OutOfTimeError after it if
+        the section's time is up."""
         found = {"section": section, "name": name, "ok": ok, "ms": ms, "note": note}
         if ms and num_bytes:
             found |= {"gb_s": num_bytes / ms / 1e6, "of_bandwidth": num_bytes / ms * 1e3 / self.bandwidth}
@@ -64,6 +74,13 @@ class Report:
             f"{key} {found[key]:.3g}" for key in ("gb_s", "of_bandwidth", "tflops", "of_matmul") if key in found
         )
         print(f"{section:18s} {name:44s} {verdict:5s}{time_text} {extra} {note}", flush=True)
+        self.tell(found)
+        if self.seconds_left() < 0:
+            raise OutOfTimeError
+
+    def seconds_left(self) -> float:
+        """Until the section should be over."""
+        return self.ends_at - time.monotonic()
 
     def time_ms(self, calls: Sequence[Callable[[], object]], repeats: int = REPEATS) -> float:
         """Milliseconds per call: the median of replays of a graph over all calls. Give calls over different memory, so
@@ -104,16 +121,16 @@ class Report:
     def summary(self) -> dict[str, Any]:
         return {**self.figures, "failed": self.failed, "num_rows": len(self.rows), "seconds": self.seconds}
 
-    def write(self, folder: Path) -> None:
-        """gpu.json with everything, gpu.md with the table."""
+    def write(self, folder: Path, name: str) -> None:
+        """NAME.json with everything, NAME.md with the table."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "gpu.json").write_text(json.dumps({"summary": self.summary(), "rows": self.rows}, indent=1))
+        (folder / f"{name}.json").write_text(json.dumps({"summary": self.summary(), "rows": self.rows}, indent=1))
         lines = ["| section | what | | ms | GB/s | of copy | TFLOP/s | of matmul | note |", "|" + " --- |" * 9]
         for row in self.rows:
             cells = [row["section"], row["name"], {None: "", True: "ok", False: "**FAIL**"}[row["ok"]]]
             cells += [_number(row.get(key), text) for key, text in COLUMNS]
             lines.append("| " + " | ".join([*cells, row["note"]]) + " |")
-        (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def _number(value: float | None, text: str) -> str:

@@ -18,10 +18,12 @@ SOURCE = "#include <Python.h>\nint quire_has_headers(void) { return PY_VERSION_H
 def prepare_toolchain(vendor: Path = VENDOR) -> str:
     """Which compiler serves; the packed compiler and headers fill in what is missing. Exits with what to do if nothing
     does."""
-    headers = Path(sysconfig.get_paths()["include"])
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks on Debian
+    headers = Path(sysconfig.get_paths(scheme)["include"])
     packed = vendor / "include" / headers.name
     if not (headers / "Python.h").exists() and (packed / "Python.h").exists():
-        os.environ["CPATH"] = os.pathsep.join(filter(None, (str(packed), os.environ.get("CPATH"))))
+        places = str(packed), str(packed.parent), os.environ.get("CPATH")
+        os.environ["CPATH"] = os.pathsep.join(filter(None, places))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None and (vendor / "cc").exists():
         compiler = os.environ["CC"] = str(vendor / "cc")

@@ -1,4 +1,4 @@
-"""What a step on its way holds, without a device: its memory, who reads it, and which type it computes in."""
+"""What a device gets, without one: the memory of a step on its way, the type it computes in, the tiles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import NO_IDS, PendingStep, Writes, _choose_dtype
 from worker_svc.engine.gpu.step_buffer import Staging
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
 
 
 class Event:
@@ -61,3 +63,12 @@ def test_memory_of_a_step_is_not_reused_while_it_is_read():
 def test_auto_serves_a_checkpoint_as_it_is_stored(stored, expected):
     checkpoint = SimpleNamespace(stored_dtype=lambda: stored)
     assert _choose_dtype(EngineConfig(Path(), backend="cuda"), checkpoint, torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("tiles", [DECODE_TILES, PREFILL_TILES, EXACT_TILES])
+@pytest.mark.parametrize("shape", [HeadShape(16, 8, 128), HeadShape(48, 1, 64), HeadShape(7, 1, 256)])
+@pytest.mark.parametrize("number_bytes", [2, 4])
+def test_a_tile_holds_all_heads_of_a_group(tiles, shape, number_bytes):
+    chosen = for_heads(tiles, shape, number_bytes)
+    assert chosen.queries(shape) >= 1
+    assert chosen.block_m >= 16  # tensor cores take no less

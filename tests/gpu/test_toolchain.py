@@ -33,7 +33,7 @@ def test_a_packed_compiler_is_taken(tmp_path, monkeypatch):
 def test_missing_headers_are_told_or_taken_from_the_pack(tmp_path, monkeypatch):
     real = toolchain.Path(sysconfig.get_paths()["include"])
     missing = tmp_path / "none" / real.name
-    monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda: {"include": str(missing)})
+    monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda scheme: {"include": str(missing)})
     monkeypatch.setenv("CPATH", "")
     with pytest.raises(SystemExit, match=r"does not compile a file that includes Python.h of .*Install python3"):
         toolchain.prepare_toolchain(tmp_path)

@@ -46,7 +46,8 @@ MAX_REGISTERS = 255
 LEFT_OUT = (
     "gelu", "bias=True", "4096", "list 0.6b prefill", "list 0.6b exact", "norm=False", "sums 0", "descend 1",
     "filter=False part=True",
-    "dim 80", "dim 112", "dim 256", "list dim", "dim 96 exact", "list 0.6b fp8", "combine 0.6b fp8", "fp8 exact",
+    "float32", "dim 80", "dim 112", "dim 256", "list dim", "dim 96 exact", "list 0.6b fp8", "combine 0.6b fp8",
+    "fp8 exact",
 )  # fmt: skip
 LEFT_OUT_PAGES = ("prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16")
 
@@ -100,10 +101,8 @@ def variants(
         constants = {"BLOCK": activation.BLOCK, "KIND": kind}
         yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
     for bias in (False, True):
-        constants = {"BIAS": bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": linear.BLOCK_K}
-        yield Variant(
-            f"linear bias={bias}", linear.linear_kernel, f"{t} {t} {t} {t} i32 i32 i32", constants, 4, 4, ("N", "K")
-        )
+        yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
+    yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
     constants = {"TABLE": prepare.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
@@ -112,7 +111,15 @@ def variants(
     for model, shape in ODD_SHAPES.items():
         yield from _head_variants(model, shape, dtype, dtype, (16, 256))
     yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages)
+    for model in ("0.6b", "dim 256"):
+        yield from _head_variants(f"{model} float32", (SHAPES | ODD_SHAPES)[model], "fp32", "fp32", (256,))
     yield from _sampling_variants(t, i, f)
+
+
+def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *, has_bias: bool = False) -> Variant:
+    constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
+    types = f"{t} {t} {t} {t} i32 i32 i32"
+    return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
 
 
 def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
@@ -127,7 +134,7 @@ def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, page
             heads | {"HEADS": lines, "HALVES": width // 2, "NORM": has_norm, "SCALED": is_scaled},
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
-        tiles = for_heads(all_tiles, shape)
+        tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2)
         for page in pages:
             constants = heads | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,

@@ -60,14 +60,16 @@ class TritonAttention:
         max_rows: int,
         max_tokens: int,
         max_model_len: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._shape = shape
         self._is_exact = determinism == "exact"
         self._num_programs = _num_programs(device)
-        many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape)
+        number_bytes = dtype.itemsize if device.type == "cuda" else 2  # interpreted, any tile will do
+        many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape, number_bytes)
         max_splits = 1 if self._is_exact else -(-max_model_len // DECODE_TILES.split)
-        self._many, self._single = many, for_heads(DECODE_TILES, shape)
+        self._many, self._single = many, for_heads(DECODE_TILES, shape, number_bytes)
         self._many_work = _empty_work(-(-max_tokens // many.queries(shape)) + max_rows, device)
         self._single_work = _empty_work(max_rows * max_splits, device)
         lines = 1 if self._is_exact else max_rows * max_splits

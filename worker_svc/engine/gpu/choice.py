@@ -50,8 +50,9 @@ def choose_attention(
         except BackendUnavailableError as error:
             logger.warning("attention is triton: %s", error)
     return TritonAttention(
-        shape, determinism, max_rows=max_rows, max_tokens=max_tokens, max_model_len=max_model_len, device=device
-    )
+        shape, determinism, max_rows=max_rows, max_tokens=max_tokens, max_model_len=max_model_len, dtype=dtype,
+        device=device,
+    )  # fmt: skip
 
 
 def is_flash_first(device: torch.device) -> bool:

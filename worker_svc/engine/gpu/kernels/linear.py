@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: the same MMA instruction for one row as for thousands
+WARPS, STAGES = 4, 4
+WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # of float32 on a device: see tiles.py
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,9 +45,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out = x.new_empty(n, out_size)
     if n == 0:
         return out
+    is_wide = x.is_cuda and x.dtype is torch.float32
+    block_k, warps, stages = (WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES) if is_wide else (BLOCK_K, WARPS, STAGES)
     linear_kernel[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M))](
         x, weight, weight if bias is None else bias, out, n, out_size, in_size,
-        BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=4,
+        BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

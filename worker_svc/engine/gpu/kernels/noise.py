@@ -27,7 +27,7 @@ def philox_words(seed_low, seed_high, position, sample_index, first_id, BLOCK: t
 def approximate_noise(word):
     """-log(-log1p(-u)) in float32."""
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, with its own digits
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, with its own digits
     series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * 0.2))))
     return -tl.log(tl.where(u < 0.03125, series, -tl.log(rest)))
 
@@ -35,5 +35,5 @@ def approximate_noise(word):
 @triton.jit
 def exact_noise(word):
     """The specification: 1 - u has 33 bits, so a double holds it and its logarithm is log1p(-u)."""
-    rest = ((~word).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
     return (-tl.log(-tl.log(rest))).to(tl.float32)
