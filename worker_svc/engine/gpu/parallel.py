@@ -69,7 +69,7 @@ class Group:
         """The next message of rank 0, once it comes."""
         pieces = [torch.empty(FIRST_PIECE, dtype=torch.uint8)]
         dist.broadcast(pieces[0], 0, self._control)
-        (length,) = LENGTH.unpack_from(pieces[0].numpy())
+        (length,) = LENGTH.unpack(pieces[0][: LENGTH.size].numpy().tobytes())
         end = LENGTH.size + length
         if end > FIRST_PIECE:
             pieces.append(torch.empty(end - FIRST_PIECE, dtype=torch.uint8))
