@@ -203,7 +203,8 @@ class Scheduler:
         if candidates and len(self._requests.priorities) > 1:
             displace(worker, candidates[0], self._requests)
         plan = worker.begin_step()
-        has_preempted = not worker.continue_run(plan) and plan_running(worker, plan, self._requests)
+        goes_on = worker.continue_run(plan, may_begin=not candidates)
+        has_preempted = not goes_on and plan_running(worker, plan, self._requests)
         if candidates and not has_preempted:
             self._admit(worker, plan, candidates, now)
         batch = worker.finish_plan(plan)

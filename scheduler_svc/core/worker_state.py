@@ -174,9 +174,12 @@ class WorkerState:
     def begin_step(self) -> StepPlan:
         return StepPlan(budget=self.capacity.max_num_batched_tokens)
 
-    def continue_run(self, plan: StepPlan) -> bool:
-        """Plan one token more for every row, if that is all there is to do; False if the step needs more thought."""
-        run = self._run = self._living_run()
+    def continue_run(self, plan: StepPlan, *, may_begin: bool = True) -> bool:
+        """Plan one token more for every row, if that is all there is to do; False if the step needs more thought.
+
+        `may_begin`: also where that begins a run, which costs what a step costs and pays only if more steps follow.
+        """
+        run = self._run = self._living_run() or (self._new_run() if may_begin else None)
         if run is None:
             return False
         if len(run.full) > self.pool.num_free:
@@ -189,10 +192,10 @@ class WorkerState:
         return True
 
     def _living_run(self) -> DecodeRun | None:
-        """The run of the step before without the rows that have left it, or a new one where rows came since."""
+        """The run of the step before, without the rows that have left it; None where rows came since."""
         run = self._run
         if run is None or run.num_opened != self.rows.num_opened:
-            return self._new_run()
+            return None
         if run.steps_left and run.generation is self.rows.generation:
             return run
         return run.without_gone(self.rows)
@@ -207,8 +210,8 @@ class WorkerState:
         rows, _ = self.split_by_stage()
         ends = r.computed[rows]
         samples = r.num_tokens[rows] + r.pending[rows] < r.limit[rows]
-        needs_block = np.isin(rows, self.rows_that_need_a_block(rows))
-        if not len(rows) or not samples.all() or (needs_block != (ends % r.block_size == 0)).any():
+        needy, at_border = self.rows_that_need_a_block(rows), rows[ends % r.block_size == 0]
+        if not len(rows) or not samples.all() or needy.tobytes() != at_border.tobytes():
             return None
         return DecodeRun.after(r, rows, ends - 1, r.slots(rows, ends - 1))
 
