@@ -154,7 +154,10 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     queue = parser.add_argument_group("handed to every scheduler")
     queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="sequences that may wait")
     queue.add_argument(
-        "--burst-ms", type=_not_negative, metavar="MS", help="how long a worker may decode on one message (0: one step)"
+        "--burst-ms",
+        type=_not_negative,
+        metavar="MS",
+        help="how long a worker may decode on one message (default 20: these cores are the model's too; 0: one step)",
     )
     queue.add_argument(
         "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"

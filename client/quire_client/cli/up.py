@@ -42,7 +42,9 @@ NEEDED = {
     "redis": "scheduler and gateway",
 }
 MAX_PORT = 65_535
+# Services on one machine with their model: each message and each chunk costs CPU that the model can use better.
 CHUNK_INTERVAL_MS = 50.0  # text still flows to the eye
+BURST_MS = 20.0  # what a new request may wait for each of two messages, beside quick steps
 DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
 SAMPLE_QUESTION = "What does os.path.join do?"
 
@@ -170,7 +172,7 @@ def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> Servic
         ("redis", args.redis),
         ("max-waiting", args.max_waiting),
         ("max-waiting-tokens", args.max_waiting_tokens),
-        ("burst-ms", args.burst_ms),
+        ("burst-ms", _shared_machine(args.burst_ms, "QUIRE_BURST_MS", BURST_MS)),
     ]
     switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
     return ServiceSpec(name, "scheduler_svc.server", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
@@ -221,18 +223,14 @@ def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], ar
         ("listen", f"{_bracketed(host)}:{port}"),
         *(("scheduler", scheduler) for scheduler in schedulers),
         ("redis", args.redis),
-        ("chunk-interval-ms", _chunk_interval_ms(args)),
+        ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),
     ]
     return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
 
 
-def _chunk_interval_ms(args: argparse.Namespace) -> float | None:
-    """Every chunk costs CPU here and at its client, which the model of this machine can use better. None: the
-    environment says.
-    """
-    if args.chunk_interval_ms is None and "QUIRE_CHUNK_INTERVAL_MS" not in os.environ:
-        return CHUNK_INTERVAL_MS
-    return args.chunk_interval_ms  # type: ignore[no-any-return]
+def _shared_machine(given: float | None, variable: str, default: float) -> float | None:
+    """A flag whose own default is meant for services that have machines of their own. None: the environment says."""
+    return default if given is None and variable not in os.environ else given
 
 
 def _bracketed(host: str) -> str:

@@ -198,10 +198,18 @@ def model(tmp_path):
     return str(folder)
 
 
-def test_the_environment_may_say_the_chunk_interval(model, monkeypatch):
-    assert flags_of(plan("--model", model, "--chunk-interval-ms", "0"), "gateway")["--chunk-interval-ms"] == "0.0"
-    monkeypatch.setenv("QUIRE_CHUNK_INTERVAL_MS", "5")
-    assert "--chunk-interval-ms" not in flags_of(plan("--model", model), "gateway")
+@pytest.mark.parametrize(
+    ("service", "flag", "variable", "default"),
+    [
+        ("gateway", "--chunk-interval-ms", "QUIRE_CHUNK_INTERVAL_MS", "50.0"),
+        ("scheduler", "--burst-ms", "QUIRE_BURST_MS", "20.0"),
+    ],
+)
+def test_what_suits_one_machine_is_a_default_only(model, monkeypatch, service, flag, variable, default):
+    assert flags_of(plan("--model", model), service)[flag] == default
+    assert flags_of(plan("--model", model, flag, "0"), service)[flag] == "0.0"
+    monkeypatch.setenv(variable, "5")
+    assert flag not in flags_of(plan("--model", model), service)
 
 
 def flags_of(made, name):
