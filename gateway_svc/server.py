@@ -17,6 +17,7 @@ from quire.v1.inference_pb2_grpc import (
 )
 
 from gateway_svc.admin import AdminServicer
+from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
@@ -66,7 +67,7 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
-    except (BindError, RedisUrlError, TlsError) as error:
+    except (BindError, RedisUrlError, TlsError, ApiKeysError) as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -128,6 +129,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="after this time, give or take a tenth, a client is told to connect anew, so that it finds gateways that "
         "have come since; its open streams finish on the old connection. 0: never",
     )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="DIR",
+        help="only clients with one of these API keys get in: the folder holds a file for each, read again when they "
+        "change. Health and reflection stay open. Unset: everybody",
+    )
     tls = parser.add_argument_group("TLS of the port that clients use; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
     tls.add_argument("--tls-key-file", type=Path, metavar="FILE", help="its key (PEM, without a password)")
@@ -170,7 +178,7 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError or TlsError.
+    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError, TlsError or ApiKeysError.
 
     `shares_port`: other gateways listen there too. `ready_within_s`: wait so long for a model before listening.
     """
@@ -182,6 +190,7 @@ async def serve(
         shares_port=shares_port,
         credentials=credentials,
         max_connection_age_s=args.max_connection_age_s,
+        interceptors=[] if args.api_keys is None else [ApiKeyInterceptor(ApiKeys(args.api_keys))],
     )
     changed = asyncio.Event()
     bundles = BundleCache()

@@ -7,6 +7,7 @@
       OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; says when to try again
       UnavailableError          UNAVAILABLE          nobody there to do it now
       TakenOverError            ABORTED              the same request goes on in another stream
+      UnauthenticatedError      UNAUTHENTICATED      no API key, or an unknown one
       UnimplementedError        UNIMPLEMENTED        a field that is not served yet
       StaleEpochError           FAILED_PRECONDITION  a fence: somebody else owns this worker now
 
@@ -66,6 +67,10 @@ class UnavailableError(QuireError):
 
 class TakenOverError(QuireError):
     code = grpc.StatusCode.ABORTED
+
+
+class UnauthenticatedError(QuireError):
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class UnimplementedError(QuireError):

@@ -104,7 +104,7 @@ class GrpcServer:
 
     `shares_port`: several processes listen on the same one; the kernel spreads connections over them. `credentials`:
     TLS; None is plaintext. `max_connection_age_s`: after it, give or take a tenth, clients are told to connect anew; 0:
-    never.
+    never. `interceptors`: what comes between the errors' and the handlers.
     """
 
     def __init__(
@@ -115,10 +115,12 @@ class GrpcServer:
         shares_port: bool = False,
         credentials: grpc.ServerCredentials | None = None,
         max_connection_age_s: float = 0.0,
+        interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         errors = ErrorInterceptor()
         self.rpc = errors.stats
-        self.grpc = grpc.aio.server(interceptors=[errors], options=_server_options(shares_port, max_connection_age_s))
+        options = _server_options(shares_port, max_connection_age_s)
+        self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=options)
         self.stopping = asyncio.Event()
         self.is_serving = False
         self._listen = listen

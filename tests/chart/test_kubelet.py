@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux give
 
 PORTS = {"gateway": 7051, "scheduler": 7052, "worker": 7061, "health": 7090, "metrics": 7091}
 PASSWORD = "tell-nobody"
+API_KEY = "a-team-s-key"
 SERVER_NAME = "quire.example.com"
 LANES = 8
 MAX_ROWS = 4 * LANES  # a request may ask for several samples
@@ -47,6 +48,7 @@ BASE: Values = {
     "log": {"format": "text"},
     "gateway": {
         "drainSeconds": 3,
+        "apiKeys": {"existingSecret": "api-keys", "testEntry": "tester"},
         "tls": {"existingSecret": "gateway-tls", "clientCaSecret": "clients", "serverName": SERVER_NAME},
     },
     "test": {"tlsSecret": "tester"},
@@ -84,11 +86,16 @@ def pool(replicas: int) -> Values:
 
 
 async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_path: Path) -> None:
-    secrets = {"redis-password": {"password": PASSWORD}} | tls_secrets()
+    secrets = {
+        "redis-password": {"password": PASSWORD},
+        "api-keys": {"team": API_KEY, "tester": "another"},
+    } | tls_secrets()
     async with Cluster(tmp_path, secrets) as cluster:
         await cluster.apply(objects())
         address = cluster.address("r-quire-gateway", PORTS["gateway"])
-        client = await AsyncClient.connect(address, tls=tls_of(secrets["tester"], tmp_path), timeout_s=120.0)
+        client = await AsyncClient.connect(
+            address, tls=tls_of(secrets["tester"], tmp_path), api_key=API_KEY, timeout_s=120.0
+        )
         async with client:
             await until_ready(client, 2)
             code, log = await cluster.run_pod(objects().get("Pod", "test"))

@@ -87,6 +87,7 @@ COMBINATIONS = [
     ({"keda": KEDA}, "no pool is scaled: set autoscaling.enabled"),
     ({"gateway": {"ingress": {"enabled": True}}}, "no name leads to it: set gateway.ingress.hosts"),
     ({"gateway": {"grpcRoute": {"enabled": True}}}, "belongs to no Gateway: set gateway.grpcRoute.parentRefs"),
+    ({"gateway": {"apiKeys": {"existingSecret": "s"}}}, "which of its entries helm test uses"),
     ({"gateway": {"tls": {"clientCaSecret": "ca"}}}, "set gateway.tls.existingSecret too"),
     ({"gateway": {"tls": {"existingSecret": "c", "clientCaSecret": "ca"}}}, "helm test has none: set test.tlsSecret"),
     ({"networkPolicy": {"egress": {"enabled": True}}}, "set networkPolicy.enabled"),

@@ -40,6 +40,7 @@ DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
 INGRESS = {"gateway": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}}}
 ROUTE = {"gateway": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}}}
 RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
+KEYS = {"gateway": {"apiKeys": {"existingSecret": "keys", "testEntry": "tester"}}}
 TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
 MUTUAL = {"gateway": {"tls": {"existingSecret": "cert"}}, "test": {"tlsSecret": "t"}}
 EGRESS = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
@@ -142,6 +143,16 @@ GATEWAYS = [
         "Service gateway",
         "spec.loadBalancerSourceRanges",
         ["203.0.113.0/24"],
+    ),
+    Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "arg --api-keys", "/etc/quire/api-keys", KEYS),
+    Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "volume api-keys", {"secret": {"secretName": "s"}}, KEYS),
+    Case(
+        "gateway.apiKeys.testEntry",
+        "t",
+        "Pod test",
+        "spec.containers.0.env.1.valueFrom.secretKeyRef",
+        {"name": "keys", "key": "t"},
+        KEYS,
     ),
     Case("gateway.tls.existingSecret", "cert", GATEWAY, "arg --tls-cert-file", "/etc/quire/tls/tls.crt"),
     Case("gateway.tls.existingSecret", "cert", GATEWAY, "arg --tls-key-file", "/etc/quire/tls/tls.key"),
@@ -613,7 +624,7 @@ def test_model_may_set_only_part_of_its_schedulers() -> None:
 
 EVERYTHING: Values = {
     "metrics": {"compat": "vllm"},
-    "gateway": {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}},
+    "gateway": KEYS["gateway"] | {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}},
     "test": {"tlsSecret": "t"},
     "workerDefaults": {"numBlocks": 8, "maxModelLen": 64, "quantize": "int8", "dtype": "bfloat16"},
 }

@@ -1,4 +1,4 @@
-"""A gateway with TLS: who gets in, what the others are told, and a certificate that changes while it runs."""
+"""A gateway with TLS and API keys: who gets in, what the others are told, and a certificate that changes meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, cli
+from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated, cli
 from quire_client.tls import resolve_tls
 
 from gateway_svc.server import make_parser
@@ -21,6 +21,7 @@ from tests.processes.stack import Service
 
 NAME = "quire.example.com"
 NOBODY = "127.0.0.1:1"  # a scheduler that is not there: the gateway answers all the same
+API_KEY = "my-key"
 DEADLINE_S = 20.0
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
 
@@ -32,6 +33,9 @@ class Files:
         self.folder = folder
         self.authority = trustme.CA()
         self.ca = folder / "ca.crt"
+        self.keys = folder / "keys"
+        self.keys.mkdir()
+        (self.keys / "me").write_text(API_KEY)
         self.authority.cert_pem.write_to_path(self.ca)
         self.renew()
         self.client = self.write("me", self.authority.issue_cert("me@example.com"))
@@ -63,6 +67,7 @@ def gateway(files: Files) -> Iterator[Service]:
     """A gateway that asks clients for a certificate."""
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}", f"--tls-client-ca-file={files.ca}"]
+    flags.append(f"--api-keys={files.keys}")
     command = [sys.executable, "-m", "gateway_svc.server", "--listen", address, "--scheduler", NOBODY, *flags]
     service = Service("gateway", command, address, files.folder / "log")
     service.start()
@@ -70,6 +75,11 @@ def gateway(files: Files) -> Iterator[Service]:
         yield service
     finally:
         service.kill()
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", API_KEY)
 
 
 def models(gateway: Service, tls: Tls | bool | None, within_s: float = DEADLINE_S) -> int:
@@ -102,6 +112,16 @@ def test_who_gets_in_and_what_others_are_told(gateway: Service, files: Files) ->
         (Tls(files.folder / "stranger.crt", cert, key, NAME), "set --tls-ca"),
     ):
         assert words in refusal(gateway, tls)
+
+
+def test_without_a_key_only_health_answers(gateway: Service, files: Files) -> None:
+    tls = Tls(files.ca, *files.client, NAME)
+    for key, words in (("", "wants an API key; set QUIRE_API_KEY"), ("my-ke", "does not know the API key")):
+        with Client.connect(gateway.address, tls=tls, connect_timeout_s=DEADLINE_S, api_key=key) as client:
+            assert client.health() is False, "there is no scheduler; but it answers"
+            for call in (client.models, lambda client=client: client.generate("x"), lambda: client.drain_worker("w")):
+                with pytest.raises(Unauthenticated, match=words):
+                    call()
 
 
 def test_the_command_takes_flags_and_environment(

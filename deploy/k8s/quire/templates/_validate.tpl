@@ -188,6 +188,10 @@
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
 {{- fail "gateway.grpcRoute.enabled is true, but it belongs to no Gateway: set gateway.grpcRoute.parentRefs, e.g. [{name: public}]" -}}
 {{- end -}}
+{{- $keys := .Values.gateway.apiKeys -}}
+{{- if ne (empty $keys.existingSecret) (empty $keys.testEntry) -}}
+{{- fail "gateway.apiKeys.existingSecret and gateway.apiKeys.testEntry belong together: set the secret, and which of its entries helm test uses" -}}
+{{- end -}}
 {{- if and .Values.gateway.tls.clientCaSecret (not .Values.gateway.tls.existingSecret) -}}
 {{- fail "gateway.tls.clientCaSecret is set, but gateways speak no TLS: set gateway.tls.existingSecret too" -}}
 {{- end -}}

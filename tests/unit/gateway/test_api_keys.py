@@ -1,0 +1,46 @@
+"""API keys: who gets in, and files that come and go."""
+
+import pytest
+
+from gateway_svc.api_keys import REREAD_S, ApiKeys, ApiKeysError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "team-a").write_text("key-a\n")
+    (tmp_path / "team-b").write_text("key-b")
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..hidden").write_text("key-hidden")
+    return tmp_path
+
+
+def test_each_file_is_a_key(folder):
+    keys = ApiKeys(folder)
+    assert [keys.owner_of(key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
+    assert [keys.owner_of(key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
+
+
+def test_files_may_come_and_go(folder):
+    now = 0.0
+    keys = ApiKeys(folder, clock=lambda: now)
+    (folder / "team-a").unlink()
+    (folder / "team-c").write_text("key-c")
+    assert [keys.owner_of(key) for key in ("key-a", "key-c")] == ["team-a", None]
+    now = REREAD_S
+    assert [keys.owner_of(key) for key in ("key-a", "key-c")] == [None, "team-c"]
+
+
+def test_a_folder_that_is_gone_locks_nobody_out(folder, caplog):
+    now = 0.0
+    keys = ApiKeys(folder, clock=lambda: now)
+    folder.rename(folder.with_name("elsewhere"))
+    now = REREAD_S
+    assert keys.owner_of("key-a") == "team-a"
+    assert "the former API keys stay in force" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "words"), [("none", "No such file"), ("", "there is no key")])
+def test_the_start_needs_a_key(tmp_path, name, words):
+    with pytest.raises(ApiKeysError, match=words):
+        ApiKeys(tmp_path / name)
