@@ -14,12 +14,12 @@ CHAOS_EXECUTOR ?= cpu
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch $(wildcard protos/quire/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev $(wildcard protos/quire/v1/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	scripts/install_torch $(BIN) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	scripts/install_dev $(BIN)
 	$(BIN)/python scripts/gen_protos.py
 	touch $@
 
@@ -27,7 +27,6 @@ demo: $(STAMP)  ## install, start the whole stack, stream one chat answer, stop
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP)  ## checks and all tests
-	scripts/check $(BIN)
 	scripts/test $(BIN)
 
 kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from gateway_svc.processes import port_of_child
+from gateway_svc.processes import EXIT_CANNOT_START, port_of_child
 from gateway_svc.server import make_parser, run_gateway
 from svc_common import config
 
@@ -27,7 +27,13 @@ def main() -> None:
     args.health_listen = port_of_child(args.health_listen, index)
     end_with_parent(parent)
     # Started again beside others that serve: connections should not come before it can serve them too.
-    run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
+    try:
+        run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr)
+        sys.exit(EXIT_CANNOT_START)
 
 
 def end_with_parent(parent: int) -> None:

@@ -25,6 +25,7 @@ from svc_common.serve import BindError
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+EXIT_CANNOT_START = 3  # a process that says why it cannot start, however long the machine let it try
 STEADY_S = 5.0  # a process that lived this long had started well
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
@@ -114,7 +115,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return status
             is_steady = loop.time() - started >= STEADY_S
-            if child.num_lives == 1 and not is_steady and status > 0:
+            if child.num_lives == 1 and (status == EXIT_CANNOT_START or (status > 0 and not is_steady)):
                 raise ChildFailedError(f"process {child.index} ended with status {status} at its start; see above")
             child.pause_s = FIRST_PAUSE_S if is_steady else min(2 * child.pause_s, MAX_PAUSE_S)
             log.error("process %d died (status %d); starting it again in %.1f s", child.index, status, child.pause_s)

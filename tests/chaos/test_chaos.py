@@ -26,7 +26,8 @@ def check(report: Report) -> None:
 
 @pytest.mark.slow
 async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
-    report = await run(Settings(seconds=60, seed=1, gap_s=2.5, requests=24), tmp_path)
+    # Of the plans of 300 seeds this one has killed one of each kind first, and done everything to all of them soonest.
+    report = await run(Settings(seconds=40, seed=252, gap_s=1.7, requests=24), tmp_path)
     check(report)
     kills = report.summary()["kills"]
     assert isinstance(kills, dict)

@@ -13,7 +13,7 @@ import pytest
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
-from tests.processes.stack import Stack, is_ready, wait_idle
+from tests.processes.stack import POLL_S, Stack, is_ready, wait_idle
 
 VOCAB_SIZE = 2048
 FLAGS = (
@@ -22,8 +22,9 @@ FLAGS = (
 )
 NUM_STREAMS = 20
 NUM_PROMPTS = 3  # each is asked by several streams that share no blocks
-MAX_TOKENS = 3000  # about 2,000 are left when the second worker is ready
+MAX_TOKENS = 3900  # about 2,500 are left when the second worker is ready
 MIN_LEFT = 500  # a drain that waited for so many would take longer than it may
+TOKENS_AFTERWARDS = 200  # of each stream, on the worker that took it over; then it has shown enough
 DRAIN_DEADLINE_S = 20.0  # it takes far less; a busy machine is given time
 
 
@@ -32,14 +33,18 @@ def prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-async def read(client: AsyncClient, number: int, progress: list[int]) -> tuple[int, ...]:
-    """One long stream; counts its tokens in `progress`."""
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": MAX_TOKENS, "ignore_eos": True}
-    token_ids, salt = prompt(number % NUM_PROMPTS, 40), str(number)
-    async with client.stream(token_ids=token_ids, cache_salt=salt, **options) as stream:
+def request(number: int, max_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 1.0, "seed": 5, "max_tokens": max_tokens, "ignore_eos": True}
+    return {"token_ids": prompt(number % NUM_PROMPTS, 40), "cache_salt": str(number), **sampling}
+
+
+async def read(client: AsyncClient, number: int, outputs: list[list[int]], is_enough: asyncio.Event) -> None:
+    """One long stream; its tokens are added to its output until that is enough."""
+    async with client.stream(**request(number, MAX_TOKENS)) as stream:
         async for delta in stream:
-            progress[number] += len(delta.token_ids)
-        return (await stream.result()).token_ids
+            outputs[number] += delta.token_ids
+            if is_enough.is_set():
+                return
 
 
 @pytest.mark.slow
@@ -51,23 +56,29 @@ async def test_a_drained_worker_hands_its_streams_over_and_leaves(
         leaving = stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
         gateway = stack.start_gateway(scheduler)
         async with await stack.connect(gateway) as client:
-            undisturbed = await asyncio.gather(*(read(client, number, [0] * 20) for number in range(NUM_PROMPTS)))
-
-            progress = [0] * NUM_STREAMS
-            streams = asyncio.gather(*(read(client, number, progress) for number in range(NUM_STREAMS)))
+            outputs: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
+            is_enough = asyncio.Event()
+            streams = asyncio.gather(*(read(client, number, outputs, is_enough) for number in range(NUM_STREAMS)))
             staying = stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
             await stack.until(client, lambda schedulers: is_ready(schedulers, staying))
-            assert min(progress) > 0
+            assert all(outputs)
             began = time.monotonic()
             await client.drain_worker(leaving.name)
             assert await asyncio.to_thread(leaving.wait, DRAIN_DEADLINE_S) == 0
             seconds = time.monotonic() - began
-            left = [MAX_TOKENS - tokens for tokens in progress]
+            had = list(map(len, outputs))
+            left = [MAX_TOKENS - tokens for tokens in had]
             assert min(left) >= MIN_LEFT
-            outputs = await streams
+            while any(len(o) < tokens + TOKENS_AFTERWARDS for o, tokens in zip(outputs, had, strict=True)):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            is_enough.set()
+            await streams
+            longest = max(map(len, outputs))
+            asked = (client.generate(**request(number, longest)) for number in range(NUM_PROMPTS))
+            undisturbed = [list(result.token_ids) for result in await asyncio.gather(*asked)]
             record_property("drain_s", round(seconds, 2))
             print(f"drained in {seconds:.2f} s; the streams had {min(left)} to {max(left)} tokens left then")
-            assert [output == undisturbed[n % NUM_PROMPTS] for n, output in enumerate(outputs)] == [True] * NUM_STREAMS
+            assert all(output == undisturbed[n % NUM_PROMPTS][: len(output)] for n, output in enumerate(outputs))
             await wait_idle(stack, client)
 
 

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 FIRST, LAST = 20_000, 32_000  # below the ports that the system gives to outgoing connections
 PER_PROCESS = 400
 
-# No port is given out twice soon, because a service binds it seconds later; and test processes that run at the same
-# time take theirs from different slices.
-_start = FIRST + os.getpid() % ((LAST - FIRST) // PER_PROCESS) * PER_PROCESS
+
+def _own_slice() -> int:
+    """The first port of a slice that no other test process has: its lock is ours until we end."""
+    count = (LAST - FIRST) // PER_PROCESS
+    for number in range(os.getpid(), os.getpid() + count):
+        start = FIRST + number % count * PER_PROCESS
+        lock = os.open(Path(tempfile.gettempdir(), f"quire-test-ports-{start}"), os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        return start
+    raise OSError(f"{count} test processes have all ports from {FIRST} to {LAST}")
+
+
+# No port is given out twice soon, because a service binds it seconds later.
+_start = _own_slice()
 _candidates = itertools.cycle(range(_start, _start + PER_PROCESS))
 
 

@@ -12,12 +12,13 @@ Whatever a test does, leaving the block ends every process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,19 @@ from quire_client.types import SchedulerStatus, WorkerStatus
 
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
+from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 60.0
 EXIT_DEADLINE_S = 20.0
 POLL_S = 0.05
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Before a worker needs them: compiling takes long, and nobody's deadline should run meanwhile."""
+    with contextlib.suppress(KernelBuildError):  # a worker does without
+        load_kernels()
 
 
 @dataclass
@@ -127,6 +136,7 @@ class Stack:
         self, scheduler: Service, model_dir: Path, *flags: str, module: str = "worker_svc.server"
     ) -> Service:
         """One compute thread; its worker id is its name (worker-0, worker-1, ...)."""
+        compile_kernels()
         name = self._next_name("worker")
         own = ["--model", str(model_dir), "--scheduler", scheduler.address, "--worker-id", name, "--threads", "1"]
         return self._start("worker", module, [*own, *flags])
@@ -206,7 +216,7 @@ def is_idle(scheduler: SchedulerStatus) -> bool:
     return is_quiet and all(worker.blocks_used == 0 for worker in scheduler.workers)
 
 
-@contextmanager
+@contextlib.contextmanager
 def demo_gateway(folder: Path) -> Iterator[str]:
     """One process of each service with the bundled model; gives the gateway's address once it answers."""
     with Stack(folder) as stack:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 
-from tests.processes.models import SHAPES, Reference, Shape, make_checkpoint
+from tests.processes.models import Reference, make_checkpoint
 from tests.processes.stack import ROOT
 
 QUIRE = (sys.executable, "-m", "quire_client.cli")
@@ -54,11 +53,10 @@ def quire(target: str, *arguments: str) -> str:
     return done.stdout
 
 
-# One shape of each architecture: what an outsider would compare with transformers.
-@pytest.mark.parametrize("shape", SHAPES[1::2], ids=lambda shape: shape.name)
-def test_up_serves_any_folder_and_leaves_nothing_behind(shape: Shape, tmp_path: Path) -> None:
+# Other architectures are test_architectures.py's: the command does not know them apart.
+def test_up_serves_any_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    model_dir = make_checkpoint(tmp_path / "my-model", shape)
+    model_dir = make_checkpoint(tmp_path / "my-model")
     expected = Reference(model_dir).greedy(PROMPT, 8)
     flags = ("--model", str(model_dir), "--workers", "2", "--dtype", "float32", "--threads", "1")
     with quire_up(tmp_path, *flags) as (process, ready):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.checkpoint import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.kernels.build import ABI_VERSION, load_kernels
+from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_runner import ModelRunner
 
 
@@ -183,14 +184,18 @@ def test_broken_compiler_falls_back_too(folder, monkeypatch, tmp_path, caplog):
 
 
 def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_path):
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(load_kernels) for _ in range(2)]:
+    compiler, cache, calls = tmp_path / "c++", tmp_path / "cache", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec g++ "$@" -O0\n')  # quick: nobody runs these
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(cache))
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(load_kernels) for _ in range(3)]:
             assert future.result().quire_abi_version() == ABI_VERSION
-    (built,) = tmp_path.iterdir()  # one library and no leftovers
-    first = built.stat().st_mtime_ns
+    assert len(list(cache.iterdir())) == 1  # one library and no leftovers
     load_kernels()
-    assert built.stat().st_mtime_ns == first
+    told = calls.read_text().split()
+    assert sorted(Path(word).name for word in told if word.endswith(".cpp")) == sorted(s.name for s in SOURCES)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def digest_of(ids: Sequence[int]) -> int:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for a condition; the deadline is a failure."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110  (conditions of other tasks' state, without an event of their own)
             await asyncio.sleep(0.002)
 

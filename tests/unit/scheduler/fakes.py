@@ -16,7 +16,7 @@ from svc_common.errors import QuireError
 from tests.builders import make_capacity
 
 
-async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
     """Wait until `condition()` is true; the loop runs freely meanwhile."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
