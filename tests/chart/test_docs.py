@@ -104,6 +104,21 @@ def test_values_in_the_guides_render(text: str) -> None:
         validate(manifest, "1.34")
 
 
+@pytest.mark.parametrize("name", [MY_VALUES, "deploy/k8s/quire/ci/gpu-values.yaml"])
+def test_the_way_to_two_pools_of_gpus_with_keda_is_short(name: str) -> None:
+    """README -> deployment guide -> values -> manifests."""
+    assert f"--values {name}" in (ROOT / "README.md").read_text() + PAGES[0].read_text()
+    objects = render(read(name))
+    pools = [
+        m for m in objects.all("StatefulSet") if m["metadata"]["labels"]["app.kubernetes.io/component"] == "worker"
+    ]
+    containers = [pool["spec"]["template"]["spec"]["containers"][0] for pool in pools]
+    assert [container["resources"]["limits"]["nvidia.com/gpu"] for container in containers] == [1, 1]
+    (scaled,) = objects.all("ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"]["name"] in {pool["metadata"]["name"] for pool in pools}
+    assert objects.has("ServiceMonitor")
+
+
 # -- kubectl, docker ---------------------------------------------------------------------------------------------------
 
 

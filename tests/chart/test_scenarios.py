@@ -254,7 +254,8 @@ def test_notes_tell_how_to_reach_it() -> None:
     assert "networkPolicy" not in render({"networkPolicy": {"enabled": True}}).notes
     assert "--tls --target llm.example.com:443" in render(INGRESS).notes
     hardened = render(read_values(CHART / "ci" / "hardened-values.yaml")).notes
-    assert "export QUIRE_TLS_CA=ca.crt QUIRE_TLS_SERVER_NAME=r-quire-gateway.team.svc.cluster.local" in hardened
+    assert r"get secret quire-test-client --output 'jsonpath={.data.ca\.crt}'" in hardened
+    assert "export QUIRE_TLS=1 QUIRE_TLS_SERVER_NAME=r-quire-gateway.team.svc.cluster.local" in hardened
     assert "export QUIRE_TLS_CERT=FILE" in hardened
 
 

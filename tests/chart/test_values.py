@@ -172,6 +172,8 @@ GATEWAYS = [
         f"--tls-server-name=r-quire-gateway.{NAMESPACE}.svc.cluster.local",
         TLS,
     ),
+    Case("test.caEntry", "root.crt", "Pod test", "spec.containers.0.args.8", "--tls-ca=/etc/quire/tls/root.crt", TLS),
+    Case("test.caEntry", "", "Pod test", "spec.containers.0.args.8", "--tls", TLS),
     Case("test.tlsSecret", "t", "Pod test", "spec.volumes.0.secret.secretName", "t", TLS),
     Case("test.tlsSecret", "", "Pod test", "spec.volumes.0.secret.secretName", "cert", TLS),
     Case("gateway.ingress.enabled", True, "Ingress gateway", "spec.rules.0.host", "llm.example.com", INGRESS),
