@@ -92,10 +92,13 @@ class Fleet:
         self._load, self._free_rows, self._takes = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
+        self.touched = set(self._position)  # may have something to do: the caller takes out who has not
 
     def touch(self, worker: WorkerState) -> None:
         """Something has happened to it: its columns are read again when they are needed."""
-        self._stale[worker.capacity.worker_id] = worker
+        name = worker.capacity.worker_id
+        self._stale[name] = worker
+        self.touched.add(name)
 
     def fill(self, worker: WorkerState, num_tokens: int) -> None:
         """So many tokens get new blocks of its pool."""

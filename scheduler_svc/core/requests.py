@@ -118,7 +118,9 @@ class Requests:
             if seq in leader.forks:
                 leader.forks.remove(seq)
                 if leader.worker_id is not None:
-                    self._workers[leader.worker_id].unreserve_row()
+                    worker = self._workers[leader.worker_id]
+                    worker.unreserve_row()
+                    self._fleet.touch(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:

@@ -165,9 +165,9 @@ class Scheduler:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
         batches: list[StepBatch] = []
-        going_on = set(self._ready)
-        while self._ready and (new := self._schedule_once(going_on, now)):
+        while self._ready and (new := self._schedule_once(now)):
             batches += new
+        self._fleet.touched.clear()
         is_served = len(self._waiting) and any(not worker.is_draining for worker in self._workers.values())
         self._measures.look_at_queue(now, is_served=bool(is_served))
         return batches
@@ -177,21 +177,20 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return _finishes(expired)
 
-    def _schedule_once(self, going_on: set[str], now: float) -> list[StepBatch]:
-        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others.
-
-        `going_on`: who may have something to do besides what is placed there now. Who has nothing leaves it.
+    def _schedule_once(self, now: float) -> list[StepBatch]:
+        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others, and whoever
+        had nothing to do has nothing until something happens to it.
         """
-        placed = self._place(now)
+        placed, touched = self._place(now), self._fleet.touched
         batches = []
         for name, worker in list(self._ready.items()):
-            if name not in going_on and name not in placed:
+            if name not in touched and name not in placed:
                 continue
             batch = self._schedule_worker(worker, placed.get(name, []), now)
-            if batch is None:
-                going_on.discard(name)
-            else:
+            if batch is not None:
                 batches.append(batch)
+            if batch is None or not worker.may_go_on:
+                touched.discard(name)
             if not worker.can_send:
                 del self._ready[name]
         return batches

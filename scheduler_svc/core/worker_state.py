@@ -55,6 +55,7 @@ class WorkerState:
         self.answered_at = 0.0
         self.decode_s: float | None = None  # running mean of what a steady step takes
         self.is_draining = False
+        self.may_go_on = True  # something may be left to compute after the step planned last, before its answer
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
         self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
         self.steps = 0
@@ -352,12 +353,14 @@ class WorkerState:
         rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
         context_lens = r.computed[rows]
         slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
-        known = r.num_tokens[rows] + r.pending[rows]
-        reaches_end = context_lens + query_lens == known
-        sample_mask = reaches_end & (known < r.limit[rows])
-        r.computed[rows] += query_lens
-        r.pending[rows[sample_mask]] += 1
+        known, ends = r.num_tokens[rows] + r.pending[rows], context_lens + query_lens
+        left = r.limit[rows] - known
+        reaches_end = ends == known
+        sample_mask = reaches_end & (left > 0)
+        r.computed[rows] = ends
+        r.pending[rows] += sample_mask
         prompt_only = rows[reaches_end & ~sample_mask].tolist()
+        self.may_go_on = bool(plan.budget < 1 or plan.forks or (left > 1).any() or not reaches_end.all())
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
         flight = Flight(
             step_id=self._next_step_id,
@@ -380,6 +383,7 @@ class WorkerState:
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
         """The step that consists of the run and nothing else: everything is one further than it was."""
         r = self.rows
+        self.may_go_on = True
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
         r.computed += run.is_member
         r.pending += run.is_member
