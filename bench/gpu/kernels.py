@@ -241,9 +241,8 @@ def tile_sweep(report: Report) -> None:
     """Other tiles and grids, for the table in tiles.py."""
     case = Case.make(report, 2, 0, 20) if report.is_smoke else Case.make(report, 8, 0, 1024)
     for stages, warps, per_sm in [(3, 8, 1), (3, 8, 2), (2, 8, 3), (3, 4, 2)]:
-        run, _ = case.attention(replace(PREFILL_TILES, num_stages=stages, num_warps=warps), programs(report, per_sm))
-        label = f"prefill stages {stages} warps {warps} per SM {per_sm}"
-        report.row("tile_sweep", label, ms=report.time_ms([run], 10))
+        tiles = replace(PREFILL_TILES, num_stages=stages, num_warps=warps)
+        _sweep(report, case, tiles, per_sm, f"prefill stages {stages} warps {warps} per SM {per_sm}")
     for num_rows, context in [(3, 40)] if report.is_smoke else [(256, 1024), (32, 4096)]:
         case = Case.make(report, num_rows, context - 1, 1)
         for split, stages, warps, per_sm in [
@@ -251,9 +250,19 @@ def tile_sweep(report: Report) -> None:
             (256, 3, 4, 3), (1024, 3, 4, 3), (512, 3, 2, 4), (512, 3, 8, 2),
         ]:  # fmt: skip
             tiles = replace(DECODE_TILES, split=split, num_stages=stages, num_warps=warps)
-            run, _ = case.attention(tiles, programs(report, per_sm))
             label = f"B {num_rows} ctx {context} split {split} stages {stages} warps {warps} per SM {per_sm}"
-            report.row("tile_sweep", label, ms=report.time_ms([run], 10), num_bytes=case.key_bytes)
+            _sweep(report, case, tiles, per_sm, label, num_bytes=case.key_bytes)
+
+
+def _sweep(report: Report, case: Case, tiles: Tiles, per_sm: int, label: str, num_bytes: int = 0) -> None:
+    """Errors too: if the compiler gets the tiles of the table wrong, this tells which it gets right."""
+    run, out = case.attention(tiles, programs(report, per_sm))
+    run()
+    error = case.error(out)
+    report.row(
+        "tile_sweep", label, ok=error < report.tolerance, ms=report.time_ms([run], 10), num_bytes=num_bytes,
+        note=f"error {error:.1e}",
+    )  # fmt: skip
 
 
 def small_kernels(report: Report) -> None:

@@ -41,6 +41,19 @@ def test_calls_fit_what_they_call(path):
         signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
 
 
+class Memory:
+    """Of a device whose steps leave memory to the next one until they are asked to give it back."""
+
+    def __init__(self) -> None:
+        self.free, self.cached = 1000, 0
+
+    def empty_cache(self) -> None:
+        self.free, self.cached = self.free + self.cached, 0
+
+    def take(self, held: int, cached: int) -> None:
+        self.free, self.cached = self.free - held - cached, self.cached + cached
+
+
 class FakeEvent:
     def __init__(self, enable_timing: bool = False) -> None: ...
     def record(self) -> None: ...
@@ -51,8 +64,8 @@ class FakeEvent:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Stands for torch.cuda; a capture whose step fails ends as CUDA's does. Returns the streams that were set."""
-    streams = []
+    """Stands for torch.cuda; a capture whose step fails ends as CUDA's does. Returns streams that were set, memory."""
+    streams, memory = [], Memory()
 
     @contextmanager
     def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
@@ -64,12 +77,13 @@ def cuda(monkeypatch):
 
     fakes = {
         "graph": graph, "CUDAGraph": type("FakeGraph", (), {"replay": lambda self: None}), "Event": FakeEvent,
-        "graph_pool_handle": lambda: (0, 1), "mem_get_info": lambda device: (100, 200), "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 1), "mem_get_info": lambda device: (memory.free, 1000),
+        "synchronize": lambda device=None: None, "empty_cache": memory.empty_cache,
         "current_stream": lambda device: "launching", "set_stream": streams.append,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    return streams
+    return streams, memory
 
 
 def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda):
@@ -78,7 +92,17 @@ def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda):
 
     with pytest.raises(GraphError, match="cannot be recorded: a host sync in a step"):
         CudaRecorder(torch.device("cuda", 0)).record(step)
-    assert cuda == ["capturing", "launching"]
+    assert cuda[0] == ["capturing", "launching"]
+
+
+def test_only_graphs_count_as_memory_of_graphs(cuda):
+    _, memory = cuda
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder.record(lambda: memory.take(held=30, cached=0))
+    memory.take(held=0, cached=500)  # a large step that is launched kernel by kernel
+    assert recorder.bytes_taken() == 30
+    recorder.record(lambda: memory.take(held=20, cached=0))
+    assert recorder.bytes_taken() == 50
 
 
 def test_the_benchmark_times_replays(cuda):

@@ -44,11 +44,12 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._device = device
-        self._free_before = torch.cuda.mem_get_info(device)[0]
+        self._bytes_taken = 0
 
     def record(self, step: Step) -> Step:
         """Raises GraphError, with the launching stream as it was, if something in `step` cannot be recorded."""
         stream = torch.cuda.current_stream(self._device)
+        free = self._free()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may wait for events meanwhile: only this one's calls are restricted.
@@ -57,10 +58,17 @@ class CudaRecorder:
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch leaves its own in place if the end of a capture fails
             raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
+        self._bytes_taken += free - self._free()
         return graph.replay
 
     def bytes_taken(self) -> int:
-        return self._free_before - int(torch.cuda.mem_get_info(self._device)[0])
+        return self._bytes_taken
+
+    def _free(self) -> int:
+        """Bytes, without what steps launched one by one left to the next such step."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def make_recorder(device: torch.device) -> Recorder | None:

@@ -94,7 +94,7 @@ class ParallelRunner(DeviceRunner):
         for process in self._followers:
             process.join(JOIN_TIMEOUT_S)
         self._abandon()
-        dist.destroy_process_group()
+        _leave_group()
 
     def _abandon(self) -> None:
         """Ends what still runs: a follower that is stopped, or waits for others, hears nothing else."""
@@ -168,7 +168,14 @@ def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
         store.set(f"rank-{rank}", str(error))
         os._exit(EXIT_BAD_SETTING)
     runner.follow()
-    dist.destroy_process_group()
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """NCCL's communicators are not destroyed: that waits, without end, for graphs that hold them. They go with their
+    process."""
+    if dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def _leave_with_parent() -> None:
