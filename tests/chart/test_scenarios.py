@@ -70,10 +70,30 @@ def test_every_selector_finds_its_pods_and_no_others(path: Path) -> None:
             selector = owner["spec"]["selector"]["matchLabels"]
             assert [name for name in pods if selects(selector, pods[name])] == [owner["metadata"]["name"]]
             assert pod["metadata"]["labels"].items() >= selector.items()
+            for spread in pod["spec"].get("topologySpreadConstraints", []):
+                assert spread["labelSelector"]["matchLabels"] == selector
     for kind, field in (("Service", "selector"), ("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
         for manifest in objects.all(kind):
             selector = manifest["spec"][field]
             assert any(selects(selector.get("matchLabels", selector), labels) for labels in pods.values()), manifest
+
+
+@every_scenario
+def test_what_scales_and_routes_finds_its_object(path: Path) -> None:
+    objects = render(read_values(path))
+    there = {(m["kind"], m["metadata"]["name"]) for m in objects.manifests}
+    for scaler in (*objects.all("HorizontalPodAutoscaler"), *objects.all("ScaledObject")):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in there
+        (scaled,) = (m for m in objects.all(target["kind"]) if m["metadata"]["name"] == target["name"])
+        assert "replicas" not in scaled["spec"], "an upgrade would undo what the autoscaler did"
+    ports = {s["metadata"]["name"]: {p["name"]: p["port"] for p in s["spec"]["ports"]} for s in objects.all("Service")}
+    for ingress in objects.all("Ingress"):
+        for route in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
+            assert route["backend"]["service"]["port"]["name"] in ports[route["backend"]["service"]["name"]]
+    for route in objects.all("GRPCRoute"):
+        for backend in route["spec"]["rules"][0]["backendRefs"]:
+            assert backend["port"] == ports[backend["name"]]["grpc"]
 
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
