@@ -38,10 +38,11 @@ def flash_attn_varlen_func(
     assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
     assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
     q_lens, k_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    assert max(q_lens) == max_seqlen_q
-    assert max(k_lens) == max_seqlen_k
-    rows = zip(q.split(q_lens), block_table, k_lens, strict=True)
-    return torch.cat([_attend(part, k, v, table, n, softmax_scale) for part, table, n in rows if len(part)])
+    assert max(*q_lens, 1) == max_seqlen_q
+    assert max(*k_lens, 1) == max_seqlen_k
+    rows = zip(q[: sum(q_lens)].split(q_lens), block_table, k_lens, strict=True)
+    rest = q.new_full((len(q) - sum(q_lens), *q.shape[1:]), torch.nan)  # whatever memory held
+    return torch.cat([_attend(part, k, v, table, n, softmax_scale) for part, table, n in rows if len(part)] + [rest])
 
 
 def flash_attn_with_kvcache(

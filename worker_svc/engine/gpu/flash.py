@@ -55,7 +55,7 @@ class FlashAttention:
         lens = host.starts[1:] - host.starts[:-1]
         found = self._varlen(
             q, *cache.pools, cu_seqlens_q=columns.queries.starts, cu_seqlens_k=self._key_starts,
-            max_seqlen_q=int(lens.max()), max_seqlen_k=int((host.contexts + lens).max()),
+            max_seqlen_q=int(lens.max(initial=1)), max_seqlen_k=int((host.contexts + lens).max(initial=1)),
             softmax_scale=self._scale, causal=True, block_table=self._tables,
         )  # fmt: skip
         out.copy_(found)
@@ -80,7 +80,7 @@ def check_flash(
     for rows in (DECODE_ROWS, MIXED_ROWS):
         try:
             error = _error(attention, shape, rows, block_size, dtype, device)
-        except RuntimeError as problem:
+        except (RuntimeError, TypeError, ValueError, AssertionError) as problem:
             raise BackendUnavailableError(
                 f"flash-attn failed when it was tried at the start ({problem}); use --attention triton"
             ) from problem
