@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
+
+
+class Need(NamedTuple):
+    """What a waiting sequence would bring along, as far as that decides whether it fits."""
+
+    num_tokens: int  # that no running sequence shares
+    num_left: int  # tokens to its limit
+    priority: int  # the lower, the fewer rows it has to go beside
+    num_output: int
+    may_stop: bool  # before its limit
+    has_forks: bool
+
+    @classmethod
+    def of(cls, seq: Sequence, num_tokens: int) -> Need:
+        stop, num_output = seq.group.stop, len(seq.data.output)
+        may_stop = not stop.ignore_eos or bool(stop.stop_token_ids)
+        num_left = stop.max_tokens - num_output
+        return cls(num_tokens, num_left, seq.group.priority, num_output, may_stop, bool(seq.forks))
+
+    def is_covered_by(self, other: Need) -> bool:
+        """Where this one finds no room, the other finds none either: it is alike, and brings as much or more.
+
+        Forks bring what is left of their prompt's last block, which may be less for more tokens: no rule for them.
+        """
+        if self.has_forks:
+            return False
+        return self[3:] == other[3:] and all(mine <= theirs for mine, theirs in zip(self[:3], other[:3], strict=True))
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
@@ -37,8 +66,7 @@ def peak_with(table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int
     limits = np.concatenate((table.limit[rows], np.full(num_new, limit))) - tokens
     outputs = tokens - np.concatenate((table.prompt_len[rows], np.full(num_new, len(group.prompt))))
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
-    new_stops = not group.stop.ignore_eos or bool(group.stop.stop_token_ids)
-    may_stop = np.concatenate((stops, np.full(num_new, new_stops)))
+    may_stop = np.concatenate((stops, np.full(num_new, Need.of(seq, 0).may_stop)))
     shared_prompt = len(group.prompt) // table.block_size
     saves = np.concatenate((table.saved_blocks[rows], [saved_blocks], np.full(num_new - 1, shared_prompt)))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)

@@ -100,8 +100,10 @@ class BlockManager:
             held = list(takewhile(self.held.__contains__, digests[:count]))
             blocks = np.array([self.held[digest] for digest in held], dtype=np.int64)
         wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
-        differs = (self._tokens.take(blocks, axis=0) != wanted).any(axis=1)
-        return blocks[: int(differs.argmax())] if np.count_nonzero(differs) else blocks
+        tokens = self._tokens.take(blocks, axis=0)
+        if tokens.tobytes() == wanted.tobytes():
+            return blocks
+        return blocks[: int((tokens != wanted).any(axis=1).argmax())]
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
         """Number of leading digests held here, for placement; `match` decides.

@@ -279,8 +279,8 @@ class Scheduler:
             return False
         for seq in islice(self._waiting, self.config.max_bypass + 1):
             num_rows = 1 + len(seq.forks)
-            for name, worker in self._ready.items():
-                if worker.num_free_rows >= num_rows and seq.refused_by.get(name) != worker.room_version:
+            for worker in self._ready.values():
+                if worker.num_free_rows >= num_rows and not worker.refuses(seq):
                     return True
         return False
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
-from scheduler_svc.core.admission import peak_with
+from scheduler_svc.core.admission import Need, peak_with
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
@@ -57,6 +57,7 @@ class WorkerState:
         self.is_draining = False
         self.may_go_on = True  # something may be left to compute after the step planned last, before its answer
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
+        self._refused: tuple[int, Need] | None = None  # who found no room most recently, at which room_version
         self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
         self.steps = 0
         self._root_salt = root_salt
@@ -128,19 +129,19 @@ class WorkerState:
     def admit(self, seq: Sequence, plan: StepPlan, watermark: float, mean_output: float) -> bool:
         """Give a waiting sequence a row, its blocks and its first tokens of this step; False if there is no room."""
         bs = self.capacity.block_size
-        if self.num_free_rows < 1 + len(seq.forks):
+        if self.num_free_rows < 1 + len(seq.forks) or self.refuses(seq):
             return False
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
         needed = ceil_div(len(token_ids), bs) - len(hits)
         unused = self.pool.num_unused(hits)
-        if needed + unused > self.pool.num_free:
-            return False
-        limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         saved = len(hits) - unused
+        if needed + unused > self.pool.num_free:
+            return self._refuse(seq, saved)
+        limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         peak = peak_with(self.rows, seq, len(token_ids), saved, mean_output)
         if peak is not None and peak > self.capacity.num_blocks * (1 - watermark):
-            return False
+            return self._refuse(seq, saved)
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
@@ -148,6 +149,23 @@ class WorkerState:
         self.num_reserved_rows += len(seq.forks)
         seq.count_cached(len(hits) * bs)
         self._plan_chunk(row, plan)
+        return True
+
+    def _refuse(self, seq: Sequence, saved: int) -> bool:
+        self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
+        return False
+
+    def refuses(self, seq: Sequence) -> bool:
+        """It was refused, or somebody was who needed no more, and no row or block has become free since."""
+        version = self.room_version
+        if seq.refused_by.get(self.capacity.worker_id) == version:
+            return True
+        if self._refused is None or self._refused[0] != version or not seq.digests:
+            return False
+        num_tokens = seq.data.num_tokens
+        if not self._refused[1].is_covered_by(Need.of(seq, num_tokens - self.num_cached(seq.digests, num_tokens))):
+            return False
+        seq.refused_by[self.capacity.worker_id] = version
         return True
 
     def _open_row(
@@ -359,8 +377,9 @@ class WorkerState:
         sample_mask = reaches_end & (left > 0)
         r.computed[rows] = ends
         r.pending[rows] += sample_mask
-        prompt_only = rows[reaches_end & ~sample_mask].tolist()
-        self.may_go_on = bool(plan.budget < 1 or plan.forks or (left > 1).any() or not reaches_end.all())
+        num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
+        prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
+        self.may_go_on = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
         flight = Flight(
             step_id=self._next_step_id,
