@@ -59,6 +59,8 @@ def test_quire_does_what_the_readme_says(line: str, target: str, tmp_path: Path,
     monkeypatch.setenv("QUIRE_TARGET", target)
     monkeypatch.chdir(tmp_path)
     words = [LOAD.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    if words[0] == "bench" and "--num-prompts" not in words:
+        words += ["--num-prompts", LOAD["--num-prompts"]]
     with openai_server() as server:
         code = cli.main([word.replace("http://localhost:8000", server.url) for word in words])
     assert (code, capsys.readouterr().out != "") == (0, True)

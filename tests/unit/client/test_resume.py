@@ -315,7 +315,7 @@ def test_resuming_ends_with_its_timeout_and_with_the_deadline():
             play(servers, client, always, resume_timeout_s=0.3)
         with pytest.raises((ConnectionFailed, DeadlineExceeded)):
             play(servers, client, always, timeout_s=0.3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.NOT_FOUND, UNAVAILABLE])
