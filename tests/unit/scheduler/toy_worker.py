@@ -69,6 +69,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.steps = self.messages = 0
         self.opens = 0
         self.heartbeats = True
+        self.num_acknowledged = 0
         self.drains = True
         self.drained_with: list[float] = []
         self.answer_epoch: int | None = None
@@ -131,6 +132,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                     await call.write(self.registration())
                 if self.heartbeats or call.done():
                     accepted = await call.read()
+                    self.num_acknowledged += 1
         except asyncio.CancelledError:
             # The test cancelled the call, or stops us.
             current = asyncio.current_task()
