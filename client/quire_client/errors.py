@@ -51,6 +51,10 @@ TRANSPORT_WORDS = (
     "ping timeout",
     "unexpected <class 'asyncio.exceptions.cancellederror'>",
 )
+CLOSED_AT_ONCE = (
+    "it closed the connection at once: perhaps it speaks TLS (--tls, QUIRE_TLS=1, tls=True), or wants a certificate of "
+    "this client (--tls-cert and --tls-key)"
+)
 # What connections that fail for TLS say, and what to do.
 TLS_ADVICE = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is known here; set --tls-ca, QUIRE_TLS_CA or "
@@ -58,8 +62,8 @@ TLS_ADVICE = {
     "Hostname Verification Check failed": "its certificate is for another name; set --tls-server-name, "
     "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
     "WRONG_VERSION_NUMBER": "it does not speak TLS; leave out --tls and QUIRE_TLS...",
-    "Socket closed": "it closed the connection at once: perhaps it speaks TLS (--tls, QUIRE_TLS=1, tls=True), or wants "
-    "a certificate of this client (--tls-cert and --tls-key)",
+    "Socket closed": CLOSED_AT_ONCE,
+    "Connection reset": CLOSED_AT_ONCE,
 }
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
