@@ -16,6 +16,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import choice
+from worker_svc.engine.gpu.kernels import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -94,6 +95,15 @@ def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplo
     monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/triton"
     assert "attention is triton: flash-attn" in caplog.text
+
+
+def test_our_kernel_is_compared_where_it_is_compiled(folder, monkeypatch, plant_mutant):
+    """As where a compiler gets it wrong: here each query sees one key too few."""
+    monkeypatch.setattr(choice, "is_compiled", lambda device: True)
+    load(folder)
+    plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
+    with pytest.raises(BackendUnavailableError, match="as Triton compiles it for this GPU, disagrees with the ref"):
+        load(folder)
 
 
 def test_auto_takes_a_flash_attention_that_agrees(folder, monkeypatch):
