@@ -50,7 +50,7 @@ async def test_connections_that_get_old_are_replaced_under_open_streams(tmp_path
         proxy, own_port = PortProxy(dial), free_port()
         async with await stack.connect(gateway):
             await proxy.start(host, own_port)
-        async with await AsyncClient.connect(f"{host}:{own_port}") as client:
+        async with await AsyncClient.connect(f"{host}:{own_port}", stall_timeout_s=None) as client:
             long = asyncio.create_task(client.generate(token_ids=[1, 2, 3], max_tokens=100, ignore_eos=True))
             async with asyncio.timeout(30.0):
                 while len(connections) < 2:
