@@ -226,12 +226,9 @@ class Fleet:
 
     def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
         """On each worker, and the most of all. Most hold not even the first block."""
-        counts = np.zeros(len(self._workers), dtype=np.int64)
-        first = digests[0] if digests else b""
-        for i, held in enumerate(self._held):
-            if first in held:
-                counts[i] = self._workers[i].num_cached(digests, num_tokens)
-        return counts, int(counts.max())
+        first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
+        counts = [worker.num_cached(digests, num_tokens) if first in held else 0 for held, worker in at]
+        return np.array(counts, dtype=np.int64), max(counts)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
         """The digests of all full blocks of what a waiting sequence knows, as far as they are missing."""

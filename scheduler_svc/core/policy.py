@@ -52,7 +52,8 @@ def best_place(scores: F64, slack: float, strain: F64, allowed: Bools) -> int:
     Without the slack a short prefix that everybody shares keeps idle workers idle for ever: they do not have it, so
     they never get it. The others' caches churn meanwhile, and a part of the memory is never used.
     """
-    scores = np.where(allowed, scores, np.inf)
+    if np.count_nonzero(allowed) < len(allowed):
+        scores = np.where(allowed, scores, np.inf)
     near = (scores <= scores[scores.argmin()] + slack).nonzero()[0]
     return int(near[strain[near].argmin()] if len(near) > 1 else near[0])
 

@@ -52,7 +52,8 @@ class Requests:
         queued = [seq for seq in group.sequences if not seq.is_finished and seq not in fresh[1:]]
         for seq in queued:
             self._enqueue(seq)
-        self._forget_if_done(group)
+        if not queued:
+            self._forget_if_done(group)
         return finished
 
     def _make_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:

@@ -76,6 +76,11 @@ class RowTable:
         todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.computed[rows]
         return todo
 
+    def todo_of(self, row: int) -> int:
+        """The same for one row."""
+        known = self.num_tokens[row] + self.pending[row]
+        return int(min(known, self.compute_limit[row]) - self.computed[row])
+
     def pending_prefill(self) -> int:
         """Tokens of prompts that are admitted and not computed."""
         if not self._order:
@@ -83,8 +88,7 @@ class RowTable:
         return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
 
     def stage(self, row: int) -> SequenceStage:
-        todo = self.todo(np.array([row]))[0]
-        return SequenceStage.PREFILL if todo > 1 else SequenceStage.DECODE
+        return SequenceStage.PREFILL if self.todo_of(row) > 1 else SequenceStage.DECODE
 
     def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
         """Give `seq` a row; the caller has checked `num_free`."""

@@ -165,9 +165,10 @@ class Scheduler:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
         batches: list[StepBatch] = []
-        while self._ready and (new := self._schedule_once(now)):
+        touched = self._fleet.touched
+        while self._ready and (touched or len(self._waiting)) and (new := self._schedule_once(now)):
             batches += new
-        self._fleet.touched.clear()
+        touched.clear()
         is_served = len(self._waiting) and any(not worker.is_draining for worker in self._workers.values())
         self._measures.look_at_queue(now, is_served=bool(is_served))
         return batches

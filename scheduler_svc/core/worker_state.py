@@ -317,8 +317,7 @@ class WorkerState:
         plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
     def _plan_chunk(self, row: int, plan: StepPlan) -> None:
-        todo = int(self.rows.todo(np.array([row]))[0])
-        count = min(todo, plan.budget)
+        count = min(self.rows.todo_of(row), plan.budget)
         if count < 1:
             return
         plan.add(np.array([row]), np.array([count]), count)
