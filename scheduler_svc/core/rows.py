@@ -154,6 +154,11 @@ class RowTable:
         """Prompt and output so far (a view)."""
         return self.tokens[row, : self.num_tokens[row]]
 
+    def last_tokens(self, rows: I64, ends: U32) -> U32:
+        """The block of tokens before each of these positions: [len(rows), block_size]."""
+        starts = rows * self.tokens.shape[1] + ends - self.block_size
+        return self.flat_tokens.take(starts[:, None] + self._offsets)
+
     def output_tokens(self, row: int) -> U32:
         """Output so far (a copy: it outlives the row)."""
         return self.tokens[row, self.prompt_len[row] : self.num_tokens[row]].copy()

@@ -370,12 +370,13 @@ class WorkerState:
         rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
         context_lens = r.computed[rows]
         slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
-        known, ends = r.num_tokens[rows] + r.pending[rows], context_lens + query_lens
+        pending, ends = r.pending[rows], context_lens + query_lens
+        known = r.num_tokens[rows] + pending
         left = r.limit[rows] - known
         reaches_end = ends == known
         sample_mask = reaches_end & (left > 0)
         r.computed[rows] = ends
-        r.pending[rows] += sample_mask
+        r.pending[rows] = pending + sample_mask
         num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
         self.may_go_on = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
@@ -450,7 +451,7 @@ class WorkerState:
     def _commit_decoded(self, rows: I64, ends: U32) -> None:
         """Each of these rows has filled the block before `ends`, mostly with tokens that were unknown until now."""
         r, bs = self.rows, self.capacity.block_size
-        tokens = r.tokens[rows[:, None], ends[:, None] + np.arange(-bs, 0)]  # [len(rows), block_size]
+        tokens = r.last_tokens(rows, ends)
         indices = ends // bs - 1
         blocks, digests = block_bytes(token_bytes(tokens), bs), []
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
