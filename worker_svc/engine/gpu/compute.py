@@ -17,6 +17,7 @@ import torch
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
+from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.model import DeviceDecoder
@@ -155,8 +156,12 @@ class StepCompute:
         )  # fmt: skip
 
     def warm_up(self, max_tokens: int) -> None:
-        """The largest step there is, without rows: compiles, and shows what memory a step takes."""
-        self.compute_nothing(Bucket(max_tokens, self._max_rows, self._max_rows, is_decode=False, is_filtered=True))
+        """The largest step there is, without rows: compiles all that any step launches, and shows what memory it takes.
+        For a start: it writes to a row's record."""
+        apply_deltas(self._state, self._state.new_zeros(1, 2))
+        for is_filtered in (False, True):
+            rows = self._max_rows
+            self.compute_nothing(Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered))
 
     def compute_nothing(self, bucket: Bucket) -> None:
         """A step of this bucket without rows."""
