@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -58,9 +59,11 @@ def run_section(section: Section, report: Report, limit_s: float, save: Callable
             break
         report.rows += [row] if row else []
         save()
-    if process.is_alive():
+    is_late = process.is_alive()
+    with suppress(ProcessLookupError):  # where it left none that it had started
         os.killpg(process.pid, signal.SIGKILL)
-        process.join(END_S)  # no longer: a driver may hold it
+    process.join(END_S)  # no longer: a driver may hold it
+    if is_late:
         report.row(section.name, "killed", ok=False, note=f"it did not end within {limit_s:.0f} s")
     elif process.exitcode:
         report.row(section.name, "died", ok=False, note=f"exit code {process.exitcode}")
