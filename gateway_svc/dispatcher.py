@@ -252,7 +252,13 @@ class Dispatcher:
         elif client not in self._idle_since:
             loop = asyncio.get_running_loop()
             self._idle_since[client] = loop.time()
-            loop.call_later(MOVE_AFTER_S, self._move_from_idle)
+            loop.call_later(MOVE_AFTER_S, self._watch_idle, client, self._idle_since[client])
+
+    def _watch_idle(self, client: SchedulerClient, since: float) -> None:
+        """As long as it has no workers: it may still get requests, those that every other replica refuses just then."""
+        if self._idle_since.get(client) == since:
+            self._move_from_idle()
+            asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._watch_idle, client, since)
 
     def _move_from_idle(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -27,7 +27,7 @@ from worker_svc.sim_tokens import read_vocabulary, sim_output
 SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "8"))
 STEP_S = 0.004
 MAX_TOKENS = 160
-ROWS = 4
+ROWS, MAX_WAITING = 4, 12
 CAPACITY_PER_S = ROWS / (STEP_S * MAX_TOKENS)
 OFFERED = 5
 NUM_STALLED = 2
@@ -100,7 +100,7 @@ def memory_mib(stack: Stack) -> dict[str, float]:
 @pytest.mark.slow
 async def test_overload_and_stalled_readers(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     with Stack(tmp_path) as stack:
-        scheduler = stack.start_scheduler("--max-waiting", "12")
+        scheduler = stack.start_scheduler("--max-waiting", str(MAX_WAITING))
         stack.start_worker(scheduler, demo_model_dir(), *WORKER_FLAGS)
         gateway = stack.start_gateway(scheduler)
         async with (
@@ -138,7 +138,7 @@ async def test_overload_and_stalled_readers(tmp_path: Path, record_property: Cal
         assert done.wrong == 0
         assert done.without_hint == 0
         assert len(done.refused_s) > len(done.completed_s)
-        assert len(done.completed_s) > CAPACITY_PER_S * SECONDS / 2  # a busy machine is given time
+        assert len(done.completed_s) > ROWS + MAX_WAITING  # it went on serving, not only what found room at first
         assert stalled == [load.expected([token] * 32, STALLED_TOKENS) for token in (7, 8)]
         grown = {name: after[name] - before[name] for name in before if after[name] > before[name] + GROWTH_MIB}
         assert not grown, f"memory grew by {grown} MiB"

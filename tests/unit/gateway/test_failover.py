@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc import dispatcher
 from gateway_svc.stream import MAX_CHUNK_TOKENS
 from tests.unit.gateway.fakes import (
     ABORTED,
@@ -190,6 +191,22 @@ async def test_a_replica_without_workers_gets_nothing_and_gives_up_what_it_has(
     assert other.submits[0].takes_over
     await asyncio.gather(*(both.collect() for _ in range(10)))
     assert len(owner.submits) == 1
+
+
+async def test_what_comes_to_a_replica_that_has_long_been_without_workers_leaves_it_too(
+    both: TestGateway, pair: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MOVE_AFTER_S", 0.02)
+    loop = asyncio.get_running_loop()
+    pair[0].ready_workers = 0
+    pair[0].welcome()
+    await until(lambda: both.clients[0] in both.dispatcher._idle_since)
+    since = both.dispatcher._idle_since[both.clients[0]]
+    await until(lambda: loop.time() - since > 0.1)  # it has been looked at, and had nothing
+    pair[1].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="not now"))
+    pair[1].play([10])
+    assert (await both.collect()).ids() == [10]
+    assert (len(pair[0].submits), len(pair[1].submits)) == (1, 2)
 
 
 async def test_a_heartbeat_tells_of_load(both: TestGateway, pair: list[FakeScheduler]) -> None:
