@@ -100,7 +100,7 @@ def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplo
 def test_our_kernel_is_compared_where_it_is_compiled(folder, monkeypatch, plant_mutant):
     """As where a compiler gets it wrong: here each query sees one key too few."""
     monkeypatch.setattr(choice, "is_compiled", lambda device: True)
-    load(folder)
+    load(folder, kv_cache_dtype="fp8")
     plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
     with pytest.raises(BackendUnavailableError, match="as Triton compiles it for this GPU, disagrees with the ref"):
         load(folder)

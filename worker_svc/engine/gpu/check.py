@@ -16,6 +16,7 @@ TOLERANCE = 2e-2  # of the norm, in 16 bits; a mask or a table that is off by on
 # (tokens in the pool, queries): a first token, a second block, two splits, lengths that are no multiple of anything.
 DECODE_ROWS = [(0, 1), (5, 1), (300, 1), (600, 1)]
 MIXED_ROWS = [(0, 7), (260, 3), (31, 1)]
+SCALE = 0.5  # of what lies in 8 bits
 MAX_ROWS, MAX_TOKENS = 4, 128  # of what is compared
 
 
@@ -29,12 +30,13 @@ def check_attention(
     device: torch.device,
     name: str,
     advice: str,
+    has_scaled_cache: bool = False,
 ) -> None:
     """Both ways in which it is called, over random rows. BackendUnavailableError if it fails or disagrees."""
     for rows in (DECODE_ROWS, MIXED_ROWS):
         chosen = [(min(context, max(max_model_len - count, 0)), count) for context, count in rows]
         try:
-            error = _error(attention, shape, chosen, block_size, dtype, device)
+            error = error_of(attention, shape, chosen, block_size, dtype, device, has_scaled_cache=has_scaled_cache)
         except (RuntimeError, TypeError, ValueError, AssertionError) as problem:
             raise BackendUnavailableError(
                 f"{name} failed when it was tried at the start ({problem}); {advice}"
@@ -46,13 +48,15 @@ def check_attention(
             )
 
 
-def _error(
+def error_of(
     attention: Attention,
     shape: HeadShape,
     rows: list[tuple[int, int]],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    has_scaled_cache: bool = False,
 ) -> float:
     """Relative, of all rows together."""
     generator = torch.Generator().manual_seed(0)
@@ -62,11 +66,22 @@ def _error(
     keys, values, q = (
         torch.randn(*size, shape.head_dim, generator=generator).to(dtype).to(device) for size in (pool, pool, queries)
     )
+    cache = LayerCache(keys, values, None)
+    if has_scaled_cache:
+        cache, keys, values = _scaled(keys, values)
     out = torch.full_like(q, torch.nan)
     attention.begin(columns)
-    attention.attend(q, LayerCache(keys, values, None), columns, out)
+    attention.attend(q, cache, columns, out)
     expected = reference(q, (keys, values), columns.queries, len(rows), shape)
     return float((out.cpu().double() - expected).norm() / expected.norm())
+
+
+def _scaled(keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
+    """In 8 bits, and what that stands for."""
+    scales = torch.full((2, keys.shape[2]), SCALE, device=keys.device)
+    narrow_keys, narrow_values = ((pool / SCALE).to(torch.float8_e4m3fn) for pool in (keys, values))
+    cache = LayerCache(narrow_keys, narrow_values, scales)
+    return cache, narrow_keys.to(keys.dtype) * SCALE, narrow_values.to(keys.dtype) * SCALE
 
 
 def _columns(rows: list[tuple[int, int]], block_size: int, device: torch.device) -> StepColumns:

@@ -30,6 +30,7 @@ def choose_attention(
     max_tokens: int,
     max_model_len: int,
     device: torch.device,
+    has_scaled_cache: bool = False,
 ) -> Attention:
     """The attention asked for. `auto` is ours, unless flash-attn can serve and the device is older than Hopper.
 
@@ -58,6 +59,7 @@ def choose_attention(
         check_attention(
             make(max_rows=MAX_ROWS, max_tokens=MAX_TOKENS), shape, block_size=block_size, max_model_len=max_model_len,
             dtype=dtype, device=device, name="our attention kernel, as Triton compiles it for this GPU,",
+            has_scaled_cache=has_scaled_cache,
             advice="use another version of Triton, or --attention flash or torch with --determinism best_effort",
         )  # fmt: skip
     return make(max_rows=max_rows, max_tokens=max_tokens)

@@ -137,7 +137,7 @@ class DeviceRunner:
                 config.attention, model.heads, config.determinism, block_size=config.block_size,
                 dtype=DTYPES[dtype],
                 max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
-                device=self._device,
+                device=self._device, has_scaled_cache=config.kv_cache_dtype == "fp8",
             )  # fmt: skip
             if config.kv_cache_dtype == "fp8":
                 _check_fp8(attention, self._device)

@@ -1,0 +1,166 @@
+"""What a GPU would be given, without one: the engine's own calls, through Triton's binder and compiler for sm_90, into
+a driver that loads and launches nothing. Finds what neither the interpreter nor `aot` does: call sites whose types do
+not compile, grids and shared memory beyond what there is, kernels that a recording or a request is the first to need.
+
+    python -m bench.gpu.dry_run            # without TRITON_INTERPRET; a row per kind of worker, last a line of JSON
+    python -m bench.gpu.dry_run --short    # the first kind
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from bench.gpu import model
+from bench.gpu.report import Report
+from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import check, choice, memory, runner
+
+KINDS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "determinism": "exact"},
+    {"dtype": "float16", "kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16", "block_size": 16, "cuda_graphs": "lazy", "max_num_seqs": 300},
+]
+SETTINGS: dict[str, Any] = {
+    "backend": "cuda", "block_size": 256, "num_blocks": 40, "max_num_seqs": 9, "max_num_batched_tokens": 256,
+    "max_model_len": 4608, "determinism": "best_effort", "cuda_graph_tokens": 256,
+}  # fmt: skip
+SHAPE = {"num_hidden_layers": 1, "vocab_size": 9000, "hidden_size": 256, "intermediate_size": 512}
+FILTERED = SamplingParams(0.8, 5, 0.9, 0.1, 7)
+SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
+
+
+class Device:
+    """What Triton asks a driver for. `loaded` are the kernels in the order in which they were first launched."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.utils = self
+        self.launcher_cls = Launcher
+
+    def load_binary(self, name: str, *_: object) -> tuple[int, int, int, int, int]:
+        self.loaded.append(name)
+        return 1, 1, 32, 0, 1024
+
+    def unload_module(self, module: int) -> None: ...
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launcher:
+    """Takes a launch and looks at its grid."""
+
+    def __init__(self, source: object, metadata: Any) -> None:
+        self._name = metadata.name
+
+    def __call__(self, x: int, y: int, z: int, *_: object) -> None:
+        if not (0 < x < 2**31 and 0 < y <= MAX_GRID_Y and z == 1):
+            raise RuntimeError(f"{self._name} is launched on a grid of {x} x {y} x {z}")
+
+
+class Recorder:
+    """Runs a step as its recording would, and notes kernels that it is the first to need."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.compiled: list[str] = []
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        before = len(self._device.loaded)
+        step()
+        self.compiled += self._device.loaded[before:]
+        return step
+
+    def bytes_taken(self) -> int:
+        return 0
+
+
+def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[int, int]:
+    """What is launched while a device's memory is measured."""
+    compute.warm_up(config.max_num_batched_tokens)
+    for bucket in memory._largest(compute.buckets()):
+        compute.compute_nothing(bucket)
+    return 0, 1
+
+
+def compare(
+    attention: Any, shape: Any, *, block_size: int, dtype: torch.dtype, device: torch.device, **rest: Any
+) -> None:
+    """Launches the comparison; its result is nothing, as nothing is computed."""
+    for rows in (check.DECODE_ROWS, check.MIXED_ROWS):
+        check.error_of(attention, shape, rows, block_size, dtype, device, has_scaled_cache=rest["has_scaled_cache"])
+
+
+def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
+    """How many kernels a worker of this kind compiles at its start, and which it compiles too late."""
+    before, recorder = len(device.loaded), Recorder(device)
+    config = EngineConfig(folder, **(SETTINGS | kind))
+    with (
+        mock.patch.object(runner, "find_device", return_value=torch.device("cpu")),
+        mock.patch.object(runner, "_choose_dtype", lambda config, *_: config.dtype),
+        mock.patch.object(runner, "make_recorder", return_value=recorder),
+        mock.patch.object(memory, "_measure", measure),
+        mock.patch.object(choice, "is_compiled", return_value=True),
+        mock.patch.object(choice, "check_attention", compare),
+    ):
+        engine = runner.DeviceRunner(config)
+    at_start = len(device.loaded)
+    take_steps(engine)
+    return {
+        "kernels": at_start - before, "while_recording": recorder.compiled, "by_requests": device.loaded[at_start:],
+        "graphs": engine._compute.num_graphs,
+    }  # fmt: skip
+
+
+def take_steps(engine: runner.DeviceRunner) -> None:
+    """Chunks, a mixed step, a decode step, and a row that asks for every filter."""
+    rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8)
+    for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
+        rows.launch(counts).result()
+    block = engine.info.num_blocks - 1
+    prompt, table = np.full(6, 3, np.uint32), np.array([block], np.uint32)
+    slots = (block * engine.info.block_size + np.arange(6)).astype(np.uint32)
+    row, length, context = (np.array([number], np.uint32) for number in (5, 6, 0))
+    opens = [RowOpen(5, prompt, 6, table, 0, FILTERED, 0)]
+    engine.launch(StepBatch(9, row, length, context, np.array([True]), slots, opens=opens)).result()
+
+
+def main() -> None:
+    device = Device()
+    driver.set_active(device)
+    found = []
+    with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(model.QWEN3_06B, SHAPE):
+        report = Report(is_smoke=False, scratch=Path(scratch))
+        report.device = torch.device("cpu")
+        folder = model.make_checkpoint(report)
+        for kind in KINDS[:1] if "--short" in sys.argv else KINDS:
+            found.append(kind | run(kind, folder, device))
+            print(found[-1], flush=True)
+    print(json.dumps(found))
+    sys.exit(any(kind["while_recording"] or kind["by_requests"] for kind in found))
+
+
+if __name__ == "__main__":
+    main()
