@@ -80,7 +80,7 @@ async def launched(device, count):
 
 async def test_steps_start_before_the_answer_of_the_one_before(executor):
     lease = executor.lease(1, "scheduler")
-    first, second = executor.submit(step(lease, 1)), executor.submit(step(lease, 2))
+    [first], [second] = executor.submit([step(lease, 1)]), executor.submit([step(lease, 2)])
     await launched(executor.device, 2)
     assert executor.device.launched == [1, 2]
     assert executor.num_in_flight == 2
@@ -89,12 +89,13 @@ async def test_steps_start_before_the_answer_of_the_one_before(executor):
     assert [(await answer).step_id for answer in (first, second)] == [1, 2]
     await asyncio.sleep(0)  # callbacks of the answers
     assert executor.num_in_flight == 0
-    assert executor.submit(step(lease, 2)).result().step_id == 2  # kept, not run again
+    [kept] = executor.submit([step(lease, 2)])
+    assert kept.result().step_id == 2  # not run again
 
 
 async def test_a_fault_that_shows_late_is_fatal(executor):
     lease = executor.lease(1, "scheduler")
-    answer = executor.submit(step(lease, 1))
+    [answer] = executor.submit([step(lease, 1)])
     await launched(executor.device, 1)
     executor.device.fault = RuntimeError("an illegal memory access was encountered")
     executor.device.done[1].set()
