@@ -240,17 +240,18 @@ def prefill_attention(report: Report) -> None:
 def tile_sweep(report: Report) -> None:
     """Other tiles and grids, for the table in tiles.py."""
     case = Case.make(report, 2, 0, 20) if report.is_smoke else Case.make(report, 8, 0, 1024)
-    for stages, warps, per_sm in [(3, 8, 1), (3, 8, 2), (2, 8, 3), (3, 4, 2)]:
+    for stages, warps, per_sm in [(3, 8, 1), (3, 8, 2), (5, 8, 1), (5, 8, 3)]:
         tiles = replace(PREFILL_TILES, num_stages=stages, num_warps=warps)
         _sweep(report, case, tiles, per_sm, f"prefill stages {stages} warps {warps} per SM {per_sm}")
     for num_rows, context in [(3, 40)] if report.is_smoke else [(256, 1024), (32, 4096)]:
         case = Case.make(report, num_rows, context - 1, 1)
-        for split, stages, warps, per_sm in [
-            (512, 3, 4, 2), (512, 3, 4, 3), (512, 3, 4, 4), (512, 3, 4, 6), (512, 2, 4, 4), (512, 4, 4, 3),
-            (256, 3, 4, 3), (1024, 3, 4, 3), (512, 3, 2, 4), (512, 3, 8, 2),
+        for split, stages, warps, per_sm, keys in [
+            (512, 3, 4, 3, 64), (512, 5, 4, 3, 64), (512, 5, 4, 2, 64), (512, 7, 4, 2, 64), (512, 5, 4, 4, 32),
+            (512, 3, 4, 2, 64), (512, 3, 4, 6, 64), (256, 3, 4, 3, 64), (1024, 3, 4, 3, 64), (512, 3, 8, 2, 64),
         ]:  # fmt: skip
-            tiles = replace(DECODE_TILES, split=split, num_stages=stages, num_warps=warps)
-            label = f"B {num_rows} ctx {context} split {split} stages {stages} warps {warps} per SM {per_sm}"
+            tiles = replace(DECODE_TILES, split=split, num_stages=stages, num_warps=warps, block_n=keys)
+            shape = f"split {split} stages {stages} warps {warps} per SM {per_sm} keys {keys}"
+            label = f"B {num_rows} ctx {context} {shape}"
             _sweep(report, case, tiles, per_sm, label, num_bytes=case.key_bytes)
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels.attention import Tiles, group_lines
 
+# Keys lie behind a table that is read first, which takes Triton a stage of its own: 3 stages are one tile on its way
+# while one is computed, 4 are no more, 5 are two.
 # One query a row: bound by memory, so many small programs; a split of 512 keeps all of them busy at any batch.
 DECODE_TILES = Tiles(block_m=16, block_n=64, split=512, num_warps=4, num_stages=3, one_loop=True)
 # Chunks of prompts: bound by the tensor cores.
