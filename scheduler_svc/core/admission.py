@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak
+from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak, reserved_blocks
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
 
@@ -50,24 +50,27 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
     )
 
 
-def peak_with(table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float) -> int | None:
-    """Most blocks that rows of a worker, a newcomer and the samples that will fork off it will ever hold together.
+def fits_beside(
+    table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float, max_blocks: float
+) -> bool:
+    """Rows of a worker, a newcomer and the samples that will fork off it will never hold more blocks together.
 
-    Rows that are less urgent do not count: they would make room. None if there are no others: then the newcomer is
-    alone, and fits, or it would have been refused.
+    Rows that are less urgent do not count: they would make room. Alone it fits, or it would have been refused.
     """
     rows = table.active()
     rows = rows[table.priority[rows] <= seq.group.priority]
     if not len(rows):
-        return None
+        return True
     group, num_new = seq.group, 1 + len(seq.forks)
-    tokens = np.concatenate((table.num_tokens[rows], np.full(num_new, num_tokens)))
+    tokens = np.concatenate((table.num_tokens[rows], [num_tokens] * num_new))
     limit = len(group.prompt) + group.stop.max_tokens
-    limits = np.concatenate((table.limit[rows], np.full(num_new, limit))) - tokens
-    outputs = tokens - np.concatenate((table.prompt_len[rows], np.full(num_new, len(group.prompt))))
+    limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
+    outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
-    may_stop = np.concatenate((stops, np.full(num_new, Need.of(seq, 0).may_stop)))
+    may_stop = np.concatenate((stops, [Need.of(seq, 0).may_stop] * num_new))
     shared_prompt = len(group.prompt) // table.block_size
-    saves = np.concatenate((table.saved_blocks[rows], [saved_blocks], np.full(num_new - 1, shared_prompt)))
+    saves = np.concatenate((table.saved_blocks[rows], [saved_blocks] + [shared_prompt] * (num_new - 1)))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
-    return projected_peak(tokens, remaining, saves, table.block_size)
+    if reserved_blocks(tokens, remaining, saves, table.block_size) <= max_blocks:
+        return True
+    return projected_peak(tokens, remaining, saves, table.block_size) <= max_blocks

@@ -19,6 +19,7 @@ def check_worker(worker: WorkerState) -> None:
     num_messages = sum(flight.burst_len > 0 for flight in worker.flights)
     assert worker.num_messages == num_messages, "messages in flight are counted wrong"
     assert not worker.flights or worker.flights[-1].burst_len, "a burst has no end"
+    assert worker.pending_prefill == r.pending_prefill(), "pending prefill is counted wrong"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)

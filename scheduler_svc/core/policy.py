@@ -29,6 +29,15 @@ def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_siz
     return int((tokens // block_size - np.cumsum(saved_blocks[order])).max(initial=0))
 
 
+def reserved_blocks(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
+    """What these sequences could hold if none ended before all have grown: never less than `projected_peak`, and known
+    without sorting them.
+    """
+    return int(num_tokens.sum() + remaining.sum() + len(remaining) * (block_size - 1)) // block_size - int(
+        saved_blocks.sum()
+    )
+
+
 def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.bool_], mean_output: float) -> I64:
     """Tokens still to come: known if a sequence cannot stop early, else the mean answer or as much again as so far."""
     guess = np.maximum(mean_output - num_output, np.maximum(num_output, 16)).astype(np.int64)

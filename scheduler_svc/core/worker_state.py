@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
-from scheduler_svc.core.admission import Need, peak_with
+from scheduler_svc.core.admission import Need, fits_beside
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
@@ -63,7 +63,7 @@ class WorkerState:
         self._root_salt = root_salt
         self._next_step_id = next_step_id
         self._run: DecodeRun | None = None
-        self._pending_prefill: int | None = None  # unknown since rows came, went or computed a chunk
+        self._prefilling: set[int] = set()  # rows that had more than their newest token to compute, at the last look
         self._closed: list[int] = []
 
     @property
@@ -93,9 +93,12 @@ class WorkerState:
     @property
     def pending_prefill(self) -> int:
         """Prompt tokens that are admitted and not yet part of a step."""
-        if self._pending_prefill is None:
-            self._pending_prefill = self.rows.pending_prefill()
-        return self._pending_prefill
+        if not self._prefilling:
+            return 0
+        r = self.rows
+        todo = {row: r.todo_of(row) for row in self._prefilling if r.sequences[row] is not None}
+        self._prefilling = {row for row, count in todo.items() if count > 1}
+        return sum(todo[row] - 1 for row in self._prefilling)
 
     @property
     def num_limbo(self) -> int:
@@ -139,8 +142,8 @@ class WorkerState:
         if needed + unused > self.pool.num_free:
             return self._refuse(seq, saved)
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
-        peak = peak_with(self.rows, seq, len(token_ids), saved, mean_output)
-        if peak is not None and peak > self.capacity.num_blocks * (1 - watermark):
+        max_blocks = self.capacity.num_blocks * (1 - watermark)
+        if not fits_beside(self.rows, seq, len(token_ids), saved, mean_output, max_blocks):
             return self._refuse(seq, saved)
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
@@ -172,6 +175,7 @@ class WorkerState:
         self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int, plan: StepPlan
     ) -> int:
         row = self.rows.open(seq, token_ids, blocks, num_computed, limit)
+        self._prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row, seq.blocked_since, seq.held_since = self.capacity.worker_id, row, None, None
         seq.refused_by.clear()
@@ -366,7 +370,6 @@ class WorkerState:
         if plan.run is not None and len(plan.rows) == 1:
             return self._finish_run(plan, plan.run)
         r = self.rows
-        self._pending_prefill = None
         rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
         context_lens = r.computed[rows]
         slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
@@ -493,7 +496,6 @@ class WorkerState:
         seq.worker_id = seq.row = None
         self._release(self.rows.blocks(row)[::-1])
         self.rows.close(row)
-        self._pending_prefill = None
         self.room_version += 1
         self._closed.append(row)
 

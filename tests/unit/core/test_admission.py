@@ -5,7 +5,8 @@ from itertools import permutations
 
 import numpy as np
 
-from scheduler_svc.core.admission import Need, peak_with
+from scheduler_svc.core.admission import Need, fits_beside
+from scheduler_svc.core.policy import projected_peak, reserved_blocks
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from tests.builders import make_capacity, make_group, make_scheduler
@@ -31,21 +32,29 @@ def running(rng: random.Random) -> RowTable:
     return table
 
 
-def test_a_need_that_covers_another_has_no_lower_peak() -> None:
-    rng, num_covered = random.Random(0), 0
+def test_who_covers_another_fits_nowhere_where_the_other_does_not() -> None:
+    rng, num_refused = random.Random(0), 0
     for _ in range(100):
-        table = running(rng)
+        table, max_blocks = running(rng), rng.randint(10, 150)
         needs = []
         for seq in (sequence(rng) for _ in range(8)):
             saved = rng.randint(0, seq.data.num_tokens // BLOCK_SIZE)
-            peak = peak_with(table, seq, seq.data.num_tokens, saved, mean_output=20.0)
-            needs.append((Need.of(seq, seq.data.num_tokens - saved * BLOCK_SIZE), peak))
-        for (less, its_peak), (more, their_peak) in permutations(needs, 2):
-            if less.is_covered_by(more) and its_peak is not None:
-                num_covered += 1
-                assert their_peak is not None
-                assert their_peak >= its_peak, f"{more} against {less}"
-    assert num_covered > 100
+            fits = fits_beside(table, seq, seq.data.num_tokens, saved, 20.0, max_blocks)
+            needs.append((Need.of(seq, seq.data.num_tokens - saved * BLOCK_SIZE), fits))
+        for (less, less_fits), (more, more_fits) in permutations(needs, 2):
+            if less.is_covered_by(more) and not less_fits:
+                num_refused += 1
+                assert not more_fits, f"{more} against {less}"
+    assert num_refused > 20
+
+
+def test_what_is_reserved_is_never_less_than_the_peak() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        tokens, remaining = rng.integers(1, 60, (2, int(rng.integers(1, 9))))
+        saved = rng.integers(0, tokens // BLOCK_SIZE + 1)
+        reserved = reserved_blocks(tokens, remaining, saved, BLOCK_SIZE)
+        assert reserved >= projected_peak(tokens, remaining, saved, BLOCK_SIZE)
 
 
 def test_nobody_is_tried_who_needs_as_much_as_one_who_was_refused() -> None:
