@@ -13,18 +13,24 @@ FIRST, LAST = 20_000, 32_000  # below the ports that the system gives to outgoin
 PER_PROCESS = 400
 
 
+def _lock(path: Path) -> bool:
+    """Whether it is ours now."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return False
+    return True
+
+
 def _own_slice() -> int:
     """The first port of a slice that no other test process has: its lock is ours until we end."""
     count = (LAST - FIRST) // PER_PROCESS
     for number in range(os.getpid(), os.getpid() + count):
         start = FIRST + number % count * PER_PROCESS
-        lock = os.open(Path(tempfile.gettempdir(), f"quire-test-ports-{start}"), os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            continue
-        return start
+        if _lock(Path(tempfile.gettempdir(), f"quire-test-ports-{os.getuid()}-{start}")):
+            return start
     raise OSError(f"{count} test processes have all ports from {FIRST} to {LAST}")
 
 
