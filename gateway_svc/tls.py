@@ -2,7 +2,7 @@
 
     credentials = server_credentials(TlsFiles(cert, key, client_ca))      # raises TlsError
 
-Only the port for clients speaks it (docs/adr/0017-tls-at-the-gateway.md).
+Only the port for clients speaks it (docs/adr/0016-tls-at-the-gateway.md).
 """
 
 from __future__ import annotations
