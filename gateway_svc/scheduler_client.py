@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
@@ -26,8 +26,10 @@ from gateway_svc.text.bundle import BundleError
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
 from svc_common.errors import QuireError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
+from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
+AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -86,7 +88,7 @@ class SchedulerClient:
         self._bundles = bundles
         self._channel = open_channel(address)
         self._stub = SchedulerServiceStub(self._channel)
-        self._outbox: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
         self._limit: asyncio.Timeout | None = None  # of the current stream
         self._watcher: asyncio.Task[None] | None = None
         self._last_heard = 0.0
@@ -164,6 +166,7 @@ class SchedulerClient:
             while True:
                 started = loop.time()
                 problem = await self._attach()
+                _leave_if_cancelled()
                 self._on_detached(problem)
                 is_stable = loop.time() - started > STABLE_AFTER_S
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
@@ -178,7 +181,8 @@ class SchedulerClient:
         self._outbox = asyncio.Queue()
         self._silence = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
-        call = self._stub.Attach(_messages(self._outbox))
+        call = self._stub.Attach()
+        writer = asyncio.create_task(_write(call, self._outbox))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
                 return await self._read(call)
@@ -194,12 +198,11 @@ class SchedulerClient:
             return f"internal error: {type(error).__name__}"
         finally:
             self._stop_watching()
-            # cancel() alone leaves the writer of a call that has ended waiting for ever.
-            self._outbox.put_nowait(None)
             self._outbox = asyncio.Queue()
             call.cancel()
+            await cancel(writer)
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]) -> str:
+    async def _read(self, call: AttachCall) -> str:
         loop = asyncio.get_running_loop()
         response = await call.read()
         if self._limit is not None:
@@ -375,6 +378,17 @@ class SchedulerClient:
         return response.num_moved
 
 
-async def _messages(outbox: asyncio.Queue[pb.AttachRequest | None]) -> AsyncIterator[pb.AttachRequest]:
-    while (message := await outbox.get()) is not None:
-        yield message
+async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> None:
+    while True:
+        await call.write(await outbox.get())
+
+
+def _leave_if_cancelled() -> None:
+    """Raise the CancelledError that a stream has kept to itself.
+
+    grpc.aio passes the cancellation of a reading task on to its call. If that ends by itself at the same moment, the
+    task gets the call's error instead, and takes it for one more broken connection.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

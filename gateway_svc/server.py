@@ -34,6 +34,7 @@ from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
+from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -229,9 +230,7 @@ async def serve(
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
         dispatcher.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         if reader is not None:
             await reader.close()
         prompts.close()

@@ -24,6 +24,7 @@ from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, Work
 from scheduler_svc.metrics import StepMeter
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
+from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +122,7 @@ class LeasedWorker:
             done, _ = await asyncio.wait([*tasks, self._closed], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.close("the scheduler stops")
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             self._call.cancel()
         # Of several ends at once the reader's says more than the writer's.
         return _reason(next(end for end in (self._closed, *reversed(tasks)) if end in done))

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from svc_common.errors import ErrorInterceptor
+from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,9 +179,7 @@ class GrpcServer:
 async def _first_of(*awaitables: Awaitable[Any]) -> None:
     tasks = [asyncio.ensure_future(a) for a in awaitables]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    await cancel(*pending)
     for task in done:
         if task.exception() is not None:
             log.error("drain failed", exc_info=task.exception())

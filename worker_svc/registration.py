@@ -19,7 +19,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import xxhash
@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from svc_common.serve import open_channel
+from svc_common.tasks import cancel
 from worker_svc.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class Registration:
             finally:
                 self.scheduler = None
                 call.cancel()
-                await _cancel(following, leaving)
+                await cancel(following, leaving)
 
     def _leave(self, candidate: Candidate, better: Candidate) -> Candidate:
         """Let go of a scheduler that works, so that it knows before the next one does."""
@@ -308,7 +309,7 @@ async def patiently(work: Awaitable[T], timeout_s: float) -> T:
             if loop.time() - due < OVERSLEPT_S:
                 raise TimeoutError
     finally:
-        await _cancel(task)
+        await cancel(task)
 
 
 async def _ask(call: Call, message: scheduler_pb2.RegisterRequest) -> scheduler_pb2.RegisterResponse:
@@ -338,9 +339,3 @@ def _complain(candidate: Candidate, level: int, message: str, details: str = "")
         return
     candidate.complaints.add(message)
     log.log(level, "%s", f"{message}: {details}" if details else message)
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

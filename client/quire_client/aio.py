@@ -397,12 +397,6 @@ def _open_channel(
     return grpc.aio.secure_channel(target, credentials, options)
 
 
-def is_own_cancel() -> bool:
-    """Whether a CancelledError is meant for the present task."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
-
-
 @contextlib.contextmanager
 def _typed_errors(request_id: str = "") -> Iterator[None]:
     """Turn what a grpc.aio call raises into QuireErrors."""
@@ -411,7 +405,8 @@ def _typed_errors(request_id: str = "") -> Iterator[None]:
     except grpc.RpcError as error:
         raise error_from_rpc(error, request_id) from None
     except asyncio.CancelledError:
-        if is_own_cancel():
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
             raise
         # grpc.aio raises CancelledError for a cancelled call as well; then this task is to go on.
         raise Cancelled("the call was cancelled", request_id=request_id) from None
@@ -580,15 +575,10 @@ class AsyncGenerateStream:
         """The next event; None at the end of a complete stream. Raises StreamEndedEarly at any other end."""
         self.waiting_since = time.monotonic()
         try:
-            event = await call.read()
-        except grpc.RpcError as error:
-            raise self._lost() or error_from_rpc(error, self._assembler.request_id) from None
-        except asyncio.CancelledError:
-            if is_own_cancel():
-                raise
-            # grpc.aio raises CancelledError for a cancelled call as well; then this task is to go on.
-            cancelled = Cancelled("the call was cancelled", request_id=self._assembler.request_id)
-            raise self._lost() or cancelled from None
+            with _typed_errors(self._assembler.request_id):
+                event = await call.read()
+        except QuireError as error:
+            raise self._lost() or error from None
         finally:
             self.waiting_since = None
         if isinstance(event, pb.GenerateResponse):

@@ -62,7 +62,7 @@ async def test_the_text_of_a_stream_is_the_whole_answer(client: AsyncClient) -> 
             num_deltas += 1
         result = await stream.result()
     assert text == result.text == pairs()[ZEN]
-    assert num_deltas > 20  # it came in pieces
+    assert num_deltas > 1  # it came in pieces; how many is up to who reads how fast
 
 
 async def test_a_stop_string_cuts_the_text_and_only_the_text(client: AsyncClient) -> None:

@@ -14,10 +14,15 @@ from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc import dispatcher
+from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.models import BundleCache
+from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.stream import MAX_CHUNK_TOKENS
+from tests.processes.ports import free_port
 from tests.unit.gateway.fakes import (
     ABORTED,
     LENGTH,
+    PATIENCE_S,
     FakeScheduler,
     TestGateway,
     digest_of,
@@ -134,6 +139,22 @@ async def test_requests_wait_for_any_replica(pair: list[FakeScheduler]) -> None:
         other.play([10, 11])
         await other.start()
         assert ids_of(events + await rest(call)) == [10, 11]
+
+
+async def test_a_gateway_that_stops_as_its_stream_breaks_stops() -> None:
+    client = SchedulerClient(f"127.0.0.1:{free_port()}", gateway_id="test", bundles=BundleCache())
+    Dispatcher([client], patience_s=PATIENCE_S)
+    attach = client._stub.Attach
+
+    def cancelled_at_its_end() -> Any:
+        call = attach()
+        call.add_done_callback(lambda _: running.cancel())
+        return call
+
+    client._stub.Attach = cancelled_at_its_end  # type: ignore[assignment]
+    running = asyncio.create_task(client.run())
+    assert (await asyncio.wait([running], timeout=PATIENCE_S))[0]
+    assert running.cancelled()
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED])

@@ -17,6 +17,7 @@ from quire.v1 import types_pb2 as types
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 
 from svc_common.serve import open_channel
+from tests.processes.ports import free_port
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
@@ -191,14 +192,6 @@ async def wait_for_health(channel: grpc.aio.Channel, status: int) -> None:
     async with asyncio.timeout(30):
         while await health(channel) != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_the_process_serves_drains_and_exits_zero(bundle: bytes) -> None:
