@@ -208,6 +208,7 @@ async def test_a_replica_without_workers_gets_nothing_and_gives_up_what_it_has(
     owner.welcome()
     events += await rest(call)
     assert ids_of(events) == [10, 11, 12]
+    await until(lambda: owner.cancels)  # on its way while the other one answered
     assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
     assert other.submits[0].takes_over
     await asyncio.gather(*(both.collect() for _ in range(10)))
