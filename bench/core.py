@@ -6,8 +6,9 @@
 A step is everything between a worker's answer and its next step: `update()`, the message for the gateway, `schedule()`,
 the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
 `step_us_core` is the same without the messages. `step_us_churn`: in every step one sequence ends and another, whose
-prompt of 64 tokens is new, takes its place. Figures are floors: the lowest of several tenth percentiles of thread CPU
-time. The last line is one JSON object.
+prompt of 64 tokens is new, takes its place. `admit_us_full` is `admit_us` where the pools are full of cached prefixes,
+as they are after the first minutes, so that each prompt evicts some. Figures are floors: the lowest of several tenth
+percentiles of thread CPU time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 STEPS = 200
+FILLS_POOLS = 400  # prompts after which every further one evicts blocks
 EOS = 2
 FENCE = worker_pb2.Fence(worker_epoch=1, scheduler_epoch=1)
 
@@ -110,22 +112,26 @@ def step_us(num_seqs: int, block_size: int, repeats: int, *, has_messages: bool,
     return round(min(floors), 1)
 
 
-def admit_us(cached_tokens: int, repeats: int) -> float:
-    """Floor of add_group() + the schedule() that admits it: a prompt of 4,096 tokens, 8 workers, blocks of 16."""
+def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> float:
+    """Floor of add_group() + the schedule() that admits it: a prompt of 4,096 tokens, 8 workers, blocks of 16.
+
+    `is_full`: where each prompt evicts what former ones have left.
+    """
     rng = np.random.default_rng(1)
     floors = []
     for _ in range(repeats):
         scheduler = make_scheduler(16, 16, num_workers=8)
         spent = []
         shared = rng.integers(3, 50_000, cached_tokens, dtype=np.uint32)
-        for i in range(30):
+        num_before = FILLS_POOLS if is_full else 1  # not counted
+        for i in range(num_before + 30):
             prompt = np.concatenate((shared, rng.integers(3, 50_000, 4096 - cached_tokens, dtype=np.uint32)))
             start = time.thread_time_ns()
             add(scheduler, str(i), prompt, max_tokens=1)
             batches = scheduler.schedule(0.0)
             spent.append(time.thread_time_ns() - start)
             answer_all(scheduler, batches)
-        floors.append(floor_us(spent[1:]))
+        floors.append(floor_us(spent[num_before:]))
     return round(min(floors), 1)
 
 
@@ -156,6 +162,7 @@ def main() -> None:
         )
     per_sequence = (figures["step_us"]["1024"] - figures["step_us"]["256"]) / (1024 - 256)
     figures["admit_us"] = {"cold": admit_us(0, repeats), "hit90": admit_us(3680, repeats)}
+    figures["admit_us_full"] = {key: admit_us(n, repeats, is_full=True) for key, n in (("cold", 0), ("hit90", 3680))}
     print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3)}))
 
 

@@ -15,20 +15,19 @@ content.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.line import Line
 from scheduler_svc.core.ring import Ring
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 Fill = tuple[int, bytes]  # a block and the digest of what fills it
-Line = deque[tuple[int, int]]  # (when it was put back, block), oldest first
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
 
@@ -50,16 +49,17 @@ class BlockManager:
         self.refs = np.zeros(num_blocks, dtype=np.int32)
         self.held: dict[bytes, int] = {}  # block of each digest; only `match` compares tokens. Others may read it
         self._empty = Ring(num_blocks)
-        self._cached: Line = deque()  # never hit
-        self._reused: Line = deque()  # hit before
+        self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty
+        self._cached = Line(self._put_back_at)  # never hit
+        self._reused = Line(self._put_back_at)  # hit before
         self._num_cached = 0
-        self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty. Whoever says else in a line left
-        self._clock = 0  # blocks put back so far
+        self._clock = 1  # blocks put back so far, and one
         self._bonus = int(reuse_bonus * num_blocks)
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.full((num_blocks, block_size), 0, dtype=np.uint32)  # written, so that no step meets new pages
         self._digest_of: list[bytes | None] = [None] * num_blocks
-        self._committed: set[int] = set()
+        self._committed = bytearray(num_blocks)  # 1: what it holds is announced
+        self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory, for many at once
         self.commits: list[Fill] = []  # since the last `take_commits`
         self._has_lost_commits = False  # some may have been forgotten since
         self._events: list[tuple[bytes, bool]] = []
@@ -143,8 +143,8 @@ class BlockManager:
         digest_of, committed = self._digest_of, self._committed
         for fill in fills:
             block, digest = fill
-            if digest_of[block] == digest and block not in committed:
-                committed.add(block)
+            if digest_of[block] == digest and not committed[block]:
+                committed[block] = 1
                 self.commits.append(fill)
                 self._events.append((digest, True))
 
@@ -152,32 +152,34 @@ class BlockManager:
         """What was committed since the last call and is still this prefix."""
         commits, self.commits = self.commits, []
         if self._has_lost_commits:
-            commits = [fill for fill in commits if fill[0] in self._committed and self._digest_of[fill[0]] == fill[1]]
+            commits = [fill for fill in commits if self._committed[fill[0]] and self._digest_of[fill[0]] == fill[1]]
             self._has_lost_commits = False
         return commits
 
-    def forget(self, block: int) -> None:
-        """The block does not hold what its digest says (its step failed, or it gets new content)."""
-        digest = self._digest_of[block]
-        if digest is None:
-            return
-        self._digest_of[block] = None
-        self._was_hit[block] = False
-        del self.held[digest]
-        if block in self._committed:
-            self._committed.remove(block)
-            self._has_lost_commits = True
-            self._events.append((digest, False))
+    def forget(self, blocks: list[int]) -> None:
+        """They do not hold what their digests say (their step failed, or they get new content)."""
+        held, digest_of, committed = self.held, self._digest_of, self._committed
+        for block in blocks:
+            digest = digest_of[block]
+            if digest is None:
+                continue
+            digest_of[block] = None
+            del held[digest]
+            if committed[block]:
+                committed[block] = 0
+                self._events.append((digest, False))
+        self._was_hit[blocks] = False
+        self._has_lost_commits = bool(self.commits)
 
     def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
         """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
         is_taken = self._digest_of[block] is not None or self.refs[block]
         if is_taken or not self.register(np.array([block]), [digest], block_tokens[None]):
             return False
-        self._committed.add(block)
+        self._committed[block] = 1
         self._events.append((digest, True))
         self._empty.remove(block)
-        self._put_back([block])
+        self._put_back(np.array([block]))
         return True
 
     def take_events(self) -> list[tuple[bytes, bool]]:
@@ -187,9 +189,7 @@ class BlockManager:
 
     def cached_digests(self) -> list[bytes]:
         """Every announced prefix block, for an index that must be filled again."""
-        return [
-            digest for block, digest in enumerate(self._digest_of) if digest is not None and block in self._committed
-        ]
+        return [digest for block, digest in enumerate(self._digest_of) if digest is not None and self._committed[block]]
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
@@ -214,66 +214,59 @@ class BlockManager:
         num_empty = min(count, self._empty.size)
         blocks = self._empty.take(num_empty)
         if num_empty < count:
-            blocks = np.concatenate((blocks, [self._evict() for _ in range(count - num_empty)]))
+            blocks = np.concatenate((blocks, self._evict(count - num_empty)))
         self.refs[blocks] = 1
         self._was_hit[blocks] = False
         return blocks
 
-    def _evict(self) -> int:
-        _, block = self._goes_next().popleft()
-        self._put_back_at[block] = 0
-        self._num_cached -= 1
-        self.forget(block)
-        return block
+    def _evict(self, count: int) -> I64:
+        """The cached blocks that go next."""
+        evicted = []
+        while count:
+            evicted.append(self._goes_next().take(count))
+            count -= len(evicted[-1])
+        blocks = np.concatenate(evicted)
+        self._put_back_at[blocks] = 0
+        self._num_cached -= len(blocks)
+        self.forget(blocks.tolist())
+        return blocks
 
     def _goes_next(self) -> Line:
-        """The line whose head is evicted next."""
-        for line in (self._cached, self._reused):
-            while line and self._put_back_at[line[0][1]] != line[0][0]:
-                line.popleft()
-        if not self._cached or not self._reused:
-            return self._cached or self._reused
-        return self._reused if self._reused[0][0] + self._bonus < self._cached[0][0] else self._cached
+        """Whose first blocks are evicted next."""
+        if self._cached.is_empty or self._reused.is_empty:
+            return self._reused if self._cached.is_empty else self._cached
+        return self._reused if self._reused.head + self._bonus < self._cached.head else self._cached
 
-    def free(self, blocks: list[int]) -> None:
-        """One sequence less uses these blocks; pass a table tail first."""
-        if not blocks:
-            return
-        np.subtract.at(self.refs, blocks, 1)
-        once = list(dict.fromkeys(blocks[::-1]))[::-1]  # each at its last place: behind all that continues it
-        self._put_back([block for block, refs in zip(once, self.refs[once].tolist(), strict=True) if not refs])
+    def free(self, blocks: I64) -> None:
+        """One sequence less uses these blocks, none of them twice; pass a table tail first."""
+        self.refs[blocks] -= 1
+        self._put_back(blocks[self.refs[blocks] == 0])
 
-    def _put_back(self, blocks: list[int]) -> None:
+    def _put_back(self, blocks: I64) -> None:
         """Nobody uses these any more."""
-        cached = [block for block in blocks if block in self._committed]
-        if len(cached) < len(blocks):
-            self._empty_out([block for block in blocks if block not in self._committed])
-        times = range(self._clock + 1, self._clock + 1 + len(cached))
-        self._put_back_at[cached] = times
-        self._clock += len(cached)
-        self._num_cached += len(cached)
-        for time, block, was_hit in zip(times, cached, self._was_hit[cached].tolist(), strict=True):
-            (self._reused if was_hit else self._cached).append((time, block))
-        if len(self._cached) + len(self._reused) > 4 * self.num_blocks:
-            self._forget_who_left()
+        is_cached = self._is_committed[blocks]
+        if not is_cached.all():
+            self._empty_out(blocks[~is_cached])
+            blocks = blocks[is_cached]
+        self._put_back_at[blocks] = self._clock
+        was_hit = self._was_hit[blocks]
+        self._cached.append(self._clock, blocks[~was_hit])
+        self._reused.append(self._clock, blocks[was_hit])
+        self._clock += len(blocks)
+        self._num_cached += len(blocks)
+        if self._cached.size + self._reused.size > 4 * self.num_blocks:
+            self._cached.forget_who_left()
+            self._reused.forget_who_left()
 
-    def _empty_out(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.forget(block)
+    def _empty_out(self, blocks: I64) -> None:
+        self.forget(blocks.tolist())
         self._empty.put(blocks)
-
-    def _forget_who_left(self) -> None:
-        self._cached, self._reused = (self._still_in(line) for line in (self._cached, self._reused))
-
-    def _still_in(self, line: Line) -> Line:
-        return deque(entry for entry in line if self._put_back_at[entry[1]] == entry[0])
 
     # -- tests --------------------------------------------------------------------------------------------------------
 
     def lines(self) -> tuple[list[int], list[int], list[int]]:
         """Cached blocks that were never hit, those that were, and empty ones; in each the next to go comes first."""
-        cached, reused = ([block for _, block in self._still_in(line)] for line in (self._cached, self._reused))
-        return cached, reused, self._empty.tolist()
+        return self._cached.tolist(), self._reused.tolist(), self._empty.tolist()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -288,5 +281,6 @@ class BlockManager:
         assert (self.refs >= 0).all(), "negative ref count"
         digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
         assert {digest: block for block, digest in digests.items()} == self.held, "digest maps disagree"
-        assert cached <= self._committed <= set(digests), "cached without commit, or commit without digest"
+        committed = set(np.flatnonzero(self._is_committed).tolist())
+        assert cached <= committed <= set(digests), "cached without commit, or commit without digest"
         assert not empty & set(digests), "an empty block has a digest"

@@ -31,8 +31,7 @@ def rows_tainted_by(worker: WorkerState, failed: set[int], flight: Flight) -> li
         if tainted <= bad:
             break
         bad |= tainted
-    for block in lost:
-        worker.pool.forget(block)
+    worker.pool.forget(list(lost))
     return sorted(tainted)
 
 

@@ -25,7 +25,8 @@ def check_worker(worker: WorkerState) -> None:
         _check_row(worker, row)
         np.add.at(refs, r.blocks(row), 1)
     for flight in worker.flights:
-        np.add.at(refs, flight.releases, 1)
+        for blocks in flight.releases:
+            np.add.at(refs, blocks, 1)
     assert (refs == worker.pool.refs).all(), "ref counts disagree with tables and steps in flight"
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"

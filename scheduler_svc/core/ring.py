@@ -28,7 +28,7 @@ class Ring:
         self._head = end - len(self._slots)
         return taken
 
-    def put(self, numbers: list[int]) -> None:
+    def put(self, numbers: I64 | list[int]) -> None:
         """Behind all others."""
         start = (self._head + self.size) % len(self._slots)
         room = len(self._slots) - start

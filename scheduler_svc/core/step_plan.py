@@ -60,7 +60,7 @@ class Flight:
     is_full: bool  # the token budget was used up
     burst_len: int = 1  # steps of the message that this one ends; 0: others follow in the same message
     sent_at: float = 0.0
-    releases: list[int] = field(default_factory=list)  # blocks whose last user left: reused after the answer
+    releases: list[I64] = field(default_factory=list)  # tables whose rows ended: given back after the answer
 
 
 def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:

@@ -103,7 +103,7 @@ class WorkerState:
     @property
     def num_limbo(self) -> int:
         """Blocks that become free when steps in flight are answered."""
-        return sum(len(flight.releases) for flight in self.flights)
+        return sum(len(blocks) for flight in self.flights for blocks in flight.releases)
 
     def has_space(self, num_rows: int, num_blocks: int) -> bool:
         """So many rows and blocks are free, or will be when the steps in flight are answered."""
@@ -316,7 +316,7 @@ class WorkerState:
             return  # the others took copies: it is ours
         block = int(self.pool.allocate(1)[0])
         plan.copies.append((shared, block))
-        self.pool.free([shared])  # others hold it: it cannot become free here
+        self.pool.free(np.array([shared]))  # others hold it: it cannot become free here
         r.table[row, index] = block
         plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
@@ -466,9 +466,9 @@ class WorkerState:
 
     def free_released(self, flight: Flight) -> None:
         """Blocks that this step was the last to name."""
-        if flight.releases:
-            self.pool.free(flight.releases)
-            self.room_version += 1
+        for blocks in flight.releases:
+            self.pool.free(blocks)
+        self.room_version += bool(flight.releases)
 
     # -- rows end -----------------------------------------------------------------------------------------------------
 
@@ -494,14 +494,14 @@ class WorkerState:
         seq = self.rows.sequence(row)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None
-        self._release(self.rows.blocks(row)[::-1])
+        self._release(self.rows.table[row, : self.rows.num_blocks[row]][::-1].astype(np.int64))
         self.rows.close(row)
         self.room_version += 1
         self._closed.append(row)
 
-    def _release(self, blocks: list[int]) -> None:
+    def _release(self, blocks: I64) -> None:
         if self.flights:
-            self.flights[-1].releases.extend(blocks)
+            self.flights[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
 

@@ -99,7 +99,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         self.tables.remove(table)
-        self.pool.free(table.blocks[::-1])
+        self.pool.free(np.array(table.blocks[::-1]))
         for block in table.blocks[::-1]:
             self.users[block] -= 1
             if not self.users[block]:
@@ -110,10 +110,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
-        for block in table.blocks:
-            if block not in self.committed:
-                self.pool.forget(block)
-                self.holds.pop(block, None)
+        lost = [block for block in table.blocks if block not in self.committed]
+        self.pool.forget(lost)
+        for block in lost:
+            self.holds.pop(block, None)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -181,7 +181,7 @@ TestBlockManager.settings = SETTINGS
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param(lambda pool: pool._cached.rotate(1), id="newest first"),
+        pytest.param(lambda pool: pool._cached._parts.rotate(1), id="newest first"),
         pytest.param(
             lambda pool: pool._empty.put([*pool._empty.take(pool._empty.size)][::-1]), id="newest empty first"
         ),

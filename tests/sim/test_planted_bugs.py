@@ -120,7 +120,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
             pool.refs[block] -= 1
             if pool.refs[block] <= 1:
                 pool.refs[block] = 0
-                pool._put_back([block])
+                pool._put_back(np.array([block]))
 
     wrap(patch, BlockManager, "free", free)
 
@@ -238,23 +238,23 @@ def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
 
 @bug("evicts a block before the blocks that continue it")
 def heads_evicted_before_tails(patch: Patch) -> None:
-    wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, list(blocks)[::-1]))
+    wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, blocks[::-1]))
 
 
 @bug("evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
-    def evict(original: Any, pool: BlockManager) -> int:
-        pool._cached.rotate(1)
-        return original(pool)
+    def evict(original: Any, pool: BlockManager, count: int) -> np.ndarray:
+        pool._cached._parts.rotate(1)
+        return original(pool, count)
 
     wrap(patch, BlockManager, "_evict", evict)
 
 
 @bug("told twice|do not add up|still published|no acknowledged step")
 def evictions_not_announced(patch: Patch) -> None:
-    def forget(original: Any, pool: BlockManager, block: int) -> None:
+    def forget(original: Any, pool: BlockManager, blocks: list[int]) -> None:
         num_events = len(pool._events)
-        original(pool, block)
+        original(pool, blocks)
         del pool._events[num_events:]
 
     wrap(patch, BlockManager, "forget", forget)

@@ -313,7 +313,7 @@ class TestGateway:
         if request is None:
             options.setdefault("prompt", public.Prompt(tokens=types.TokenIds(ids=[5, 6, 7])))
             request = public.GenerateRequest(**options)
-        return self.stub.Generate(request, timeout=PATIENCE_S)
+        return self.stub.Generate(request, timeout=60.0)
 
     async def collect(self, request: public.GenerateRequest | None = None, **options: Any) -> Result:
         """All events of a Generate call, checked for the promises that every stream makes."""
