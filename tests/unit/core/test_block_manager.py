@@ -138,6 +138,17 @@ def test_what_was_hit_stays_longer_but_not_for_ever() -> None:
     pool.check_invariants()
 
 
+def test_hits_without_end_leave_no_trace() -> None:
+    pool = BlockManager(2, 2)
+    (hot,) = cache(pool, A)
+    for _ in range(100):
+        pool.hit(np.array([hot]))
+        pool.free(np.array([hot]))
+    assert pool._reused.size <= 4 * pool.num_blocks + 1
+    assert pool.lines() == ([], [hot], [1 - hot])
+    pool.check_invariants()
+
+
 def test_without_a_bonus_the_least_recently_used_goes_first() -> None:
     pool = BlockManager(2, 2)
     (hot,) = cache(pool, A)
