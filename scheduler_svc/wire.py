@@ -79,17 +79,13 @@ def u32_from_bytes(data: bytes, name: str) -> U32:
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
 
 
-# Columns of a step that are mostly empty.
+# Columns of a step that are mostly empty, those together that are as long as each other.
 CHANGES = (
-    "close_rows",
-    "table_rows",
-    "table_indices",
-    "table_blocks",
-    "copy_src",
-    "copy_dst",
-    "commit_blocks",
-    "fork_rows",
-    "fork_parents",
+    ("close_rows",),
+    ("table_rows", "table_indices", "table_blocks"),
+    ("copy_src", "copy_dst"),
+    ("commit_blocks",),
+    ("fork_rows", "fork_parents"),
 )
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -110,10 +106,10 @@ def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2
         message.query_lens = u32_to_bytes(batch.query_lens)
     if not (batch.is_decode or batch.sample_mask.all()):
         message.sample_mask = batch.sample_mask.tobytes()
-    for name in CHANGES:
-        column = getattr(batch, name)
-        if len(column):
-            setattr(message, name, u32_to_bytes(column))
+    for names in CHANGES:
+        if len(getattr(batch, names[0])):
+            for name in names:
+                setattr(message, name, u32_to_bytes(getattr(batch, name)))
     return message
 
 
