@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Choose ports, folders and flags. Raises SetupError with what to do."""
     _check_installed()
+    _check_environment()
     args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler would take it from there anyway
     folder, name = resolve_model(args.model, args.model_name)
     ports = _gateway_ports(args.host, args.port, args.gateways)
@@ -150,6 +151,14 @@ def _check_installed() -> None:
     if missing:
         raise SetupError(
             f"{', '.join(missing)} not installed; `pip install '.[all]'` in a checkout of Quire installs all"
+        )
+
+
+def _check_environment() -> None:
+    if os.environ.get("QUIRE_TLS_CERT_FILE"):  # the gateway would take it from there
+        raise SetupError(
+            "QUIRE_TLS_CERT_FILE is set, and what `quire up` starts on one machine speaks plaintext; unset it, or start "
+            "the services one by one (docs/deployment.md)"
         )
 
 

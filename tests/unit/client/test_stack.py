@@ -327,6 +327,12 @@ def test_plan_refuses_what_cannot_work(tmp_path, model):
             plan("--model", model, "--port", str(port))
 
 
+def test_plan_refuses_a_gateway_that_it_could_not_ask(model, monkeypatch):
+    monkeypatch.setenv("QUIRE_TLS_CERT_FILE", "tls.crt")
+    with pytest.raises(up.SetupError, match="QUIRE_TLS_CERT_FILE is set, and what `quire up` starts"):
+        plan("--model", model)
+
+
 def test_free_ports_differ():
     ports = stack.free_ports(20)
     assert len(set(ports)) == 20
