@@ -28,6 +28,7 @@ CHART = HERE / "quire"
 BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
+NAMESPACE = "default"  # of the rendering that the base is made from
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 FREE = {"type": "object", "additionalProperties": True}
@@ -189,15 +190,15 @@ def make_readme(values: list[Value]) -> str:
 
 
 def make_base() -> dict[str, str]:
-    """Files of kustomize/base: the chart with its default values, one file per object, without Helm's labels."""
+    """Files of kustomize/base: the chart with its default values, one file per object, for whatever namespace."""
     with Chart.load(CHART) as chart:
-        rendered = chart.render(name="quire", namespace="default")
+        rendered = chart.render(name="quire", namespace=NAMESPACE)
     files = {}
     for path, text in rendered.items():
         if path.endswith(".txt") or "/tests/" in path:
             continue
         for manifest in filter(None, yaml.safe_load_all(text)):
-            files[f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml"] = _dump(_without_helm(manifest))
+            files[f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml"] = _dump(_anywhere(manifest))
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -206,12 +207,15 @@ def make_base() -> dict[str, str]:
     return files | {"kustomization.yaml": _dump(kustomization)}
 
 
-def _without_helm(manifest: Any) -> Any:
+def _anywhere(manifest: Any) -> Any:
+    """Without Helm's labels, and without a namespace: an overlay sets one, and pods find short names in their own."""
     if isinstance(manifest, list):
-        return [_without_helm(item) for item in manifest]
+        return [_anywhere(item) for item in manifest]
+    if isinstance(manifest, str):
+        return manifest.replace(f".{NAMESPACE}.svc.cluster.local", "")
     if not isinstance(manifest, dict):
         return manifest
-    return {key: _without_helm(item) for key, item in manifest.items() if key not in (*HELM_LABELS, "namespace")}
+    return {key: _anywhere(item) for key, item in manifest.items() if key not in (*HELM_LABELS, "namespace")}
 
 
 def _dump(document: Any) -> str:
