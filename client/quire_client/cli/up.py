@@ -157,8 +157,8 @@ def _check_installed() -> None:
 def _check_environment() -> None:
     if os.environ.get("QUIRE_TLS_CERT_FILE"):  # the gateway would take it from there
         raise SetupError(
-            "QUIRE_TLS_CERT_FILE is set, and what `quire up` starts on one machine speaks plaintext; unset it, or start "
-            "the services one by one (docs/deployment.md)"
+            "QUIRE_TLS_CERT_FILE is set, and what `quire up` starts on one machine speaks plaintext; unset it, or "
+            "start the services one by one (docs/deployment.md)"
         )
 
 
