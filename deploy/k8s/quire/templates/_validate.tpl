@@ -3,6 +3,7 @@
 {{- define "quire.validate" -}}
 {{- include "quire.validateModels" . -}}
 {{- include "quire.validatePools" . -}}
+{{- include "quire.validateAgreement" . -}}
 {{- include "quire.validateRedis" . -}}
 {{- include "quire.validateScaling" . -}}
 {{- include "quire.validatePorts" . -}}
@@ -66,35 +67,12 @@
 {{- define "quire.validatePools" -}}
 {{- $fullname := include "quire.fullname" . -}}
 {{- $names := dict -}}
-{{- $blockSizes := dict -}}
-{{- $roundings := dict -}}
-{{- $caches := dict -}}
-{{- $kinds := dict -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if hasKey $names .name -}}
 {{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
 {{- end -}}
 {{- $_ := set $names .name true -}}
 {{- include "quire.validateName" (dict "name" (printf "%s-worker-%s" $fullname .name) "fullname" $fullname "what" "pool") -}}
-{{- $other := get $blockSizes .model -}}
-{{- if and $other (ne (int $other) (int .blockSize)) -}}
-{{- fail (printf "pools of model %q have block sizes %d and %d: set the same blockSize in all of them" .model (int $other) (int .blockSize)) -}}
-{{- end -}}
-{{- $_ := set $blockSizes .model .blockSize -}}
-{{- if and (hasKey $caches .model) (ne (get $caches .model) .kvCacheDtype) -}}
-{{- fail (printf "pools of model %q differ in kvCacheDtype: set the same in all of them" .model) -}}
-{{- end -}}
-{{- $_ := set $caches .model .kvCacheDtype -}}
-{{- if and (hasKey $roundings .model) (ne (get $roundings .model) .quantize) -}}
-{{- fail (printf "pools of model %q differ in quantize: set the same in all of them" .model) -}}
-{{- end -}}
-{{- $_ := set $roundings .model .quantize -}}
-{{- $kind := printf "backend %s, gpuCount %d" .backend (int .gpuCount) -}}
-{{- $otherKind := get $kinds .model -}}
-{{- if and $otherKind (ne $otherKind $kind) (eq .determinism "exact") (eq .executor "model") -}}
-{{- fail (printf "pools of model %q have %s and %s, which find other tokens: set the same in all of them, or determinism to best_effort" .model $otherKind $kind) -}}
-{{- end -}}
-{{- $_ := set $kinds .model $kind -}}
 {{- if and (eq .backend "cpu") (int .gpuCount) -}}
 {{- fail (printf "pool %q has gpuCount %d and backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
 {{- end -}}
@@ -114,6 +92,49 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* A scheduler leases only workers that agree with its first one (SHARED_FACTS of scheduler_svc/worker_pool.py). */}}
+{{- define "quire.validateAgreement" -}}
+{{- $firsts := dict -}}
+{{- range include "quire.pools" . | fromJsonArray -}}
+{{- if hasKey $firsts .model -}}
+{{- include "quire.validatePair" (dict "first" (get $firsts .model) "pool" .) -}}
+{{- else -}}
+{{- $_ := set $firsts .model . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validatePair" -}}
+{{- $first := .first -}}
+{{- $pool := .pool -}}
+{{- range list "executor" "determinism" "dtype" "kvCacheDtype" "quantize" "blockSize" "maxModelLen" -}}
+{{- $values := list (get $first . | toJson) (get $pool . | toJson) -}}
+{{- if ne (index $values 0) (index $values 1) -}}
+{{- fail (printf "pools %q and %q of model %q have %s %s: set the same %s in all of them" $first.name $pool.name $pool.model . (join " and " $values) .) -}}
+{{- end -}}
+{{- end -}}
+{{- $kinds := list (include "quire.poolKind" $first) (include "quire.poolKind" $pool) -}}
+{{- if and (ne (index $kinds 0) (index $kinds 1)) (eq $pool.determinism "exact") (eq $pool.executor "model") -}}
+{{- fail (printf "pools of model %q have %s, which find other tokens: set the same in all of them, or determinism to best_effort" $pool.model (join " and " $kinds)) -}}
+{{- end -}}
+{{- $sizes := list (include "quire.poolSize" $first) (include "quire.poolSize" $pool) -}}
+{{- if and (not (int $pool.maxModelLen)) (ne (index $sizes 0) (index $sizes 1)) -}}
+{{- fail (printf "pools %q and %q of model %q have %s: workers may then differ in the longest sequence, which they must share; set maxModelLen in all of them, to what the smallest holds" $first.name $pool.name $pool.model (join " and " $sizes)) -}}
+{{- end -}}
+{{- if and (not (int $pool.maxModelLen)) (not $pool.kvCacheMemory) (not (int $pool.numBlocks)) -}}
+{{- fail (printf "pools %q and %q of model %q leave the size of the KV cache to the workers, which may then differ in the longest sequence: set maxModelLen in all of them, to what the smallest holds" $first.name $pool.name $pool.model) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.poolKind" -}}
+{{ printf "backend %s, gpuCount %d" .backend (int .gpuCount) }}
+{{- end -}}
+
+{{/* What a worker takes its longest sequence from where maxModelLen is 0 and the model allows more. */}}
+{{- define "quire.poolSize" -}}
+{{ printf "kvCacheMemory %q, numBlocks %d, gpuCount %d" .kvCacheMemory (int .numBlocks) (int .gpuCount) }}
 {{- end -}}
 
 {{- define "quire.validateRedis" -}}
