@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helm_python.chart import values_from_yaml
 from helm_python.errors import HelmError
 
 from scheduler_svc.worker_pool import SHARED_FACTS
-from tests.chart.chart import render
+from tests.chart.chart import SCENARIOS, read_values, render
+from tests.chart.test_docs import PAGES, blocks
 
 GPU = {"gpuCount": 1, "determinism": "best_effort"}
 # Two values of a pool that make workers differ in a fact, with what else both pools have.
@@ -69,3 +74,73 @@ def test_pools_of_other_sizes_serve_together_with_one_length() -> None:
     for name in ("worker-big", "worker-small"):
         args = objects.get("StatefulSet", name)["spec"]["template"]["spec"]["containers"][0]["args"]
         assert "--max-model-len=16384" in args
+
+
+# -- downloads ---------------------------------------------------------------------------------------------------------
+
+
+def downloads() -> list[Any]:
+    """Every `download.command` of the scenarios and the guides, with its model's folder."""
+    texts = {path.stem: read_values(path) for path in SCENARIOS}
+    texts |= {
+        f"{page.stem}-{i}": dict(values_from_yaml(text))
+        for page in PAGES
+        for i, text in enumerate(blocks(page, "yaml"))
+    }
+    return [
+        pytest.param(model["download"]["command"], model["path"], id=name)
+        for name, values in texts.items()
+        for model in values.get("models", [])
+        if "download" in model
+    ]
+
+
+def test_there_are_downloads_to_try() -> None:
+    assert len(downloads()) == 2
+
+
+class Download:
+    """The command with a folder for /models, and tools that write one small file and then end as they are told."""
+
+    TOOLS = ("aws", "pip", "python")
+
+    def __init__(self, command: list[str], model: str, folder: Path) -> None:
+        self.model = folder / model.removeprefix("/")
+        self._command = [word.replace("/models/", f"{folder}/models/") for word in command]
+        self._tools, self._calls = folder / "bin", folder / "calls"
+        self._tools.mkdir()
+
+    def run(self, *, fails: bool) -> int:
+        self._calls.unlink(missing_ok=True)
+        for name in self.TOOLS:
+            status = int(fails and name != "pip")
+            tool = self._tools / name
+            tool.write_text(
+                f"#!/bin/sh\necho {name} >>{self._calls}\nmkdir -p {self.model}\ntouch {self.model}/config.json\n"
+                f"exit {status}\n"
+            )
+            tool.chmod(0o755)
+        environment = {"PATH": f"{self._tools}:{os.environ['PATH']}"}
+        return subprocess.run(self._command, env=environment, timeout=60).returncode
+
+    @property
+    def was_called(self) -> bool:
+        return self._calls.exists()
+
+
+@pytest.mark.parametrize(("command", "model"), downloads())
+def test_a_download_that_fails_is_tried_again(command: list[str], model: str, tmp_path: Path) -> None:
+    download = Download(command, model, tmp_path)
+    for _ in range(2):
+        assert download.run(fails=True) != 0
+        assert download.was_called
+    assert download.run(fails=False) == 0
+    assert download.was_called
+
+
+@pytest.mark.parametrize(("command", "model"), downloads())
+def test_a_download_that_is_complete_ends_at_once(command: list[str], model: str, tmp_path: Path) -> None:
+    download = Download(command, model, tmp_path)
+    assert download.run(fails=False) == 0
+    assert download.run(fails=True) == 0
+    assert not download.was_called
