@@ -19,7 +19,7 @@ from prefix_index.hashing import extend_digests
 from scheduler_svc.core.block_manager import BlockManager
 
 BLOCK_SIZE = 2
-SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=120, stateful_step_count=40)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(lambda tokens: np.array(tokens, dtype=np.uint32))
 
 

@@ -34,6 +34,7 @@ from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
 PATIENCE_S = 10.0
+CALL_TIMEOUT_S = 60.0
 LENGTH, STOP, EOS, ABORTED = (
     types.FINISH_REASON_LENGTH,
     types.FINISH_REASON_STOP,
@@ -313,7 +314,7 @@ class TestGateway:
         if request is None:
             options.setdefault("prompt", public.Prompt(tokens=types.TokenIds(ids=[5, 6, 7])))
             request = public.GenerateRequest(**options)
-        return self.stub.Generate(request, timeout=60.0)
+        return self.stub.Generate(request, timeout=CALL_TIMEOUT_S)
 
     async def collect(self, request: public.GenerateRequest | None = None, **options: Any) -> Result:
         """All events of a Generate call, checked for the promises that every stream makes."""

@@ -36,7 +36,7 @@ SIZES = st.lists(st.integers(1, 5), max_size=60)
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), sizes=SIZES, skip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_deltas_of_random_ids_add_up_to_decode(kind: str, data: st.DataObject, sizes: list[int], skip: bool) -> None:
     ids = data.draw(st.lists(st.integers(0, vocab_size_of(kind) + 2), max_size=60))  # also ids without a token
     tokenizer = tokenizer_of(kind)
@@ -54,7 +54,7 @@ SCRIPTS = st.text(
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma_style"])
 @given(text=SCRIPTS, sizes=SIZES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_text_of_any_script_streams_without_half_characters(kind: str, text: str, sizes: list[int]) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -24,7 +24,7 @@ def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, 
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
     include_stop=st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_split_gives_what_a_search_in_the_whole_text_gives(
     chunks: list[str], stops: list[str], include_stop: bool
 ) -> None:
