@@ -63,9 +63,11 @@ def loaded_chart() -> Chart:
     return Chart.load(CHART)
 
 
-def render(values: Values | None = None, *, name: str = RELEASE, chart: Chart | None = None) -> Objects:
+def render(
+    values: Values | None = None, *, name: str = RELEASE, namespace: str = NAMESPACE, chart: Chart | None = None
+) -> Objects:
     """The objects of a release. Raises HelmError with Helm's own words."""
-    rendered = (chart or loaded_chart()).render(values or {}, name=name, namespace=NAMESPACE)
+    rendered = (chart or loaded_chart()).render(values or {}, name=name, namespace=namespace)
     notes = next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
     texts = [text for path, text in rendered.items() if not path.endswith(".txt")]
     return Objects(tuple(m for text in texts for m in yaml.load_all(text, Loader) if m), notes)

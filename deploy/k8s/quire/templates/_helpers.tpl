@@ -15,11 +15,11 @@
 
 {{/* What selects the pods of one component: (dict "root" $ "component" "worker" "name" "a100"). */}}
 {{- define "quire.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .component | quote }}
 {{- with .name }}
-quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . }}
+quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -28,8 +28,8 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . }}
 {{ include "quire.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: quire
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
@@ -111,7 +111,7 @@ sum(quire_rows_used{namespace="{{ .root.Release.Namespace }}", worker_id=~"{{ in
 {{- define "quire.triggerAuthentication" -}}
 {{- with .Values.keda.authenticationRef -}}
 authenticationRef:
-  name: {{ . }}
+  name: {{ . | quote }}
 {{- end -}}
 {{- end -}}
 

@@ -21,7 +21,7 @@ annotations:
 
 {{/* Who the pod is and where it may run. Service links are off: QUIRE_* variables are our settings. */}}
 {{- define "quire.podPlacement" -}}
-serviceAccountName: {{ include "quire.serviceAccountName" .root }}
+serviceAccountName: {{ include "quire.serviceAccountName" .root | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
@@ -31,7 +31,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .spec.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .spec.nodeSelector }}
 nodeSelector:
@@ -48,7 +48,7 @@ affinity:
 {{- with .spec.topologySpread }}
 {{- if .topologyKey }}
 topologySpreadConstraints:
-  - topologyKey: {{ .topologyKey }}
+  - topologyKey: {{ .topologyKey | quote }}
     whenUnsatisfiable: {{ .whenUnsatisfiable }}
     maxSkew: {{ .maxSkew }}
     labelSelector:
@@ -109,8 +109,8 @@ readinessProbe:
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $redis.auth.key }}
+      name: {{ . | quote }}
+      key: {{ $redis.auth.key | quote }}
 {{- end }}
 - name: QUIRE_REDIS
   value: redis://{{ if $redis.auth.existingSecret }}:$(REDIS_PASSWORD)@{{ end }}{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:6379/0
@@ -118,15 +118,15 @@ readinessProbe:
 - name: QUIRE_REDIS
   valueFrom:
     secretKeyRef:
-      name: {{ $redis.external.existingSecret }}
-      key: {{ $redis.external.key }}
+      name: {{ $redis.external.existingSecret | quote }}
+      key: {{ $redis.external.key | quote }}
 {{- else if $redis.external.url }}
 - name: QUIRE_REDIS
-  value: {{ $redis.external.url }}
+  value: {{ $redis.external.url | quote }}
 {{- end }}
 {{- if include "quire.hasRedis" . }}
 - name: QUIRE_REDIS_NAMESPACE
-  value: {{ $redis.namespace }}
+  value: {{ $redis.namespace | quote }}
 {{- end }}
 {{- if $redis.external.caSecret }}
 - name: SSL_CERT_FILE
@@ -154,7 +154,7 @@ readinessProbe:
 {{- with .Values.redis.external.caSecret }}
 - name: redis-ca
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -163,8 +163,8 @@ readinessProbe:
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
-  name: {{ .fullname }}
-  namespace: {{ .root.Release.Namespace }}
+  name: {{ .fullname | quote }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "quire.labels" . | nindent 4 }}
 spec:
@@ -180,8 +180,8 @@ spec:
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ .fullname }}
-  namespace: {{ .root.Release.Namespace }}
+  name: {{ .fullname | quote }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "quire.labels" . | nindent 4 }}
     quire/scrape: "true"
@@ -207,7 +207,7 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: {{ include "quire.fullname" .root }}-{{ .component }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "quire.labels" . | nindent 4 }}
 spec:

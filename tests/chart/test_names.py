@@ -1,0 +1,95 @@
+"""Names stay names, whatever they look like to YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chart.chart import VERSIONS, Objects, Values, render, validate
+from tests.chart.test_values import DASHBOARD, OUTSIDE, ROUTE, RULES, merged
+
+PLAIN, PLAIN_TEXT = "plain", "any text"
+
+
+def named(word: str, text: str) -> Objects:
+    """A release in which everything that may be is called `word`, and the model is asked for as `text`."""
+    keys = {"existingSecret": word, "key": word}
+    pool = {
+        "name": word,
+        "model": word,
+        "backend": word,
+        "runtimeClassName": word,
+        "priorityClassName": word,
+        "shmSize": "1000",
+        "podLabels": {"own": word},
+        "nodeSelector": {"own": word},
+        "topologySpread": {"topologyKey": word},
+        "autoscaling": {"enabled": True},
+    }
+    model = {
+        "name": word,
+        "servedName": text,
+        "path": f"/models/{text}",
+        "storage": {"claimSize": "1000", "storageClass": word},
+        "download": {"image": word, "command": [word], "existingSecret": word},
+    }
+    values: Values = {
+        "nameOverride": word,
+        "fullnameOverride": "full",
+        "commonLabels": {"team": word},
+        "image": {"tag": word, "pullSecrets": [{"name": word}]},
+        "gateway": {
+            "image": word,
+            "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
+            "apiKeys": {"existingSecret": word, "testEntry": word},
+            "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
+        },
+        "test": {"tlsSecret": word, "caEntry": word},
+        "models": [model],
+        "workers": [pool],
+        "redis": {"namespace": word, "auth": keys},
+        "serviceAccount": {"name": word},
+        "keda": {"enabled": True, "prometheusAddress": "http://p:9090", "authenticationRef": word},
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"own": word}}},
+        "networkPolicy": {"enabled": True, "egress": {"enabled": True, "extra": [OUTSIDE]}},
+    }
+    for more in (ROUTE, RULES, DASHBOARD):
+        values = merged(values, more)
+    return render(values, name=word, namespace=word)
+
+
+def renamed(document: Any, names: dict[str, str]) -> Any:
+    """The same with other words in all its texts."""
+    if isinstance(document, dict):
+        return {renamed(key, names): renamed(value, names) for key, value in document.items()}
+    if isinstance(document, list):
+        return [renamed(item, names) for item in document]
+    if isinstance(document, str):
+        for old, new in names.items():
+            document = document.replace(old, new)
+    return document
+
+
+@pytest.mark.parametrize("word", ["7", "1e3", "0x1f", "true", "null", "on"])
+def test_a_name_is_no_number(word: str) -> None:
+    text = f"it's {word}: a # name"
+    objects = named(word, text)
+    for manifest in objects.manifests:
+        validate(manifest, VERSIONS[-1])
+    expected = renamed(list(named(PLAIN, PLAIN_TEXT).manifests), {PLAIN_TEXT: text, PLAIN: word})
+    assert list(objects.manifests) == expected
+
+
+@pytest.mark.parametrize("url", ["redis://h:1/0 #1", "rediss://h:1/0?a: b"])
+def test_an_address_is_taken_as_it_is(url: str) -> None:
+    values: Values = {"redis": {"enabled": False, "external": {"url": url}, "namespace": "42"}}
+    gateway = render(values).get("Deployment", "gateway")
+    variables = {item["name"]: item["value"] for item in gateway["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert (variables["QUIRE_REDIS"], variables["QUIRE_REDIS_NAMESPACE"]) == (url, "42")
+
+
+def test_keys_of_an_own_redis_are_names_too() -> None:
+    external = {"existingSecret": "7", "key": "1", "caSecret": "8", "caKey": "true"}
+    for manifest in render({"redis": {"enabled": False, "external": external}}).manifests:
+        validate(manifest, VERSIONS[-1])
