@@ -12,8 +12,9 @@ from helm_python.chart import values_from_yaml
 from helm_python.errors import HelmError
 
 from scheduler_svc.worker_pool import SHARED_FACTS
-from tests.chart.chart import SCENARIOS, read_values, render
+from tests.chart.chart import ROOT, SCENARIOS, read_values, render
 from tests.chart.test_docs import PAGES, blocks
+from tests.chart.test_values import all_values
 
 GPU = {"gpuCount": 1, "determinism": "best_effort"}
 # Two values of a pool that make workers differ in a fact, with what else both pools have.
@@ -23,6 +24,7 @@ DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "kvCacheDtype": ("auto", "fp8", GPU),
     "determinism": ("exact", "best_effort", {}),
     "gpuCount": (0, 1, {}),
+    "backend": ("", "reference", {}),
     "executor": ("model", "sim", {}),
     "blockSize": (16, 32, {}),
     "maxModelLen": (0, 64, {}),
@@ -36,7 +38,7 @@ VALUES_OF_FACTS = {
     "quantization": ("quantize",),
     "kv_cache_dtype": ("kvCacheDtype",),
     "determinism": ("determinism",),
-    "numerics": ("gpuCount",),
+    "numerics": ("gpuCount", "backend"),
     "revision": ("executor",),
     "block_size": ("blockSize",),
     "max_model_len": ("maxModelLen", "kvCacheMemory", "numBlocks"),
@@ -74,6 +76,15 @@ def test_pools_of_other_sizes_serve_together_with_one_length() -> None:
     for name in ("worker-big", "worker-small"):
         args = objects.get("StatefulSet", name)["spec"]["template"]["spec"]["containers"][0]["args"]
         assert "--max-model-len=16384" in args
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_upgrade_guide_and_the_values_tell_what_pods_share(name: str) -> None:
+    guide = (ROOT / "docs" / "upgrade.md").read_text()
+    section = guide.partition("## Values that all pods of a model share\n")[2].partition("\n## ")[0]
+    assert f"`{name}`" in section
+    (comment,) = [value.comment for value in all_values() if value.path == f"workerDefaults.{name}"]
+    assert "docs/upgrade.md" in comment
 
 
 # -- downloads ---------------------------------------------------------------------------------------------------------
