@@ -110,6 +110,11 @@ COMBINATIONS = [
         | {"redis": {"enabled": False, "external": {"url": "redis://h:1"}}},
         "add its address to networkPolicy.egress.extra",
     ),
+    (
+        {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
+        | {"models": [{"name": "demo", "path": "/models/m", "storage": {"emptyDirSize": "1Gi"}, "download": GET}]},
+        'keeps model "demo" from where its download.command gets it: add the address to networkPolicy.egress.extra',
+    ),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
     ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),
     ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, as is ports.health"),

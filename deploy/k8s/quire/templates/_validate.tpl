@@ -226,4 +226,9 @@
 {{- if and $egress.enabled (not $egress.extra) (not .Values.redis.enabled) (include "quire.hasRedis" .) -}}
 {{- fail "networkPolicy.egress is on and keeps pods from your own Redis: add its address to networkPolicy.egress.extra" -}}
 {{- end -}}
+{{- range include "quire.models" . | fromJsonArray -}}
+{{- if and $egress.enabled (not $egress.extra) .download.command -}}
+{{- fail (printf "networkPolicy.egress is on and keeps model %q from where its download.command gets it: add the address to networkPolicy.egress.extra" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
