@@ -17,9 +17,11 @@ A handler just raises; `ErrorInterceptor` turns these into statuses with google.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -30,7 +32,11 @@ from google.rpc.status_pb2 import Status
 
 log = logging.getLogger(__name__)
 
-MAX_DETAIL_CHARS = 2000  # metadata is limited to 16 KB for everything
+# gRPC refuses trailing metadata of more than 8 KB, all of it together. A message is there three times: as grpc-message,
+# which escapes a byte as three, and twice in the details, as base64.
+MAX_TRAILER_BYTES = 6000
+IN_DETAILS = 2 * 4 / 3
+TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
 
 class QuireError(Exception):
@@ -40,7 +46,7 @@ class QuireError(Exception):
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.message = message[:MAX_DETAIL_CHARS]
+        self.message = _shortened(message)
         self.field = field
         self.retry_after_s = retry_after_s
 
@@ -116,6 +122,13 @@ def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
     if status.details:
         metadata.append(("grpc-status-details-bin", status.SerializeToString()))
     return tuple(metadata)
+
+
+def _shortened(message: str) -> str:
+    """Its first characters, as many as fit into the trailing metadata."""
+    text = message.encode("utf-8", "replace")
+    sizes = list(accumulate(TRAILER_BYTES[byte] for byte in text[:MAX_TRAILER_BYTES]))
+    return text[: bisect_right(sizes, MAX_TRAILER_BYTES)].decode("utf-8", "ignore")
 
 
 def _pack(status: Status, detail: Any) -> None:

@@ -1,0 +1,57 @@
+"""Errors on the wire: a message of any length and in any writing keeps its code, its text and its field."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
+
+from svc_common.errors import ErrorInterceptor, InvalidRequestError
+
+METHOD = "/test.Service/Refuse"
+
+
+async def refuse(request: bytes, context: Any) -> bytes:
+    """Complain with the words of the request."""
+    raise InvalidRequestError(request.decode("utf-8", "surrogatepass"), field="prompt")
+
+
+@pytest.fixture
+async def refusing() -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    handlers = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def refused(channel: grpc.aio.Channel, message: str) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary(METHOD)(message.encode("utf-8", "surrogatepass"), timeout=10)
+    return caught.value
+
+
+@pytest.mark.parametrize("character", ["x", "é", "中", "😀", "%", "\n", "\x7f", "\ud800"])
+async def test_a_long_message_keeps_its_code_and_its_beginning(refusing: grpc.aio.Channel, character: str) -> None:
+    for _ in range(10):  # between 8 and 16 KB of metadata gRPC refuses some and lets others through
+        error = await refused(refusing, "no: " + 3000 * character)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    told = error.details()
+    assert told is not None
+    assert len(told) > 250
+    assert set(told.removeprefix("no: ")) == {character if character.isprintable() or character < "\x80" else "?"}
+    status, bad_request = Status(), BadRequest()
+    status.ParseFromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
+    assert status.message == told
+    assert status.details[0].Unpack(bad_request)
+    assert [(v.field, v.description) for v in bad_request.field_violations] == [("prompt", told)]
+
+
+@pytest.mark.parametrize("message", ["", "n is 0; write 1 to 16", 100 * "中文"])
+async def test_a_short_message_is_told_whole(refusing: grpc.aio.Channel, message: str) -> None:
+    assert (await refused(refusing, message)).details() == message
