@@ -123,11 +123,15 @@ class Supervisor:
                 return 0
 
     async def _live(self, child: Child) -> int:
-        """One life of a process: its exit status, negative for a signal."""
+        """One life of a process: its exit status, negative for a signal. A life may end before it begins."""
         command = child.command_of(child.num_lives)
         child.num_lives += 1
-        # A session of its own: Ctrl-C reaches this process, which tells the others once.
-        child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+        try:
+            # A session of its own: Ctrl-C reaches this process, which tells the others once.
+            child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+        except OSError as error:  # e.g. no memory or no process ids for now: the other processes go on
+            log.error("process %d cannot be started: %s", child.index, error)
+            return EXIT_CANNOT_START
         if self._stopping.is_set():
             child.signal(signal.SIGTERM)
         return await child.process.wait()

@@ -21,6 +21,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
+from gateway_svc.processes import Child, Supervisor
 from tests.processes.stack import POLL_S, ROOT, Service, Stack, wait_idle
 
 NUM_PROCESSES = 3
@@ -171,6 +172,40 @@ def test_a_process_that_cannot_start_ends_all(tmp_path: Path) -> None:
     assert end.returncode == 1
     assert f"--metrics-listen: cannot listen on {metrics}" in end.stderr
     assert "process 0 ended with status 3 at its start" in end.stderr
+
+
+async def test_a_process_that_cannot_be_forked_again_is_tried_again_beside_the_others() -> None:
+    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # of three lives
+    victim, other = Child(0, commands.__getitem__), Child(1, lambda life: ["sleep", "60"])
+    running = asyncio.create_task(Supervisor([victim, other]).run())
+    try:
+        await wait_alive(victim, num_lives=1)
+        await wait_alive(other, num_lives=1)
+        victim.signal(signal.SIGKILL)
+        await wait_alive(victim, num_lives=3)
+        assert is_alive(other)
+        assert other.num_lives == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+    finally:
+        running.cancel()
+        for child in (victim, other):
+            child.signal(signal.SIGKILL)
+
+
+async def wait_alive(child: Child, *, num_lives: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while child.num_lives < num_lives or not is_alive(child):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+def is_alive(child: Child) -> bool:
+    return child.process is not None and child.process.returncode is None
+
+
+async def test_processes_that_cannot_be_forked_at_all_end_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    assert await Supervisor([Child(0, lambda life: ["/nowhere/sleep"])]).run() == 1
+    assert "process 0 cannot be started: [Errno 2] No such file or directory: '/nowhere/sleep'" in caplog.text
 
 
 async def test_sigterm_drains_all(gateway: Service) -> None:
