@@ -108,6 +108,8 @@ class History:
     def _call(self, name: str, arguments: list[Any]) -> Vector:
         if name == "rate":
             return self._rate(arguments[0].vector_selector)
+        if name == "absent":
+            return _absent(arguments[0], self._value(arguments[0]))
         values = [self._value(argument) for argument in arguments]
         if name == "clamp_min":
             return {labels: max(value, values[1]) for labels, value in values[0].items()}
@@ -125,6 +127,12 @@ def _select(samples: Samples, selector: Any) -> Vector:
     matchers = selector.matchers.matchers
     found = samples.get(selector.name, {})
     return {labels: value for labels, value in found.items() if all(_fits(m, dict(labels)) for m in matchers)}
+
+
+def _absent(selector: Any, found: Vector) -> Vector:
+    """One sample where there is none, with the labels that the selector wants to be equal to something."""
+    wanted = [(m.name, m.value) for m in selector.matchers.matchers if m.op == promql.MatchOp.Equal]
+    return {} if found else {tuple(sorted(wanted)): 1.0}
 
 
 def _fits(matcher: Any, labels: dict[str, str]) -> bool:

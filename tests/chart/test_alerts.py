@@ -16,10 +16,11 @@ from tests.promql import History, read_scrape
 RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 ROW = re.compile(r"^\| `(Quire\w+)` \| `(.+?)` \| (\w+) \| .+ \| .+ \|$", re.MULTILINE)
 
+# The schedulers of `m` are two, and one of them has no workers.
 WELL = """
-quire_workers{model_name="",state="ready"} 0
-quire_workers{model_name="m",state="ready"} 2
-quire_workers{model_name="other",state="ready"} 1
+quire_workers{model_name="",service="r-quire-scheduler-m",state="ready"} 0
+quire_workers{model_name="m",service="r-quire-scheduler-m",state="ready"} 2
+quire_workers{model_name="other",service="r-quire-scheduler-other",state="ready"} 1
 quire_gateway_schedulers{state="ready"} 1
 quire_gateway_schedulers{state="away"} 0
 quire_rpc_errors_total{code="INVALID_ARGUMENT",method="Generate"} 9
@@ -31,9 +32,12 @@ quire_kv_cache_usage_perc{model_name="m"} 0.95
 quire_migrations_total{model_name="m",reason="drain"} 4
 quire_migrations_total{model_name="m",reason="lost"} 4
 """
-# Alert: what changes, from one scrape to the next.
+SCHEDULERS = """quire_gateway_schedulers{state="ready"} 1
+quire_gateway_schedulers{state="away"} 0"""
+# Alert: what changes, from one scrape to the next. No value: the lines are gone.
 BAD = [
-    ("QuireNoWorkerReady", 'quire_workers{model_name="other",state="ready"} 1', "0"),
+    ("QuireNoWorkerReady", 'quire_workers{model_name="other",service="r-quire-scheduler-other",state="ready"} 1', "0"),
+    ("QuireGatewaysGone", SCHEDULERS, ""),
     ("QuireSchedulerAway", 'quire_gateway_schedulers{state="away"} 0', "1"),
     ("QuireInternalErrors", 'quire_rpc_errors_total{code="INTERNAL",method="Generate"} 3', "4"),
     ("QuireRequestsRefused", 'quire_requests_refused_total{code="RESOURCE_EXHAUSTED",model_name="m"} 5', "6"),
@@ -61,9 +65,9 @@ def firing(history: History) -> set[str]:
 
 
 def after(line: str, value: str) -> History:
-    """All is well, but for one line's value."""
+    """All is well, but for one line's value, or for lines that are missing."""
     assert line in WELL
-    worse = WELL.replace(line, f"{line.rpartition(' ')[0]} {value}")
+    worse = WELL.replace(line, f"{line.rpartition(' ')[0]} {value}" if value else "")
     older, newer = (read_scrape(text, namespace=NAMESPACE) for text in (WELL, worse))
     return History(older, newer, 15.0)
 

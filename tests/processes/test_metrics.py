@@ -155,6 +155,33 @@ async def test_every_metric_exists_and_moves(tmp_path: Path) -> None:
         check_logs(stack)
 
 
+async def test_a_scheduler_that_never_had_a_worker_is_an_alert(tmp_path: Path) -> None:
+    """It has not heard of any model. A total outage that went through its start must not look like peace."""
+    ports = free_port(), free_port()
+
+    def is_attached(samples: Samples) -> bool:
+        return "quire_workers" in samples and total(samples, "quire_gateway_schedulers", state="attached") == 1
+
+    async def scrape() -> Samples:
+        pages = [await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/metrics") for port in ports]
+        services = ("r-quire-scheduler-demo", "r-quire-gateway-headless")
+        return merge(
+            read_scrape(text, namespace=NAMESPACE, service=service)
+            for service, (_, text) in zip(services, pages, strict=True)
+        )
+
+    with Stack(tmp_path) as stack:
+        listen = [("--metrics-listen", f"127.0.0.1:{port}") for port in ports]
+        stack.start_gateway(stack.start_scheduler(*listen[0]), flags=listen[1])
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_attached(samples := await scrape()):
+            assert time.monotonic() < deadline, stack.logs()
+            await asyncio.sleep(0.05)
+        assert firing(History(samples, samples, seconds=10.0)) == {"QuireNoWorkerReady"}
+    samples = await scrape()
+    assert firing(History(samples, samples, seconds=10.0)) == {"QuireGatewaysGone"}
+
+
 async def check_probes(observed: Observed) -> None:
     for service in (observed.gateway, observed.scheduler, *observed.workers):
         assert [await observed.get(service, path) for path in ("/livez", "/readyz")] == [(200, "ok\n")] * 2
