@@ -136,6 +136,8 @@ GATEWAYS = [
     Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
     Case("gateway.maxConnectionAgeSeconds", 60, GATEWAY, "arg --max-connection-age-s", "60"),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
+    Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.ports.0.appProtocol", None, TLS),
+    Case("gateway.service.type", "NodePort", "Service gateway", "spec.ports.0.appProtocol", "https", TLS),
     Case("gateway.service.annotations", {"a": "b"}, "Service gateway", "metadata.annotations", {"a": "b"}),
     Case(
         "gateway.service.loadBalancerSourceRanges",
