@@ -171,16 +171,22 @@ class BlockManager:
         self._was_hit[blocks] = False
         self._has_lost_commits = bool(self.commits)
 
-    def adopt(self, block: int, digest: bytes, block_tokens: U32) -> bool:
-        """A worker that ran before already holds this prefix. False if the block or the prefix is taken."""
-        is_taken = self._digest_of[block] is not None or self.refs[block]
-        if is_taken or not self.register(np.array([block]), [digest], block_tokens[None]):
-            return False
-        self._committed[block] = 1
-        self._events.append((digest, True))
-        self._empty.remove(block)
-        self._put_back(np.array([block]))
-        return True
+    def adopt(self, blocks: I64, digests: Sequence[bytes], block_tokens: U32) -> int:
+        """A worker that ran before already holds these prefixes; the first ones are the first to go. Returns how many
+        were adopted: not those of which the block or the prefix is taken.
+        """
+        is_free = {
+            block: self._digest_of[block] is None and not refs
+            for block, refs in zip(blocks.tolist(), self.refs[blocks].tolist(), strict=True)
+        }
+        places = [i for i, block in enumerate(blocks.tolist()) if is_free.pop(block, False)]  # no block twice
+        fills = self.register(blocks[places], [digests[i] for i in places], block_tokens[places])
+        adopted = np.array([block for block, _ in fills], dtype=np.int64)
+        self._is_committed[adopted] = True
+        self._events += [(digest, True) for _, digest in fills]
+        self._empty.remove(adopted.tolist())
+        self._put_back(adopted)
+        return len(fills)
 
     def take_events(self) -> list[tuple[bytes, bool]]:
         """(digest, is_cached) since the last call, in order."""
@@ -223,7 +229,7 @@ class BlockManager:
         """The cached blocks that go next."""
         evicted = []
         while count:
-            evicted.append(self._goes_next().take(count))
+            evicted.append(self._take_next(count))
             count -= len(evicted[-1])
         blocks = np.concatenate(evicted)
         self._put_back_at[blocks] = 0
@@ -231,11 +237,16 @@ class BlockManager:
         self.forget(blocks.tolist())
         return blocks
 
-    def _goes_next(self) -> Line:
-        """Whose first blocks are evicted next."""
-        if self._cached.is_empty or self._reused.is_empty:
-            return self._reused if self._cached.is_empty else self._cached
-        return self._reused if self._reused.head + self._bonus < self._cached.head else self._cached
+    def _take_next(self, count: int) -> I64:
+        """Up to `count` that go next, of one line: until it is the other one's turn."""
+        cached, reused, bonus = self._cached, self._reused, self._bonus
+        if cached.is_empty and reused.is_empty:
+            raise RuntimeError("a block is counted as cached and stands in no line: a bug in the bookkeeping")
+        if cached.is_empty or reused.is_empty:
+            return (reused if cached.is_empty else cached).take(count, self._clock)
+        if reused.head + bonus < cached.head:
+            return reused.take(count, cached.head - bonus - 1)
+        return cached.take(count, reused.head + bonus)
 
     def free(self, blocks: I64) -> None:
         """One sequence less uses these blocks, none of them twice; pass a table tail first."""
@@ -254,9 +265,6 @@ class BlockManager:
         self._reused.append(self._clock, blocks[was_hit])
         self._clock += len(blocks)
         self._num_cached += len(blocks)
-        if self._cached.size + self._reused.size > 4 * self.num_blocks:
-            self._cached.forget_who_left()
-            self._reused.forget_who_left()
 
     def _empty_out(self, blocks: I64) -> None:
         self.forget(blocks.tolist())

@@ -2,60 +2,70 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 
+WINDOW = 64  # entries looked at together at least
+
 
 class Line:
-    """Blocks that were put back together stay together, so that many go at once.
+    """Who is put back stands at its end, many at a time; the first ones are taken, many at a time.
 
-    `put_back_at` [num_blocks] is the caller's: when each block was put back last. A block for which it says something
-    else than its part of the line has left, and is passed over.
+    `put_back_at` [num_blocks] is the caller's: when each block was put back last. An entry of another time is of a block
+    that has left, and is passed over.
     """
 
     def __init__(self, put_back_at: I64) -> None:
-        self.size = 0  # with those that have left
         self._put_back_at = put_back_at
-        self._parts: deque[tuple[int, I64]] = deque()  # (when, blocks in their order), oldest first
+        self._blocks = np.zeros(2 * len(put_back_at), dtype=np.int64)
+        self._when = np.zeros(2 * len(put_back_at), dtype=np.int64)  # never falls
+        self._head = self._tail = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._parts
+        return self._head == self._tail
 
     @property
     def head(self) -> int:
-        """When the first ones were put back."""
-        return self._parts[0][0]
+        """When the first one was put back."""
+        return int(self._when[self._head])
 
     def append(self, when: int, blocks: I64) -> None:
-        """Behind all others; `when` is later than what was said before."""
-        if len(blocks):
-            self._parts.append((when, blocks))
-            self.size += len(blocks)
+        """Behind all others; `put_back_at` says `when` for them already."""
+        if self._tail + len(blocks) > len(self._blocks):
+            self._forget_who_left()  # no block is here twice, so half of the room is free then
+        end = self._tail + len(blocks)
+        self._blocks[self._tail : end] = blocks
+        self._when[self._tail : end] = when
+        self._tail = end
 
-    def take(self, count: int) -> I64:
-        """Up to `count` blocks of the first part, none if all of them have left."""
-        when, blocks = self._parts.popleft()
-        self.size -= len(blocks)
-        here = self._still_here(when, blocks)
-        if len(here) > count:
-            self._parts.appendleft((when, here[count:]))
-            self.size += len(here) - count
-        return here[:count]
-
-    def forget_who_left(self) -> None:
-        parts, self._parts, self.size = self._parts, deque(), 0
-        for when, blocks in parts:
-            self.append(when, self._still_here(when, blocks))
+    def take(self, count: int, until: int) -> I64:
+        """The first `count` of those that were put back at `until` or before; fewer where there are not as many."""
+        end = self._head + int(self._when[self._head : self._tail].searchsorted(until, side="right"))
+        taken: I64 = self._blocks[:0]
+        size = max(WINDOW, 2 * count)
+        while len(taken) < count and self._head < end:
+            stop = min(end, self._head + size)
+            places = self._here(self._head, stop)[: count - len(taken)]
+            found = self._blocks[places]
+            taken = np.concatenate((taken, found)) if len(taken) else found
+            self._head = int(places[-1]) + 1 if len(taken) == count else stop
+            size *= 2
+        return taken
 
     def tolist(self) -> list[int]:
         """All that are here, in order."""
-        return [block for part in self._parts for block in self._still_here(*part).tolist()]
+        blocks: list[int] = self._blocks[self._here(self._head, self._tail)].tolist()
+        return blocks
 
-    def _still_here(self, when: int, blocks: I64) -> I64:
-        here: I64 = blocks[self._put_back_at[blocks] == when]
-        return here
+    def _here(self, start: int, stop: int) -> I64:
+        """Places of those that have not left."""
+        places: I64 = np.flatnonzero(self._put_back_at[self._blocks[start:stop]] == self._when[start:stop]) + start
+        return places
+
+    def _forget_who_left(self) -> None:
+        places = self._here(self._head, self._tail)
+        self._head, self._tail = 0, len(places)
+        self._blocks[: self._tail], self._when[: self._tail] = self._blocks[places], self._when[places]

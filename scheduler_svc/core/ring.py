@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,9 +39,10 @@ class Ring:
         if len(numbers) > room:
             self._slots[: len(numbers) - room] = numbers[room:]
 
-    def remove(self, number: int) -> None:
-        """Out of its turn."""
-        others = [other for other in self.tolist() if other != number]
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Out of their turn."""
+        gone = set(numbers)
+        others = [other for other in self.tolist() if other not in gone]
         self._head = self.size = 0
         self.put(others)
 

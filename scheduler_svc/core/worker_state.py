@@ -114,10 +114,13 @@ class WorkerState:
 
         A head is committed before what continues it: the reverse makes tails the first to go.
         """
-        for block in reversed(list(blocks)):
+        listed = list(blocks)[::-1]
+        for block in listed:
             if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
                 raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
-            self.pool.adopt(block.block_id, block.digest, block.token_ids)
+        if listed:
+            ids = np.array([block.block_id for block in listed], dtype=np.int64)
+            self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
     def num_cached(self, digests: Seq[bytes], num_tokens: int) -> int:
         """How many leading tokens of these are cached here, at most all but one."""

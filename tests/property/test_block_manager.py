@@ -17,6 +17,8 @@ from hypothesis.stateful import (
 
 from prefix_index.hashing import extend_digests
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.line import Line
+from scheduler_svc.core.ring import Ring
 
 BLOCK_SIZE = 2
 SETTINGS = settings(max_examples=120, stateful_step_count=40)
@@ -178,22 +180,19 @@ TestBlockManager = BlockManagerMachine.TestCase
 TestBlockManager.settings = SETTINGS
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(lambda pool: pool._cached._parts.rotate(1), id="newest first"),
-        pytest.param(
-            lambda pool: pool._empty.put([*pool._empty.take(pool._empty.size)][::-1]), id="newest empty first"
-        ),
-    ],
-)
-def test_the_model_knows_the_order_of_eviction(order, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = BlockManager.allocate
+def take_newest(line: Line, count: int, until: int) -> np.ndarray:
+    return line._blocks[line._here(line._head, line._tail)[::-1][:count]]
 
-    def in_wrong_order(pool: BlockManager, count: int) -> np.ndarray:
-        order(pool)
-        return allocate(pool, count)
 
-    monkeypatch.setattr(BlockManager, "allocate", in_wrong_order)
+def take_newest_empty(ring: Ring, count: int) -> np.ndarray:
+    numbers = ring.tolist()
+    ring.remove(numbers)
+    ring.put(numbers[: len(numbers) - count])
+    return np.array(numbers[len(numbers) - count :], dtype=np.int64)
+
+
+@pytest.mark.parametrize(("owner", "wrong"), [(Line, take_newest), (Ring, take_newest_empty)])
+def test_the_model_knows_the_order_of_eviction(owner: type, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "take", wrong)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(BlockManagerMachine, settings=settings(SETTINGS, phases=(Phase.generate,)))

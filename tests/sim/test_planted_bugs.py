@@ -17,6 +17,7 @@ import pytest
 from prefix_index import hashing
 from scheduler_svc.core import prompt_digests, scheduler, worker_state
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.line import Line
 from scheduler_svc.core.decode_run import DecodeRun
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable
@@ -243,11 +244,13 @@ def heads_evicted_before_tails(patch: Patch) -> None:
 
 @bug("evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
-    def evict(original: Any, pool: BlockManager, count: int) -> np.ndarray:
-        pool._cached._parts.rotate(1)
-        return original(pool, count)
+    def take(original: Any, line: Line, count: int, until: int) -> np.ndarray:
+        places = line._here(line._head, line._tail)
+        if not len(places):
+            line._head = line._tail
+        return line._blocks[places[::-1][:count]]
 
-    wrap(patch, BlockManager, "_evict", evict)
+    wrap(patch, Line, "take", take)
 
 
 @bug("told twice|do not add up|still published|no acknowledged step")

@@ -96,12 +96,13 @@ def test_of_equal_blocks_in_one_step_the_first_holds_the_prefix() -> None:
 
 
 def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
-    pool = BlockManager(3, 2)
-    assert pool.adopt(1, A, u32(1, 2))
-    assert not pool.adopt(1, B, u32(3, 4))
-    assert not pool.adopt(2, A, u32(1, 2))
+    pool = BlockManager(4, 2)
+    tokens = np.array([u32(1, 2), u32(3, 4), u32(5, 6)])
+    assert pool.adopt(np.array([1, 2, 1]), [A, B, bytes([3] * 16)], tokens) == 2
+    assert pool.adopt(np.array([1, 0]), [bytes([3] * 16), A], tokens[:2]) == 0
     assert pool.match([A], u32(1, 2), 1).tolist() == [1]
-    assert pool.take_events() == [(A, True)]
+    assert pool.take_events() == [(A, True), (B, True)]
+    assert pool.lines() == ([1, 2], [], [0, 3])
     pool.check_invariants()
 
 
@@ -138,13 +139,12 @@ def test_what_was_hit_stays_longer_but_not_for_ever() -> None:
     pool.check_invariants()
 
 
-def test_hits_without_end_leave_no_trace() -> None:
+def test_hits_without_end_find_room_in_the_line() -> None:
     pool = BlockManager(2, 2)
     (hot,) = cache(pool, A)
     for _ in range(100):
         pool.hit(np.array([hot]))
         pool.free(np.array([hot]))
-    assert pool._reused.size <= 4 * pool.num_blocks + 1
     assert pool.lines() == ([], [hot], [1 - hot])
     pool.check_invariants()
 

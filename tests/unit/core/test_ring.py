@@ -21,8 +21,8 @@ def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
         assert (ring.tolist(), ring.size) == (list(model), len(model))
 
 
-def test_a_number_leaves_out_of_its_turn() -> None:
+def test_numbers_leave_out_of_their_turn() -> None:
     ring = Ring(4)
     ring.put([*ring.take(2)])
-    ring.remove(3)
-    assert ring.tolist() == [2, 0, 1]
+    ring.remove([3, 0])
+    assert ring.tolist() == [2, 1]
