@@ -144,7 +144,9 @@ def step_output_from_proto(
 
 
 def _row_error_text(error: worker_pb2.RowError) -> str:
-    code = worker_pb2.RowErrorCode.Name(error.code).removeprefix("ROW_ERROR_CODE_").lower()
+    is_known = error.code in worker_pb2.RowErrorCode.values()
+    code = worker_pb2.RowErrorCode.Name(error.code) if is_known else f"code {error.code}"  # a newer worker's
+    code = code.removeprefix("ROW_ERROR_CODE_").lower()
     return f"{code}: {error.message}" if error.message else code
 
 

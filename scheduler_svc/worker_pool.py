@@ -306,9 +306,7 @@ class WorkerPool:
                 facts = ModelFacts(frozenset(info.eos_token_ids), wire.root_salt(info))
                 self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                 self._joined(worker, link, info, len(blocks))
-                reason = await link.run(lambda output: self._step_loop.step_answered(link, output))
-                self._step_loop.worker_lost(link, reason)
-                error = self._end_of_lease(worker, reason)
+                error = self._end_of_lease(worker, await self._run_link(link))
         except QuireError as refused:
             log.error("worker %s is not taken: %s", worker.worker_id, refused.message)
             error = refused
@@ -318,6 +316,17 @@ class WorkerPool:
             if worker.registration is not None:
                 worker.registration.end(error)
             self._changed()
+
+    async def _run_link(self, link: LeasedWorker) -> str:
+        """Until it ends, which the step loop hears whatever the reason. Returns that."""
+        reason = "the step stream failed"
+        try:
+            reason = await link.run(lambda output: self._step_loop.step_answered(link, output))
+        except Exception:
+            log.exception("worker %s: %s", link.worker_id, reason)
+        finally:
+            self._step_loop.worker_lost(link, reason)
+        return reason
 
     def _joined(self, worker: Worker, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
         if self._reference is None or not self._has_links:

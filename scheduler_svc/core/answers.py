@@ -19,15 +19,16 @@ U32 = npt.NDArray[np.uint32]
 def check_answer(flight: Flight, output: StepOutput) -> list[RowFailure]:
     """Every row that was to sample must have a token or a failure; one that has neither failed too.
 
-    Raises UnexpectedStepError for rows that the step did not ask.
+    Raises UnexpectedStepError for rows that the step did not ask, that come twice, or in another order.
     """
     expected = flight.sampled
     if not output.failures and output.rows.tobytes() == expected.tobytes():
         return []
     told = {failure.row: failure for failure in output.failures}
     asked = {*flight.rows.tolist(), *(row for row, _ in flight.forks)}
-    if not np.isin(output.rows, expected).all() or not told.keys() <= asked:
-        raise UnexpectedStepError(f"worker {output.worker_id} answered rows that step {flight.step_id} did not ask")
+    in_order = expected[np.isin(expected, output.rows)]
+    if output.rows.tobytes() != in_order.tobytes() or not told.keys() <= asked:
+        raise UnexpectedStepError(f"worker {output.worker_id} answered other rows than step {flight.step_id} asked")
     silent = set(expected.tolist()) - set(output.rows.tolist()) - set(told)
     return [*told.values(), *(RowFailure(row, "the worker returned no token for this row") for row in silent)]
 

@@ -46,7 +46,7 @@ class Fleet:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_takers = 0  # workers that still have room in this pass
-        self.first: WorkerCapacity | None = None  # that ever joined: what waits was measured with its sizes
+        self.first: WorkerCapacity | None = None  # that joined when nobody was there: what waits was measured with it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
         self._pass = 0  # the latest one's number
@@ -59,7 +59,8 @@ class Fleet:
         return self._workers
 
     def join(self, worker: WorkerState) -> None:
-        self.first = self.first or worker.capacity
+        if not self._workers:
+            self.first = worker.capacity
         filled = self._filled.min() if len(self._filled) else 0  # what is new is not filled with all that comes
         self._set([*self._workers, worker], np.append(self._filled, filled))
 

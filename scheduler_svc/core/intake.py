@@ -39,15 +39,16 @@ class Intake:
         self._measures = measures
 
     def check_worker(self, capacity: WorkerCapacity) -> None:
-        """Raises ValueError for sizes that cannot work, WorkerMismatchError if they differ from those before."""
+        """Raises ValueError for sizes that cannot work, WorkerMismatchError if they differ from those in use."""
         if capacity.max_num_batched_tokens < capacity.max_num_seqs:
             raise ValueError(
                 f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}, below "
                 f"max_num_seqs {capacity.max_num_seqs}: a step could not give every running sequence one token"
             )
-        first = self._fleet.first or capacity
-        _check_same("block_size", capacity, first)
-        _check_same("max_model_len", capacity, first)
+        first = self._fleet.first
+        if first is not None and (self._fleet.workers or self._requests.groups):
+            _check_same("block_size", capacity, first)
+            _check_same("max_model_len", capacity, first)
 
     def check_group(self, group: SequenceGroup, now: float) -> None:
         """Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError."""

@@ -13,8 +13,8 @@ WINDOW = 64  # entries looked at together at least
 class Line:
     """Who is put back stands at its end, many at a time; the first ones are taken, many at a time.
 
-    `put_back_at` [num_blocks] is the caller's: when each block was put back last. An entry of another time is of a block
-    that has left, and is passed over.
+    `put_back_at` [num_blocks] is the caller's: when each block was put back last. An entry of another time is of a
+    block that has left, and is passed over.
     """
 
     def __init__(self, put_back_at: I64) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.fairness import FairShare, WaitingQueue
@@ -15,6 +15,8 @@ from scheduler_svc.core.policy import held_tokens, virtual_arrival
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.core.stops import Stops
 from scheduler_svc.core.worker_state import WorkerState
+
+SPARE_DEADLINES = 64  # of sequences that wait no more, kept until there are more of them
 
 
 class Requests:
@@ -148,7 +150,13 @@ class Requests:
             self._fleet.look(seq, seq.group.arrival)
         self.waiting.add(seq, held, self.turn(seq))
         if seq.group.deadline < math.inf:
-            heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+            self._note_deadline(seq)
+
+    def _note_deadline(self, seq: Sequence) -> None:
+        heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+        if len(self._deadlines) > 2 * len(self.waiting) + SPARE_DEADLINES:  # most do not wait any more
+            self._deadlines = list({entry for entry in self._deadlines if entry[2] in self.waiting})
+            heapify(self._deadlines)
 
     def turn(self, seq: Sequence) -> float:
         """Its place in line. What was under way before comes by arrival alone: its work is mostly done."""

@@ -97,6 +97,7 @@ def test_adopted_blocks_are_evicted_tails_first() -> None:
 def test_sizes_of_the_model_outlive_its_workers() -> None:
     """After the last worker left, one with another block size could join: what waits was hashed with the old one."""
     story = Story(block_size=4)
+    story.request(range(8), 4)
     story.lose(story.worker)
     with pytest.raises(WorkerMismatchError, match="block_size 8"):
         story.scheduler.add_worker(make_capacity("w", block_size=8, max_model_len=64), story.now)

@@ -17,8 +17,8 @@ import pytest
 from prefix_index import hashing
 from scheduler_svc.core import prompt_digests, scheduler, worker_state
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.line import Line
 from scheduler_svc.core.decode_run import DecodeRun
+from scheduler_svc.core.line import Line
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler

@@ -104,6 +104,48 @@ def test_workers_must_agree_and_sizes_must_work() -> None:
         scheduler.add_worker(capacity("w"), 0.0)
 
 
+def test_workers_of_another_size_may_follow_when_nothing_is_left() -> None:
+    scheduler = make()
+    scheduler.add_group(group("a", range(4)), 0.0)
+    scheduler.remove_worker("w", 0.0)
+    with pytest.raises(WorkerMismatchError, match="block_size 8"):
+        scheduler.add_worker(capacity("x", block_size=8), 0.0)
+    scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
+    scheduler.add_worker(capacity("x", block_size=8, max_model_len=128), 0.0)
+    with pytest.raises(WorkerMismatchError, match="block_size 4, but x has 8"):
+        scheduler.add_worker(capacity("y", block_size=4, max_model_len=128), 0.0)
+    scheduler.add_group(group("b", range(70)), 0.0)
+    scheduler.check_invariants()
+
+
+def test_what_waits_no_more_is_forgotten_before_its_deadline() -> None:
+    scheduler, now = make(), 0.0
+    for i in range(200):
+        scheduler.add_group(group(f"{i}", range(4), timeout_s=86_400.0), now)
+        now += 0.1
+        while batches := scheduler.schedule(now):
+            for batch in batches:
+                scheduler.update(answer(batch), now)
+    scheduler.add_group(group("waits", range(1, 5), timeout_s=5.0), now)
+    assert len(scheduler._requests._deadlines) < 100
+    scheduler.remove_worker("w", now)
+    scheduler.schedule(now + 6.0)
+    assert [finished.group.request_id for finished in scheduler.take_expired().finished] == ["waits"]
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 1, 1], [0, 0]])
+def test_an_answer_whose_rows_are_out_of_order_or_come_twice_is_refused(order: list[int]) -> None:
+    scheduler = make()
+    for name, start in (("a", 0), ("b", 10)):
+        scheduler.add_group(group(name, range(start, start + 3), 30), 0.0)
+    for now in (0.0, 0.1, 0.2):  # the last one is a step of a run
+        (batch,) = scheduler.schedule(now)
+        rows = batch.rows[order]
+        with pytest.raises(UnexpectedStepError, match="other rows"):
+            scheduler.update(StepOutput("w", batch.step_id, rows, rows + 500), now)
+        scheduler.update(answer(batch), now)
+
+
 def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4)), 0.0)

@@ -75,12 +75,15 @@ def test_a_step_with_everything_keeps_everything() -> None:
 
 
 def test_reads_an_answer() -> None:
-    errors = [worker_pb2.RowError(row=3, code=worker_pb2.ROW_ERROR_CODE_NAN, message="logits hold NaN")]
+    errors = [
+        worker_pb2.RowError(row=3, code=worker_pb2.ROW_ERROR_CODE_NAN, message="logits hold NaN"),
+        worker_pb2.RowError(row=4, code=99),  # type: ignore[arg-type]
+    ]
     rows, tokens = wire.u32_to_bytes(column(1, 2)), wire.u32_to_bytes(column(7, 8))
     message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
     output = wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
-    assert output.failures[0].message == "nan: logits hold NaN"
+    assert [failure.message for failure in output.failures] == ["nan: logits hold NaN", "code 99"]
 
 
 @pytest.mark.parametrize(
