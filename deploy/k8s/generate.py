@@ -32,6 +32,24 @@ NAMESPACE = "default"  # of the rendering that the base is made from
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 FREE = {"type": "object", "additionalProperties": True}
+
+
+def resources(*types: str) -> dict[str, Any]:
+    """Requests and limits, with amounts of these types."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            kind: {
+                "type": "object",
+                "description": f"Resource {kind}, as Kubernetes has them.",
+                "additionalProperties": {"type": list(types)},
+            }
+            for kind in ("requests", "limits")
+        },
+    }
+
+
 DEFINITIONS: dict[str, Any] = {
     "port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "strings": {"type": "object", "additionalProperties": {"type": "string"}},
@@ -39,18 +57,7 @@ DEFINITIONS: dict[str, Any] = {
     "objects": {"type": "array", "items": FREE},
     "quantity": {"type": "string", "pattern": "^([0-9.]+([EPTGMk]i?)?)?$"},
     "name": {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?)?$"},
-    "resources": {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            kind: {
-                "type": "object",
-                "description": f"Resource {kind}, as Kubernetes has them.",
-                "additionalProperties": {"type": ["string", "number"]},
-            }
-            for kind in ("requests", "limits")
-        },
-    },
+    "resources": resources("string", "number"),
     "topologySpread": {
         "type": "object",
         "additionalProperties": False,
@@ -64,6 +71,12 @@ DEFINITIONS: dict[str, Any] = {
             "maxSkew": {"type": "integer", "minimum": 1, "description": "How uneven places may be."},
         },
     },
+}
+
+# In an entry of a list null takes a key of the defaults away; elsewhere Helm does so before it looks into the schema.
+IN_ENTRIES = {
+    "strings": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    "resources": resources("string", "number", "null"),
 }
 
 
@@ -124,10 +137,11 @@ def leaves(values: list[Value] | tuple[Value, ...]) -> Iterator[Value]:
 def make_schema(values: list[Value]) -> dict[str, Any]:
     """The JSON schema of all values (draft 7, which every Helm knows)."""
     by_name = {value.name: value for value in values}
-    definitions = DEFINITIONS | {
+    definitions = DEFINITIONS | {f"{name}InEntries": schema for name, schema in IN_ENTRIES.items()}
+    definitions |= {
         "model": _item_schema(by_name["modelDefaults"], required=("name",)),
         "pool": _item_schema(by_name["workerDefaults"], required=("name", "model")),
-        "schedulerOverride": _object_schema(by_name["scheduler"].children),
+        "schedulerOverride": _object_schema(by_name["scheduler"].children, is_entry=True),
     }
     schema = _object_schema(values)
     schema["properties"]["global"] = FREE | {"description": "Set by Helm for charts that have this one as a part."}
@@ -135,7 +149,7 @@ def make_schema(values: list[Value]) -> dict[str, Any]:
 
 
 def _item_schema(defaults: Value, required: tuple[str, ...]) -> dict[str, Any]:
-    schema = _object_schema(defaults.children)
+    schema = _object_schema(defaults.children, is_entry=True)
     for name in required:
         schema["properties"][name] = {"type": "string", "minLength": 1, "description": _text(defaults, name)} | (
             {"pattern": DEFINITIONS["name"]["pattern"]} if name == "name" else {}
@@ -147,17 +161,18 @@ def _text(section: Value, name: str) -> str:
     return next(value.comment for value in section.children if value.name == name)
 
 
-def _object_schema(values: list[Value] | tuple[Value, ...]) -> dict[str, Any]:
-    properties = {value.name: _value_schema(value) for value in values}
+def _object_schema(values: list[Value] | tuple[Value, ...], *, is_entry: bool = False) -> dict[str, Any]:
+    properties = {value.name: _value_schema(value, is_entry=is_entry) for value in values}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _value_schema(value: Value) -> dict[str, Any]:
+def _value_schema(value: Value, *, is_entry: bool) -> dict[str, Any]:
     described = {"description": value.comment or f"Values of {value.path}."}
     if value.children:
-        return described | _object_schema(value.children)
+        return described | _object_schema(value.children, is_entry=is_entry)
     if "$ref" in value.extra:
-        return described | value.extra
+        in_entries = is_entry and value.extra["$ref"].rpartition("/")[2] in IN_ENTRIES
+        return described | value.extra | ({"$ref": f"{value.extra['$ref']}InEntries"} if in_entries else {})
     return described | {"type": type_name(value)} | value.extra
 
 

@@ -611,6 +611,23 @@ def test_two_pools_of_one_model_differ() -> None:
     assert look(values, "StatefulSet scheduler-demo", "spec.replicas") == 1
 
 
+def test_an_entry_takes_keys_of_the_defaults_away() -> None:
+    placed = {"nodeSelector": {"accelerator": "a100", "zone": "z"}, "podLabels": {"l": "m"}, "affinity": AFFINITY}
+    entry = {
+        "nodeSelector": {"accelerator": None, "disk": "ssd"},
+        "podLabels": {"l": None},
+        "affinity": {"nodeAffinity": None, "podAffinity": {"x": None}},
+        "resources": {"requests": {"cpu": None}},
+    }
+    own = [{"name": "cpu", "model": "demo"} | entry]
+    pools, models = {"workers": own, "workerDefaults": placed}, {"models": [{"name": "demo", "scheduler": entry}]}
+    for values, where, memory in ((pools, WORKER, "4Gi"), (models | {"scheduler": placed}, SCHEDULER, "512Mi")):
+        assert look(values, where, "pod.nodeSelector") == {"disk": "ssd", "zone": "z"}
+        assert look(values, where, "spec.template.metadata.labels.l") is None
+        assert look(values, where, "pod.affinity") == {"podAffinity": {}}
+        assert look(values, where, "container.resources.requests") == {"memory": memory}
+
+
 def test_a_download_sees_the_volumes_of_its_worker() -> None:
     mount = {"name": "ca", "mountPath": "/etc/ssl/corporate"}
     values = merged(EMPTY, {"workerDefaults": {"extraVolumeMounts": [mount]}})

@@ -46,13 +46,30 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- default (ternary (include "quire.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
+{{/* `entry` over `defaults`, as JSON. Maps are merged as Helm does it everywhere else: null takes a key away. */}}
+{{- define "quire.over" -}}
+{{- $merged := deepCopy .defaults -}}
+{{- range $key, $value := .entry -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $merged $key -}}
+{{- else if kindIs "map" $value -}}
+{{- $default := get $merged $key | default dict -}}
+{{- $_ := include "quire.over" (dict "defaults" $default "entry" $value) | fromJson | set $merged $key -}}
+{{- else -}}
+{{- $_ := set $merged $key $value -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $merged }}
+{{- end -}}
+
 {{/* Entries of `models` with what they leave out, as a JSON list. */}}
 {{- define "quire.models" -}}
 {{- $models := list -}}
+{{- $scheduler := include "quire.over" (dict "defaults" .Values.scheduler "entry" .Values.modelDefaults.scheduler) | fromJson -}}
 {{- range .Values.models -}}
-{{- $model := mergeOverwrite (deepCopy $.Values.modelDefaults) . -}}
+{{- $model := include "quire.over" (dict "defaults" $.Values.modelDefaults "entry" .) | fromJson -}}
 {{- $_ := set $model "servedName" (default $model.name $model.servedName) -}}
-{{- $_ := set $model "scheduler" (mergeOverwrite (deepCopy $.Values.scheduler) $model.scheduler) -}}
+{{- $_ := include "quire.over" (dict "defaults" $scheduler "entry" (.scheduler | default dict)) | fromJson | set $model "scheduler" -}}
 {{- $models = append $models $model -}}
 {{- end -}}
 {{ toJson $models }}
@@ -66,7 +83,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- end -}}
 {{- $pools := list -}}
 {{- range .Values.workers -}}
-{{- $pool := mergeOverwrite (deepCopy $.Values.workerDefaults) . -}}
+{{- $pool := include "quire.over" (dict "defaults" $.Values.workerDefaults "entry" .) | fromJson -}}
 {{- $_ := set $pool "backend" (default (ternary "cuda" "cpu" (gt (int $pool.gpuCount) 0)) $pool.backend) -}}
 {{- if not (hasKey $byName $pool.model) -}}
 {{- fail (printf "pool %q has model %q, which is none of models[].name (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
