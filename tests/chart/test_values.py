@@ -378,6 +378,7 @@ POOLS = [
         "env QUIRE_THREADS",
         {"resourceFieldRef": {"containerName": "worker", "resource": "limits.cpu"}},
     ),
+    Case("workerDefaults.resources", {"requests": {"cpu": None}}, WORKER, "env QUIRE_THREADS", None),
     Case("workerDefaults.gpuCount", 2, WORKER, "container.resources.limits.nvidia~com/gpu", 2),
     Case("workerDefaults.gpuCount", 2, WORKER, "container.resources.requests.nvidia~com/gpu", 2),
     Case("workerDefaults.gpuCount", 1, WORKER, "container.image", "quire-worker:0.1.0-cuda"),
