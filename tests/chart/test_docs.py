@@ -149,6 +149,8 @@ def test_kubectl_names_objects_that_exist(words: list[str]) -> None:
             "app.kubernetes.io/instance",
             "app.kubernetes.io/component",
         }
+    if "logs" in words and "--selector" in words:
+        assert "--tail=-1" in words  # without it kubectl shows ten lines of each container
     for folder in option(words, "--kustomize"):
         check_kustomization(ROOT / folder)
 
