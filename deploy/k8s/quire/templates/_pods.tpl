@@ -247,13 +247,15 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* Redis answers and asks nobody. */}}
+{{/* Redis answers and asks nobody. DNS: policies see the port of the pod that answers, on OpenShift 5353. */}}
 {{- define "quire.egress" -}}
 {{- if .to -}}
 egress:
   - ports:
-      - {port: 53, protocol: UDP}
-      - {port: 53, protocol: TCP}
+      {{- range list 53 5353 }}
+      - {port: {{ . }}, protocol: UDP}
+      - {port: {{ . }}, protocol: TCP}
+      {{- end }}
   {{- range .to }}
   - ports:
       - port: {{ get $.root.Values.ports . | default 6379 }}
