@@ -104,6 +104,16 @@ def test_values_in_the_guides_render(text: str) -> None:
         validate(manifest, "1.34")
 
 
+def test_the_guide_limits_the_cpu_of_every_container() -> None:
+    (text,) = [text for text in blocks(PAGES[0], "yaml") if "limits: {cpu:" in text and "test:" in text]
+    download = {"command": ["get"]}
+    stored = {"models": [{"name": "demo", "path": "/models/m", "storage": {"claimSize": "1Gi"}, "download": download}]}
+    pods = [pod["spec"] for _, pod in render(dict(values_from_yaml(text)) | stored).pods()]
+    containers = [c for pod in pods for c in (*pod["containers"], *pod.get("initContainers", []))]
+    assert len(containers) == 6
+    assert all("cpu" in container["resources"]["limits"] for container in containers)
+
+
 @pytest.mark.parametrize("name", [MY_VALUES, "deploy/k8s/quire/ci/gpu-values.yaml"])
 def test_the_way_to_two_pools_of_gpus_with_keda_is_short(name: str) -> None:
     """README -> deployment guide -> values -> manifests."""
