@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helm_python.chart import Chart
 
-from tests.chart.chart import VERSIONS, Objects, Values, render, validate
+from tests.chart.chart import CHART, VERSIONS, Objects, Values, render, validate
 from tests.chart.test_values import DASHBOARD, OUTSIDE, ROUTE, RULES, merged
 
+LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 PLAIN, PLAIN_TEXT = "plain", "any text"
 
 
@@ -93,3 +98,22 @@ def test_keys_of_an_own_redis_are_names_too() -> None:
     external = {"existingSecret": "7", "key": "1", "caSecret": "8", "caKey": "true"}
     for manifest in render({"redis": {"enabled": False, "external": external}}).manifests:
         validate(manifest, VERSIONS[-1])
+
+
+@pytest.mark.parametrize("build", ["1a2b", "a" * 50 + "-b"], ids=["short", "long"])
+def test_a_build_of_the_chart_has_labels(tmp_path: Path, build: str) -> None:
+    shutil.copytree(CHART, tmp_path / "chart")
+    about = tmp_path / "chart" / "Chart.yaml"
+    about.write_text(re.sub(r"(?m)^(version|appVersion): .*", rf"\1: 0.1.0+{build}", about.read_text()))
+    with Chart.load(tmp_path / "chart") as built:
+        objects = render(chart=built)
+    labels = objects.get("Deployment", "gateway")["metadata"]["labels"]
+    assert labels["app.kubernetes.io/version"].startswith("0.1.0_")
+    assert labels["helm.sh/chart"].startswith("quire-0.1.0_")
+    for manifest in objects.manifests:
+        assert [v for v in manifest["metadata"]["labels"].values() if not LABEL.fullmatch(v)] == []
+    assert all(f":0.1.0_{build}" in image for image in images(objects) if "redis" not in image)
+
+
+def images(objects: Objects) -> list[str]:
+    return [container["image"] for _, pod in objects.pods() for container in pod["spec"]["containers"]]

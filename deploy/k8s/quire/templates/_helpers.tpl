@@ -26,19 +26,24 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{/* Labels of objects. Pods get less: a label that changes with the chart's version would restart them all. */}}
 {{- define "quire.labels" -}}
 {{ include "quire.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ include "quire.versionLabel" .root.Chart.AppVersion }}
 app.kubernetes.io/part-of: quire
 app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | include "quire.versionLabel" }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
+{{/* A version with build metadata (0.1.0+1a2b) as a label: no +, and 63 characters at most. */}}
+{{- define "quire.versionLabel" -}}
+{{ replace "+" "_" . | trunc 63 | trimAll "-_." | quote }}
+{{- end -}}
+
 {{/* `own`: the whole image where a component names one. */}}
 {{- define "quire.image" -}}
 {{- $registry := empty .root.Values.image.registry | ternary "" (printf "%s/" .root.Values.image.registry) -}}
-{{- $tag := default .root.Chart.AppVersion .root.Values.image.tag -}}
+{{- $tag := default (replace "+" "_" .root.Chart.AppVersion) .root.Values.image.tag -}}
 {{ default (printf "%squire-%s:%s%s" $registry .service $tag (.suffix | default "")) .own }}
 {{- end -}}
 
