@@ -22,7 +22,18 @@ SCENARIOS = sorted(CHART.glob("ci/*-values.yaml"))
 VERSIONS = ("1.30", "1.32", "1.34", "1.36")
 RELEASE, NAMESPACE = "r", "team"
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+
+
+class Loader(FastLoader):
+    """Takes no key twice, as an API server does not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        keys = [key.value for key, _ in node.value]
+        if len(keys) > len(set(keys)):
+            raise yaml.constructor.ConstructorError(None, None, f"a key comes twice: {keys}", node.start_mark)
+        return dict(super().construct_mapping(node, deep))
+
 
 # Every call reads two files of schemas again, which takes longer than to validate with them.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)

@@ -117,3 +117,18 @@ def test_a_build_of_the_chart_has_labels(tmp_path: Path, build: str) -> None:
 
 def images(objects: Objects) -> list[str]:
     return [container["image"] for _, pod in objects.pods() for container in pod["spec"]["containers"]]
+
+
+def test_own_labels_come_once_and_the_nearest_counts() -> None:
+    part_of, team = "app.kubernetes.io/part-of", "team"
+    values: Values = {
+        "commonLabels": {part_of: "platform", team: "all"},
+        "gateway": {"podLabels": {team: "gateways"}},
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {team: "monitors"}}},
+    }
+    objects = render(values)  # which takes no key twice
+    assert {manifest["metadata"]["labels"][part_of] for manifest in objects.manifests} == {"platform"}
+    assert {pod["metadata"]["labels"][part_of] for _, pod in objects.pods()} == {"platform"}
+    assert objects.get("Deployment", "gateway")["metadata"]["labels"][team] == "all"
+    assert objects.get("Deployment", "gateway")["spec"]["template"]["metadata"]["labels"][team] == "gateways"
+    assert objects.all("ServiceMonitor")[0]["metadata"]["labels"][team] == "monitors"

@@ -8,6 +8,7 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
+from tests.chart.test_values import MONITOR, merged
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -114,6 +115,15 @@ COMBINATIONS = [
         {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
         | {"models": [{"name": "demo", "path": "/models/m", "storage": {"emptyDirSize": "1Gi"}, "download": GET}]},
         'keeps model "demo" from where its download.command gets it: add the address to networkPolicy.egress.extra',
+    ),
+    (
+        {"commonLabels": {"app.kubernetes.io/component": "llm"}},
+        "commonLabels has the label app.kubernetes.io/component",
+    ),
+    ({"workerDefaults": {"podLabels": {"quire/model": "m"}}}, "podLabels has the label quire/model, by which"),
+    (
+        merged(MONITOR, {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
+        "choose another name for it",
     ),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
     ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),

@@ -23,21 +23,34 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of objects. Pods get less: a label that changes with the chart's version would restart them all. */}}
+{{/* Labels of objects. Pods get less: a label that changes with the chart's version would restart them all. `labels` are
+     the user's for this object, which come on top of commonLabels. */}}
 {{- define "quire.labels" -}}
-{{ include "quire.selectorLabels" . }}
-app.kubernetes.io/version: {{ include "quire.versionLabel" .root.Chart.AppVersion }}
-app.kubernetes.io/part-of: quire
-app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | include "quire.versionLabel" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := dict "app.kubernetes.io/part-of" "quire" "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "app.kubernetes.io/version" (include "quire.versionLabel" .root.Chart.AppVersion) -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | include "quire.versionLabel") -}}
+{{- $own = merge $own (include "quire.selectorLabels" . | fromYaml) (.extraLabels | default dict) -}}
+{{ include "quire.mergedLabels" (dict "own" $own "more" (dict "commonLabels" .root.Values.commonLabels "labels" .labels)) }}
+{{- end -}}
+
+{{/* The chart's own labels and the user's: `more` has those by the names of their values. They replace what only tells
+     people something, and never what finds objects. */}}
+{{- define "quire.mergedLabels" -}}
+{{- $labels := .own -}}
+{{- range $value, $more := .more -}}
+{{- range $key, $text := $more -}}
+{{- if regexMatch "^(app[.]kubernetes[.]io/(name|instance|component|managed-by)|quire/(model|pool|scrape))$" $key -}}
+{{- fail (printf "%s has the label %s, by which the chart and Helm find their objects: choose another name for it" $value $key) -}}
+{{- end -}}
+{{- $_ := set $labels $key $text -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $labels }}
 {{- end -}}
 
 {{/* A version with build metadata (0.1.0+1a2b) as a label: no +, and 63 characters at most. */}}
 {{- define "quire.versionLabel" -}}
-{{ replace "+" "_" . | trunc 63 | trimAll "-_." | quote }}
+{{ replace "+" "_" . | trunc 63 | trimAll "-_." }}
 {{- end -}}
 
 {{/* `own`: the whole image where a component names one. */}}

@@ -1,18 +1,11 @@
 {{/* Parts that the pods of gateways, schedulers and workers share. `spec` has the values of the component. */}}
 
 {{- define "quire.podMetadata" -}}
+{{- $own := merge (dict "app.kubernetes.io/part-of" "quire") (.extraLabels | default dict) -}}
+{{- $own = merge $own (include "quire.selectorLabels" . | fromYaml) -}}
+{{- $more := dict "commonLabels" .root.Values.commonLabels "podLabels" .spec.podLabels -}}
 labels:
-  {{- include "quire.selectorLabels" . | nindent 2 }}
-  app.kubernetes.io/part-of: quire
-  {{- with .root.Values.commonLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- with .extraLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- with .spec.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "quire.mergedLabels" (dict "own" $own "more" $more) | nindent 2 }}
 {{- with .spec.podAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
