@@ -125,6 +125,8 @@ COMBINATIONS = [
         merged(MONITOR, {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
         "choose another name for it",
     ),
+    ({"fullnameOverride": "Quire"}, 'would begin with "Quire"'),
+    ({"nameOverride": "Q"}, 'would begin with "r-Q"'),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
     ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),
     ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, as is ports.health"),
@@ -132,6 +134,7 @@ COMBINATIONS = [
 
 BAD_VALUES = [
     ({"gatway": {}}, "additional properties 'gatway' not allowed"),
+    ({"nameOverride": "a name"}, "/nameOverride"),
     ({"gateway": {"replicas": "2"}}, "got string, want integer"),
     ({"gateway": {"replicas": -1}}, "minimum: got -1, want 0"),
     ({"gateway": {"drainSeconds": 0}}, "minimum: got 0, want 1"),
@@ -162,3 +165,10 @@ def test_it_is_refused_with_advice(values: Values, words: str) -> None:
     with pytest.raises(HelmError) as refused:
         render(values)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["quire.v2", "1234"])
+def test_a_release_whose_name_is_none_for_services(name: str) -> None:
+    with pytest.raises(HelmError, match="set fullnameOverride, or another name of the release"):
+        render(name=name)
+    assert render({"fullnameOverride": "q"}, name=name).all("Service")[0]["metadata"]["name"].startswith("q-")

@@ -1,6 +1,7 @@
 {{/* Combinations that cannot work. Each sentence says what to set. */}}
 
 {{- define "quire.validate" -}}
+{{- include "quire.validateFullname" . -}}
 {{- include "quire.validateModels" . -}}
 {{- include "quire.validatePools" . -}}
 {{- include "quire.validateAgreement" . -}}
@@ -8,6 +9,14 @@
 {{- include "quire.validateScaling" . -}}
 {{- include "quire.validatePorts" . -}}
 {{- include "quire.validateNetwork" . -}}
+{{- end -}}
+
+{{/* Helm lets a release's name have dots and begin with a digit, a Service's name may not. */}}
+{{- define "quire.validateFullname" -}}
+{{- $fullname := include "quire.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- fail (printf "names of objects would begin with %q, and Kubernetes wants a lower case letter first, then only lower case letters, digits and dashes: set fullnameOverride, or another name of the release" $fullname) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "quire.validateModels" -}}
