@@ -99,7 +99,10 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: Handler, words: str) -> Handler:
-    """A handler of the same kind that refuses. No service of ours that needs a key takes a stream of requests."""
+    """A handler of the same kind that refuses. No service of ours that needs a key takes a stream of requests.
+
+    It has no deserializer: who has no key makes this process read no body, which would stop every stream meanwhile.
+    """
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         raise UnauthenticatedError(words)
@@ -108,10 +111,7 @@ def _refusing(handler: Handler, words: str) -> Handler:
         raise UnauthenticatedError(words)
         yield
 
-    coding = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
+    serializer = handler.response_serializer
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream, **coding)
-    return grpc.unary_unary_rpc_method_handler(refuse, **coding)
+        return grpc.unary_stream_rpc_method_handler(refuse_stream, response_serializer=serializer)
+    return grpc.unary_unary_rpc_method_handler(refuse, response_serializer=serializer)

@@ -266,6 +266,7 @@ class TestGateway:
         max_streams: int = 64,
         max_request_bytes: int = 1 << 20,
         reader: Any = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         bundles = BundleCache()
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
@@ -280,7 +281,9 @@ class TestGateway:
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
         )
-        self._server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.v1.InferenceService"])
+        self._server = GrpcServer(
+            listen="127.0.0.1:0", service_names=["quire.v1.InferenceService"], interceptors=interceptors
+        )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
         add_AdminServiceServicer_to_server(AdminServicer(self.directory), self._server.grpc)
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,8 +1,12 @@
 """API keys: who gets in, and files that come and go."""
 
+import grpc
 import pytest
 
-from gateway_svc.api_keys import REREAD_S, ApiKeys, ApiKeysError
+from gateway_svc.api_keys import REREAD_S, ApiKeyInterceptor, ApiKeys, ApiKeysError
+from tests.unit.gateway.fakes import TestGateway, refused
+
+NO_MESSAGE = b"\xff\xff\xff"
 
 
 @pytest.fixture
@@ -44,3 +48,16 @@ def test_a_folder_that_is_gone_locks_nobody_out(folder, caplog):
 def test_the_start_needs_a_key(tmp_path, name, words):
     with pytest.raises(ApiKeysError, match=words):
         ApiKeys(tmp_path / name)
+
+
+@pytest.mark.parametrize(("key", "code"), [("key-x", "UNAUTHENTICATED"), ("key-a", "INVALID_ARGUMENT")])
+async def test_a_body_is_read_only_with_a_key(scheduler, folder, key, code):
+    """What cannot be decoded tells whether it was decoded."""
+    metadata = (("authorization", f"Bearer {key}"),)
+    async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
+        stream = gateway.channel.unary_stream("/quire.v1.InferenceService/Generate")
+        assert (await refused(stream(NO_MESSAGE, metadata=metadata))).code().name == code
+        call = gateway.channel.unary_unary("/quire.v1.InferenceService/Tokenize")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(NO_MESSAGE, metadata=metadata)
+        assert caught.value.code().name == code
