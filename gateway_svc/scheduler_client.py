@@ -24,8 +24,8 @@ from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
-from svc_common.errors import QuireError, UnavailableError, error_from_code
-from svc_common.serve import open_channel
+from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
+from svc_common.serve import MAX_MESSAGE_BYTES, open_channel
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ RETRY_AFTER_S = 1.0
 SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests go elsewhere
 NOTABLE_PART = 0.25  # of the time it may be silent: a timer that is late by less is just a late timer
 MAX_HANDLE = 2**32
+MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (
+    1 << 20
+)  # a larger message would end the stream, and so move everybody's requests
 
 
 class SchedulerEvents(Protocol):
@@ -127,11 +130,16 @@ class SchedulerClient:
         return list(self._by_handle.values())
 
     def submit(self, request: SchedulerRequest) -> None:
-        """Send a request; the events tell what becomes of it."""
+        """Send a request; the events tell what becomes of it. One that no message can hold fails at once."""
         handle = self._new_handle()
+        message = pb.AttachRequest(submit=request.next_submit(handle))
+        if (size := message.ByteSize()) > MAX_SUBMIT_BYTES:
+            request.handle = None
+            request.fail(_too_large(size))
+            return
         self._by_handle[handle] = request
         self._sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
-        self._outbox.put_nowait(pb.AttachRequest(submit=request.next_submit(handle)))
+        self._outbox.put_nowait(message)
 
     def _new_handle(self) -> int:
         self._last_handle = (self._last_handle + 1) % MAX_HANDLE
@@ -376,6 +384,14 @@ class SchedulerClient:
                 raise UnavailableError(words, retry_after_s=RETRY_AFTER_S) from None
             raise error_from_code(error.code().value[0], words) from None
         return response.num_moved
+
+
+def _too_large(size: int) -> QuireError:
+    words = (
+        f"sampling.n: prompt and output so far of all samples take {size} bytes, and a scheduler is sent at most "
+        f"{MAX_SUBMIT_BYTES}: ask for fewer or shorter samples"
+    )
+    return InvalidRequestError(words, field="sampling.n")
 
 
 async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> None:

@@ -12,6 +12,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc import scheduler_client
+from svc_common.serve import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
     ABORTED,
     EOS,
@@ -219,6 +221,42 @@ async def test_a_torn_message_breaks_the_stream_not_the_gateway(gateway: TestGat
     scheduler.play([10])
     scheduler.say(deltas=scheduler_pb2.Deltas(handles=b"\1\0\0"))
     assert ids_of(await rest(call)) == [10]
+
+
+async def test_a_request_that_no_message_can_hold_fails_alone(
+    gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scheduler_client.MAX_SUBMIT_BYTES < MAX_MESSAGE_BYTES
+    monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 500)
+    other = gateway.generate()
+    await other.read()
+    error = await refused(gateway.generate(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5] * 200))))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "a scheduler is sent at most 500" in error.details()
+    scheduler.finish(scheduler.submits[0].handle, ids=[10])
+    assert ids_of(await rest(other)) == [10]
+    assert (len(scheduler.submits), scheduler.num_attached) == (1, 1)
+    await until(lambda: not gateway.dispatcher.num_open)
+
+
+async def test_a_request_that_has_grown_too_large_to_move_fails_alone(
+    gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 200)
+    grown, other = gateway.generate(sampling=types.SamplingParams(n=2)), gateway.generate()
+    await grown.read()
+    await other.read()
+    handle = next(s.handle for s in scheduler.submits if s.sampling.n == 2)
+    scheduler.send(handle, [300] * 60)
+    scheduler.send(handle, [300] * 60, sample=1)
+    await read_tokens(grown, 120)
+    scheduler.play([10])
+    scheduler.hang_up()
+    error = await refused(grown)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ids_of(await rest(other)) == [10]
+    assert scheduler.num_attached == 2
+    await until(lambda: not gateway.dispatcher.num_open)
 
 
 # -- continuations that a client brings --------------------------------------------------------------------------------
