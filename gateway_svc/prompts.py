@@ -1,4 +1,4 @@
-"""Prompts to token ids: what is quick at once, the rest in a thread, so that no prompt stalls other streams."""
+"""Prompts to token ids and ids to text: what is quick at once, the rest in a thread, so that it stalls no stream."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc import validation
 from gateway_svc.models import ServedModel
 from gateway_svc.text.chat import ChatTemplateError
 from svc_common.errors import InvalidRequestError
@@ -23,7 +24,7 @@ INLINE_ID_BYTES = 16 << 10  # and so does copying this much of token ids, which 
 
 
 class PromptReader:
-    """Owns the threads that tokenize; the tokenizer lets other threads run meanwhile."""
+    """Owns the threads that read large inputs; the tokenizer lets other threads run meanwhile."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(min(8, max(2, os.cpu_count() or 2)), thread_name_prefix="tokenize")
@@ -61,6 +62,13 @@ def prompt_token_ids(prompt: pb.Prompt, model: ServedModel, *, add_special_token
     if not ids:
         raise InvalidRequestError(f"prompt.{kind} becomes no token at all; send more text", field=f"prompt.{kind}")
     return ids
+
+
+def text_of_ids(ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool) -> str:
+    """Text of token ids. Raises InvalidRequestError."""
+    tokenizer = model.require_tokenizer("ids")
+    validation.check_token_ids("ids", ids, model)
+    return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def _chat_token_ids(chat: pb.Chat, model: ServedModel) -> list[int]:

@@ -20,14 +20,13 @@ from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import PromptReader
+from gateway_svc.prompts import PromptReader, text_of_ids
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
 from svc_common.errors import (
     AlreadyExistsError,
-    InvalidRequestError,
     OverloadedError,
     QuireError,
     TakenOverError,
@@ -39,7 +38,6 @@ log = logging.getLogger(__name__)
 
 RETRY_FULL_S = 1.0
 RETRY_DRAINING_S = 1.0
-MAX_TOKENIZE_BYTES = 4 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -147,8 +145,14 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def _plan(self, request: pb.GenerateRequest, model: ServedModel, request_id: str) -> GenerationPlan:
         prompt_ids = await self._prompts.token_ids(request.prompt, model)
-        return validation.plan_generation(
-            request, model, prompt_ids, request_id=request_id, drawn_seed=secrets.randbits(64)
+        return await self._prompts.run(
+            request.continuation.ByteSize(),
+            validation.plan_generation,
+            request,
+            model,
+            prompt_ids,
+            request_id=request_id,
+            drawn_seed=secrets.randbits(64),
         )
 
     async def _prepare(
@@ -213,6 +217,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests by id: those of this process, and through the schedulers those of other gateways."""
+        validation.check_abort(request.request_ids)
         asked = list(dict.fromkeys(request.request_ids))
         found = {request_id for request_id in asked if request_id in self._streams}
         for request_id in found:
@@ -244,12 +249,8 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids of a prompt."""
-        validation.check_prompt(request.prompt)
+        validation.check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
-        size = request.prompt.ByteSize()
-        if size > MAX_TOKENIZE_BYTES:
-            words = f"prompt has {size} bytes; Tokenize takes at most {MAX_TOKENIZE_BYTES}: send it in parts"
-            raise InvalidRequestError(words, field="prompt")
         adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
         ids = await self._prompts.token_ids(request.prompt, model, add_special_tokens=adds_special)
         validation.check_token_ids("prompt", ids, model)
@@ -257,12 +258,10 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Text of token ids."""
+        validation.check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
-        tokenizer = model.require_tokenizer("ids")
-        ids = list(request.ids)
-        validation.check_token_ids("ids", ids, model)
         text = await self._prompts.run(
-            4 * len(ids), tokenizer.decode, ids, skip_special_tokens=request.skip_special_tokens
+            4 * len(request.ids), text_of_ids, request.ids, model, skip_special_tokens=request.skip_special_tokens
         )
         return pb.DetokenizeResponse(text=text)
 

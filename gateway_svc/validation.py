@@ -26,6 +26,11 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_BYTES = 128
 MAX_TENANT_BYTES = 128
 MAX_PRIORITY = 1000
+MAX_MESSAGES = 10_000  # of a chat
+MAX_CONTINUATION_IDS = 1 << 20  # of all samples together
+MAX_TOKENIZE_BYTES = 4 << 20
+MAX_DETOKENIZE_IDS = 1 << 20
+MAX_ABORT_IDS = 10_000
 MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size says less about its tokens
 MAX_ID_CHARS_SHOWN = 80
 
@@ -59,9 +64,31 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 def check_request_id(request_id: str) -> None:
     """An id that a client chose; empty is fine."""
-    if request_id and not REQUEST_ID.fullmatch(request_id):
-        shown = request_id[:MAX_ID_CHARS_SHOWN]
-        raise _invalid("request_id", f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
+    if request_id:
+        _check_id("request_id", request_id)
+
+
+def check_abort(request_ids: Sequence[str]) -> None:
+    """The ids of an Abort."""
+    if len(request_ids) > MAX_ABORT_IDS:
+        words = f"has {len(request_ids)} ids; at most {MAX_ABORT_IDS} are allowed: send them in parts"
+        raise _invalid("request_ids", words)
+    for i, request_id in enumerate(request_ids):
+        _check_id(f"request_ids[{i}]", request_id)
+
+
+def check_tokenize(prompt: pb.Prompt) -> None:
+    """What Tokenize takes."""
+    size = prompt.ByteSize()
+    if size > MAX_TOKENIZE_BYTES:
+        raise _invalid("prompt", f"has {size} bytes; Tokenize takes at most {MAX_TOKENIZE_BYTES}: send it in parts")
+    check_prompt(prompt)
+
+
+def check_detokenize(ids: Sequence[int]) -> None:
+    """What Detokenize takes."""
+    if len(ids) > MAX_DETOKENIZE_IDS:
+        raise _invalid("ids", f"has {len(ids)} ids; Detokenize takes at most {MAX_DETOKENIZE_IDS}: send them in parts")
 
 
 def check_prompt(prompt: pb.Prompt) -> None:
@@ -187,9 +214,17 @@ def _invalid(field: str, words: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field} {words}", field=field)
 
 
+def _check_id(field: str, request_id: str) -> None:
+    if not REQUEST_ID.fullmatch(request_id):
+        shown = request_id[:MAX_ID_CHARS_SHOWN]
+        raise _invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
+
+
 def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
     if not messages:
         raise _invalid("prompt.chat.messages", "is empty; send at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise _invalid("prompt.chat.messages", f"has {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     for i, message in enumerate(messages):
         if message.role not in ROLES:
             shown = message.role[:MAX_ID_CHARS_SHOWN]
@@ -279,6 +314,7 @@ def _check_determinism(asked: int, model: ServedModel) -> None:
 def _read_continuation(
     request: pb.GenerateRequest, model: ServedModel, sampling: types.SamplingParams, max_tokens: int
 ) -> tuple[tuple[array[int], ...], tuple[bool, ...]]:
+    _check_continuation_size(request.continuation.samples, sampling.n)
     outputs = [array("I") for _ in range(sampling.n)]
     finished = [False] * sampling.n
     seen: set[int] = set()
@@ -300,6 +336,15 @@ def _read_continuation(
             "sampling.seed", "is not set; a continuation of sampled output needs the seed that Accepted told"
         )
     return tuple(outputs), tuple(finished)
+
+
+def _check_continuation_size(samples: Sequence[types.SampleState], n: int) -> None:
+    if len(samples) > n:
+        raise _invalid("continuation.samples", f"has {len(samples)} entries; sampling.n is {n}")
+    num_ids = sum(len(sample.output_token_ids) for sample in samples)
+    if num_ids > MAX_CONTINUATION_IDS:
+        words = f"hold {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} can go on: start again"
+        raise _invalid("continuation.samples", words)
 
 
 def _has_output(outputs: Iterable[array[int]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import grpc
@@ -45,6 +46,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": pb.Prompt(tokens=types.TokenIds(ids=[5, 500]))}, "prompt", "500 at position 1; vocab_size is 500"),
     ({"prompt": pb.Prompt(chat=pb.Chat())}, "prompt.chat.messages", "is empty"),
     ({"prompt": chat(messages=[pb.ChatMessage(role="robot")])}, "prompt.chat.messages[0].role", "'robot'"),
+    (
+        {"prompt": chat(messages=[pb.ChatMessage(role="robot")] * 10_001)},
+        "prompt.chat.messages",
+        "10001 messages; at most 10000",
+    ),
     ({"prompt": chat(template_kwargs_json="{")}, "prompt.chat.template_kwargs_json", "not JSON"),
     ({"prompt": chat(template_kwargs_json="[]")}, "prompt.chat.template_kwargs_json", "must be an object"),
     ({"prompt": chat(template_kwargs_json='"\\ud800"')}, "prompt.chat.template_kwargs_json", "not JSON"),
@@ -79,7 +85,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduling": SCHED(determinism=2)}, "scheduling.determinism", "EXACT.*BEST_EFFORT"),
     ({"scheduling": SCHED(determinism=9)}, "scheduling.determinism", "is 9"),  # type: ignore[arg-type]
     ({"continuation": continuation(STATE(index=1))}, "continuation.samples[0].index", "sampling.n is 1"),
-    ({"continuation": continuation(STATE(), STATE())}, "continuation.samples[1].index", "earlier entry"),
+    ({"continuation": continuation(STATE(), STATE())}, "continuation.samples", "2 entries; sampling.n is 1"),
+    (
+        {"continuation": continuation(STATE(), STATE()), "sampling": SP(n=2)},
+        "continuation.samples[1].index",
+        "earlier entry",
+    ),
     (
         {"continuation": continuation(STATE(output_token_ids=[500])), "sampling": SP(seed=1)},
         "continuation.samples[0].output_token_ids",
@@ -160,6 +171,16 @@ def test_values_at_the_limits_pass(model: ServedModel, fields: dict[str, Any]) -
     plan(fields, model)
 
 
+def test_the_ids_of_a_continuation_are_limited_together(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_CONTINUATION_IDS", 5)
+    sample = [5, 5, 5]
+    fields = {"sampling": SP(n=2, seed=1), "continuation": continuation(STATE(output_token_ids=sample))}
+    assert [len(output) for output in plan(fields, model).outputs] == [3, 0]
+    fields["continuation"].samples.add(index=1, output_token_ids=sample)
+    with pytest.raises(InvalidRequestError, match="6 output_token_ids together; at most 5"):
+        plan(fields, model)
+
+
 def test_the_pool_limits_before_the_model(bundle: bytes, model: ServedModel) -> None:
     small = ServedModel(make_info(bundle, max_num_blocks=4), model.text)
     with pytest.raises(InvalidRequestError, match=r"KV pool .* is 64: ask for at most 61"):
@@ -210,3 +231,63 @@ async def test_refusals_harm_nobody_and_reach_no_scheduler(
     assert scheduler.submits == []
     scheduler.play([9])
     assert (await gateway.collect()).ids() == [9]
+
+
+# -- sizes of the other calls ------------------------------------------------------------------------------------------
+
+
+async def details_of(call: Any) -> str:
+    """What the call is refused with, as INVALID_ARGUMENT."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is INVALID
+    return caught.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "words"),
+    [
+        (["mine"] * 10_001, "request_ids has 10001 ids; at most 10000 are allowed"),
+        (["mine", "x" * 65], "request_ids[1] is 'xx"),
+        (["has space"], "64 characters of"),
+        ([""], "request_ids[0] is ''"),
+    ],
+)
+async def test_a_bad_abort_ends_nothing(
+    gateway: TestGateway, scheduler: FakeScheduler, request_ids: list[str], words: str
+) -> None:
+    call = gateway.generate(request_id="mine")
+    await call.read()
+    assert words in await details_of(gateway.stub.Abort(pb.AbortRequest(request_ids=request_ids)))
+    assert (scheduler.asked_to_abort, scheduler.cancels) == ([], [])
+
+
+async def test_texts_and_ids_beyond_their_limits_are_refused_unread(
+    gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "MAX_DETOKENIZE_IDS", 3)
+    monkeypatch.setattr(validation, "MAX_TOKENIZE_BYTES", 10)
+    ids_call = gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[500] * 4))
+    assert "ids has 4 ids; Detokenize takes at most 3" in await details_of(ids_call)
+    prompt = chat(messages=[pb.ChatMessage(role="no such role")])
+    text_call = gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
+    assert "Tokenize takes at most 10: send it in parts" in await details_of(text_call)
+
+
+async def test_many_ids_are_read_in_a_thread(
+    gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+    check = validation.check_token_ids
+
+    def note(*args: Any) -> None:
+        readers.append(threading.current_thread())
+        check(*args)
+
+    monkeypatch.setattr(validation, "check_token_ids", note)
+    scheduler.play([300] * 200)
+    await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[300] * 1000))
+    samples = [STATE(index=i, output_token_ids=[300] * 100) for i in range(8)]
+    await gateway.collect(sampling=SP(n=8, seed=1), continuation=continuation(*samples))
+    assert len(readers) >= 9
+    assert threading.main_thread() not in readers
