@@ -125,6 +125,10 @@ COMBINATIONS = [
         merged(MONITOR, {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
         "choose another name for it",
     ),
+    (
+        {"gateway": {"service": {"type": "NodePort", "loadBalancerSourceRanges": ["203.0.113.0/24"]}}},
+        "not for a NodePort: set gateway.service.type to LoadBalancer",
+    ),
     ({"fullnameOverride": "Quire"}, 'would begin with "Quire"'),
     ({"nameOverride": "Q"}, 'would begin with "r-Q"'),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),

@@ -145,6 +145,7 @@ GATEWAYS = [
         "Service gateway",
         "spec.loadBalancerSourceRanges",
         ["203.0.113.0/24"],
+        {"gateway": {"service": {"type": "LoadBalancer"}}},
     ),
     Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "arg --api-keys", "/etc/quire/api-keys", KEYS),
     Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "volume api-keys", {"secret": {"secretName": "s"}}, KEYS),

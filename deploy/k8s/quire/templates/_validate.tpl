@@ -218,6 +218,10 @@
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
 {{- fail "gateway.grpcRoute.enabled is true, but it belongs to no Gateway: set gateway.grpcRoute.parentRefs, e.g. [{name: public}]" -}}
 {{- end -}}
+{{- $service := .Values.gateway.service -}}
+{{- if and $service.loadBalancerSourceRanges (ne $service.type "LoadBalancer") -}}
+{{- fail (printf "gateway.service.loadBalancerSourceRanges is set, and Kubernetes takes it only for a LoadBalancer, not for a %s: set gateway.service.type to LoadBalancer, or networkPolicy.clients" $service.type) -}}
+{{- end -}}
 {{- $keys := .Values.gateway.apiKeys -}}
 {{- if ne (empty $keys.existingSecret) (empty $keys.testEntry) -}}
 {{- fail "gateway.apiKeys.existingSecret and gateway.apiKeys.testEntry belong together: set the secret, and which of its entries helm test uses" -}}
