@@ -172,8 +172,8 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
         return None
     try:
         return RedisPrefixReader(args.redis, namespace=args.redis_namespace)
-    except ValueError as error:
-        raise RedisUrlError(f"--redis {args.redis!r}: {error}") from None
+    except ValueError:
+        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
 
 
 async def serve(

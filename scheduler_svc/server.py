@@ -8,14 +8,14 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex, make_owner
+from prefix_index.index import MemoryPrefixIndex, PrefixEvent, PrefixIndex, RedisPrefixIndex, make_owner
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
@@ -23,7 +23,7 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
 from svc_common.admin import AdminServer
-from svc_common.config import address, in_range, make_parser, parse
+from svc_common.config import address, bad_redis_url, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
@@ -222,20 +222,23 @@ def build(args: argparse.Namespace) -> Parts:
         prefix_caching=not args.no_prefix_caching,
     )
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
-    index: PrefixIndex = MemoryPrefixIndex()
-    if args.redis:
-        index = RedisPrefixIndex(
-            args.redis,
-            owner=make_owner(scheduler_id, epoch),
-            snapshot=lambda: step_loop.cached_prefixes(),
-            namespace=args.redis_namespace,
-        )
+    index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.cached_prefixes())
     step_loop = StepLoop(config, index, worker_patience_s=args.worker_patience_s)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
+
+
+def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixEvent]]) -> PrefixIndex:
+    """The index in Redis, or in memory when there is none. Raises ValueError for a bad --redis."""
+    if not args.redis:
+        return MemoryPrefixIndex()
+    try:
+        return RedisPrefixIndex(args.redis, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
+    except ValueError:
+        raise ValueError(bad_redis_url(args.redis)) from None
 
 
 async def serve(args: argparse.Namespace, parts: Parts) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -244,7 +243,7 @@ def describe(parser: argparse.ArgumentParser, args: argparse.Namespace, sources:
         if value is None or value == []:
             lines.append(f"# {name} is not set")
             continue
-        shown = "***" if _is_secret(name) else _without_password(value)
+        shown = "***" if _is_secret(name) else without_password(value)
         lines.append(f"{name} = {_toml(shown)}  # {sources[name]}")
     return "\n".join(lines)
 
@@ -263,11 +262,22 @@ def _is_secret(name: str) -> bool:
     return name.endswith(SECRET_ENDS)
 
 
-def _without_password(value: Any) -> Any:
-    if not isinstance(value, str) or "://" not in value or "@" not in value:
+def without_password(value: Any) -> Any:
+    """A setting as it may be shown: in a URL `***` stands for the password, before the host and as a parameter."""
+    if not isinstance(value, str) or "://" not in value:
         return value
-    parts = urlsplit(value)
-    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+    scheme, _, rest = re.sub(r"(?<=[?&]password=)[^&#]*", "***", value, flags=re.IGNORECASE).partition("://")
+    # The last @ of all: a password with a bare / or ? in it is no URL, and no less secret.
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{place}"
+
+
+def bad_redis_url(url: str) -> str:
+    """The complaint about a --redis that is none. The parser's own words may quote a piece of the password."""
+    return (
+        f"--redis {without_password(url)!r} is no URL of a Redis server; write redis://[:password@]host:port/db or "
+        "unix:///path, and in a password %2F for /, %3F for ?, %40 for @"
+    )
 
 
 def _toml(value: Any) -> str:

@@ -122,7 +122,7 @@ def check_redis(url: str | None) -> Finding:
     if not url:
         return Finding("redis", OK, "not configured: prefix index in memory (fine for one scheduler)")
     parts = urllib.parse.urlsplit(url)
-    name = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without the password
+    name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
     try:
         _ping_redis(parts)
     except OSError as error:

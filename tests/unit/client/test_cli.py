@@ -247,8 +247,9 @@ def test_doctor_says_what_happens_without_redis(url, gateway, capsys):
     assert "services run without it" in out
 
 
-def test_doctor_hides_the_password_of_redis(gateway, capsys):
-    assert "secret" not in run(capsys, "doctor", "--redis", "redis://user:secret@localhost:1/0")[1]
+@pytest.mark.parametrize("url", ["redis://user:secret@localhost:1/0", "unix:///nowhere?db=0&password=secret"])
+def test_doctor_hides_the_password_of_redis(url, gateway, capsys):
+    assert "secret" not in run(capsys, "doctor", "--redis", url)[1]
 
 
 def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):

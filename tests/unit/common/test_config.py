@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from svc_common.config import address, in_range, make_parser, parse, size_bytes
+from svc_common.config import address, bad_redis_url, in_range, make_parser, parse, size_bytes, without_password
 
 
 def make() -> argparse.ArgumentParser:
@@ -153,3 +153,25 @@ def test_a_port_can_be_off(monkeypatch: pytest.MonkeyPatch, listen: str) -> None
     monkeypatch.setenv("QUIRE_METRICS_LISTEN", listen)
     assert parse(make(), []).metrics_listen == "off"
     assert parse(make(), ["--metrics-listen", "127.0.0.1:0"]).metrics_listen == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://cache:6379/0", "redis://cache:6379/0"),
+        ("redis://:s3cret@cache:6379/0", "redis://***@cache:6379/0"),
+        ("redis://user:s3@cret/s3cret@cache:notaport/0", "redis://***@cache:notaport/0"),
+        ("unix:///run/redis.sock?db=0&password=s3cret", "unix:///run/redis.sock?db=0&password=***"),
+        ("redis://cache/0?password=s3@cret&db=1", "redis://cache/0?password=***&db=1"),
+        ("off", "off"),
+    ],
+)
+def test_no_url_shows_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+    assert f"--redis {shown!r} is no URL" in bad_redis_url(url)
+
+
+def test_print_config_hides_a_password_that_is_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse(make(), ["--redis", "unix:///run/redis.sock?password=s3cret", "--print-config"])
+    assert 'redis = "unix:///run/redis.sock?password=***"  # flag' in capsys.readouterr().out

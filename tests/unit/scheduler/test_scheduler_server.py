@@ -126,6 +126,13 @@ async def test_a_bad_setting_stops_the_start(flags: tuple[str, ...], shown: str)
     assert shown in text
 
 
+@pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])
+def test_a_bad_redis_url_is_named_without_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match=r"--redis '[a-z]+://\*\*\*@cache.*write redis://") as caught:
+        build(parse(make_arguments(), ["--redis", url]))
+    assert "s3cret" not in str(caught.value)
+
+
 async def test_a_taken_port_is_named() -> None:
     async with scheduler_process() as (_, address):
         code, text = await run_command("--listen", address)

@@ -1,0 +1,14 @@
+"""Settings with which a gateway does not start."""
+
+import pytest
+
+from gateway_svc.server import RedisUrlError, make_parser, make_reader
+from svc_common.config import parse
+
+
+@pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])
+def test_a_bad_redis_url_is_named_without_its_password(url: str) -> None:
+    args = parse(make_parser(), ["--scheduler", "a:1", "--redis", url])
+    with pytest.raises(RedisUrlError, match=r"--redis '[a-z]+://\*\*\*@cache.*write redis://") as caught:
+        make_reader(args)
+    assert "s3cret" not in str(caught.value)
