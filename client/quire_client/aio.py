@@ -169,7 +169,7 @@ class AsyncClient:
         return client
 
     async def close(self) -> None:
-        """Close the channels; open calls end with Cancelled."""
+        """Close the channels; open calls end with Cancelled, and so does every later one."""
         self._is_closed = True
         self._watch.close()
         for gateway in self._gateways:
@@ -404,6 +404,8 @@ def _typed_errors(request_id: str = "") -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_from_rpc(error, request_id) from None
+    except grpc.aio.UsageError:  # a closed channel
+        raise client_closed() from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -522,7 +524,7 @@ class AsyncGenerateStream:
         try:
             generate = client._gateways[target].stub.Generate
             self._call = generate(request, timeout=self._deadline.remaining_s(), metadata=client._metadata)
-        except ValueError:  # a closed channel
+        except grpc.aio.UsageError:  # a closed channel
             raise client_closed() from None
         if self._is_cancelled.is_set():
             self._call.cancel()

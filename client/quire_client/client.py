@@ -172,7 +172,7 @@ class Client:
         return client
 
     def close(self) -> None:
-        """Close the channels; open calls end with Cancelled."""
+        """Close the channels; open calls end with Cancelled, and so does every later one."""
         self._is_closed.set()
         self._watch.close()
         for gateway in self._gateways:
@@ -278,7 +278,10 @@ class Client:
         if len(self._gateways) == 1:
             return convert.abort_result([self._unary(lambda gateway: gateway.stub.Abort, request, timeout_s)], request)
         timeout_s = abort_timeout_s(self._unary_timeout_s if timeout_s is None else timeout_s)
-        calls = [g.stub.Abort.future(request, timeout=timeout_s, metadata=self._metadata) for g in self._gateways]
+        try:
+            calls = [g.stub.Abort.future(request, timeout=timeout_s, metadata=self._metadata) for g in self._gateways]
+        except ValueError:  # a closed channel
+            raise client_closed() from None
         responses, errors = [], []
         for call in calls:
             try:
@@ -302,7 +305,10 @@ class Client:
 
         def attempt(target: int) -> T:
             call = method(self._gateways[target])
-            return call(request, timeout=deadline.remaining_s(), metadata=self._metadata)
+            try:
+                return call(request, timeout=deadline.remaining_s(), metadata=self._metadata)
+            except ValueError:  # a closed channel
+                raise client_closed() from None
 
         return self._retrying(attempt, deadline)
 

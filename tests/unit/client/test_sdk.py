@@ -290,6 +290,42 @@ async def test_async_cancel_is_cancelled_but_a_cancelled_task_stays_cancelled():
             assert await asyncio.to_thread(gateway.left.wait, 5)
 
 
+CALLS = {
+    "generate": lambda client: client.generate("hi"),
+    "tokenize": lambda client: client.tokenize("hi"),
+    "models": lambda client: client.models(),
+    "abort": lambda client: client.abort("r1"),
+    "health": lambda client: client.health(),
+}
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_call_on_a_closed_client_is_cancelled(gateway, call, num_targets):
+    client = Client.connect([gateway.target] * num_targets)
+    client.close()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        call(client)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_every_async_call_on_a_closed_client_is_cancelled(gateway, call, num_targets):
+    client = await AsyncClient.connect([gateway.target] * num_targets)
+    await client.close()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        await call(client)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_every_async_call_on_a_channel_that_others_closed_is_cancelled(gateway, call):
+    channel = grpc.aio.insecure_channel(gateway.target)
+    async with AsyncClient(channel) as client:
+        await channel.close()
+        with pytest.raises(Cancelled, match="the client is closed"):
+            await call(client)
+
+
 def test_deadline():
     with Endless() as gateway, Client.connect(gateway.target) as client:
         with pytest.raises(DeadlineExceeded):
