@@ -50,8 +50,8 @@ class StreamAssembler:
         self.num_resumes = 0
         self._num_events = 0
         self._is_resuming = False
-        self._samples = [_Partial() for _ in range(max(1, request.sampling.n))]
-        self._num_open = len(self._samples)
+        self._samples: list[_Partial] = []  # from Accepted on: before, the server may still refuse so many
+        self._num_open = max(1, request.sampling.n)
         self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
         self._has_token_ids = self._shows_token_ids or can_resume
         self._digest = load_digest()
@@ -146,6 +146,7 @@ class StreamAssembler:
     def _accept(self, accepted: pb.Accepted) -> None:
         if self.accepted is None:
             self.accepted = accepted
+            self._samples = [_Partial() for _ in range(self._num_open)]
             return
         self.num_resumes += 1
         for name in ("request_id", "seed", "model", "prompt_tokens"):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import grpc
 import grpc.aio
@@ -224,6 +225,19 @@ def test_impossible_arguments_name_their_field(client, gateway, arguments, field
         client.generate(**arguments)
     assert caught.value.field_violations[0].field == field
     assert gateway.requests == []
+
+
+def test_a_request_for_too_many_samples_costs_nothing_before_the_server_refuses_it():
+    refusing = Scripted(failing(grpc.StatusCode.INVALID_ARGUMENT, "n is above 16"))
+    with refusing as gateway, Client.connect(gateway.target) as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidRequest, match="above 16"):
+                client.generate("hi", n=100_000)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 5_000_000  # one object per sample took 19 MB
 
 
 def test_unknown_option(client):
