@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 16_384
 STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 PLAIN = "text/plain; charset=utf-8"
+# The encoder compares versions as numbers and raises TypeError for others.
+BAD_VERSION = re.compile(r"\bversion=(?!\d{1,4}(\.\d{1,4})*\s*([;,]|$))")
 
 Check = Callable[[], bool]
 
@@ -126,7 +129,7 @@ class AdminServer:
 
     def _answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
         if path == "/metrics":
-            encode, content_type = choose_encoder(accept)
+            encode, content_type = choose_encoder("" if BAD_VERSION.search(accept) else accept)
             return 200, content_type, encode(self._registry)
         check = {"/livez": self._is_alive, "/readyz": self._is_ready}.get(path)
         if check is None:

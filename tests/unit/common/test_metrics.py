@@ -142,6 +142,22 @@ async def test_http_refuses_what_it_does_not_know(probed: Probed, request_bytes:
         assert status == 0
 
 
+@pytest.mark.parametrize("version", ["x.y", "1.", "2.0.x", '"1.0.0"', "²", "9" * 5000, "0.0.4", "-1"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+async def test_a_version_that_is_none_gets_the_text_format(probed: Probed, kind: str, version: str) -> None:
+    request = f"GET /metrics HTTP/1.1\r\nAccept: {kind}; version={version}\r\n\r\n"
+    status, text = await probed.send(request.encode("latin-1"))
+    assert status == 200
+    assert read_scrape(text)["quire_gateways"] == {(): 1.0}
+    assert "# EOF" not in text
+
+
+async def test_openmetrics_comes_in_the_version_that_was_asked_for(probed: Probed) -> None:
+    accept = "application/openmetrics-text; version=1.0.0; escaping=underscores, text/plain; version=0.0.4;q=0.5"
+    _, text = await probed.send(f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n".encode())
+    assert text.endswith("# EOF\n")
+
+
 async def test_head_has_no_body(probed: Probed) -> None:
     assert await probed.send(b"HEAD /livez HTTP/1.1\r\n\r\n") == (200, "")
 
