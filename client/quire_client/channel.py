@@ -54,8 +54,10 @@ def _split(entry: str) -> list[str]:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call: the API key as a bearer token, when there is one."""
-    key = api_key if api_key is not None else os.environ.get(API_KEY_ENV)
+    """Metadata of every call: the API key as a bearer token, when there is one. Raises InvalidRequest."""
+    key = (api_key if api_key is not None else os.environ.get(API_KEY_ENV, "")).strip()
+    if not (key.isascii() and key.isprintable()):
+        raise invalid("api_key", "holds a character that no header can carry; keys are printable ASCII")
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 

@@ -125,6 +125,8 @@ def check_redis(url: str | None) -> Finding:
     name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
     try:
         _ping_redis(parts)
+    except ValueError:
+        return Finding("redis", MISSING, f"{name} is no URL of a Redis server; write redis://[:password@]host:port/db")
     except OSError as error:
         return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
     return Finding("redis", OK, f"{name} answers")

@@ -32,6 +32,7 @@ from quire_client import (
     StreamCorrupted,
     Unimplemented,
 )
+from quire_client.channel import call_metadata
 from quire_client.testing import FakeGateway, sample_events
 
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)
@@ -422,6 +423,14 @@ def test_target_and_key_from_environment(monkeypatch):
         with Client.connect() as client:
             client.models()
     assert ("authorization", "Bearer sesame") in gateway.metadata
+
+
+@pytest.mark.parametrize("key", ["sesäme", "two\nlines"])
+def test_an_api_key_that_no_header_can_carry_is_named(key):
+    with pytest.raises(InvalidRequest, match="holds a character that no header can carry") as caught:
+        Client.connect("localhost:1", api_key=key)
+    assert caught.value.field_violations[0].field == "api_key"
+    assert call_metadata(" sesame\n") == (("authorization", "Bearer sesame"),)
 
 
 # Retries
