@@ -180,8 +180,7 @@ class SchedulerClient:
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
         finally:
-            if self._loader is not None:
-                self._loader.cancel()
+            self._stop_loading()
             await self._channel.close()
 
     async def _attach(self) -> str:
@@ -251,6 +250,7 @@ class SchedulerClient:
             log.info("scheduler %s cannot be reached yet: %s", self.address, problem)
         self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
         self._heartbeat, self._sent_tokens = None, 0
+        self._stop_loading()
         self._by_handle.clear()
         for request in requests:
             request.handle = None
@@ -326,10 +326,15 @@ class SchedulerClient:
             return
         if self.model is not None and self.model.info.revision != info.revision:
             self.model = None
-        if self._loader is not None:
-            self._loader.cancel()
+        self._stop_loading()
         self.problem = f"the bundle of model {info.model!r} is on its way"
         self._loader = asyncio.create_task(self._load_model(info))
+
+    def _stop_loading(self) -> None:
+        """The next Welcome starts anew. A replica of the same model that waits for this bundle fetches it itself."""
+        if self._loader is not None:
+            self._loader.cancel()
+        self._loader = None
 
     async def _load_model(self, info: types.ModelInfo) -> None:
         backoff = BACKOFF_FIRST_S

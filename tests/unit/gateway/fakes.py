@@ -110,6 +110,8 @@ class FakeScheduler(SchedulerServiceServicer):
         self.answers_cancels = True
         self.num_attached = 0
         self.num_bundle_calls = 0
+        self.gives_bundle = asyncio.Event()  # set, unless a test lets a call of GetBundle hang
+        self.gives_bundle.set()
         self.heartbeat_interval_s = 0.0
         self.ready_workers = 2
         self.scheduler_epoch = 1
@@ -234,6 +236,7 @@ class FakeScheduler(SchedulerServiceServicer):
 
     async def GetBundle(self, request: pb.GetBundleRequest, context: Any) -> AsyncIterator[pb.GetBundleResponse]:
         self.num_bundle_calls += 1
+        await self.gives_bundle.wait()
         for start in range(0, len(self.bundle), 1000):
             yield pb.GetBundleResponse(data=self.bundle[start : start + 1000])
 

@@ -104,6 +104,22 @@ async def test_a_damaged_bundle_keeps_the_model_away_and_says_so(scheduler: Fake
         assert "damaged" in error.details()
 
 
+async def test_a_lost_scheduler_keeps_no_replica_from_the_bundle(
+    scheduler: FakeScheduler, second: FakeScheduler
+) -> None:
+    scheduler.gives_bundle.clear()
+    second.info = None
+    async with TestGateway([scheduler.address, second.address]) as gateway:
+        await until(lambda: scheduler.num_bundle_calls)
+        second.info, scheduler.info = scheduler.info, None
+        second.welcome()
+        await until(lambda: gateway.clients[1].info is not None)
+        assert second.num_bundle_calls == 0
+        scheduler.hang_up()
+        await until(lambda: gateway.clients[1].is_ready)
+        assert (scheduler.num_bundle_calls, second.num_bundle_calls) == (1, 1)
+
+
 async def test_new_facts_replace_old_ones(gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes) -> None:
     scheduler.info = make_info(bundle, max_model_len=64)
     scheduler.welcome()
