@@ -101,7 +101,12 @@ def read_bundle(data: bytes, digest: bytes) -> ModelText:
         bundle.ParseFromString(data)
     except DecodeError as error:
         raise BundleError(f"the bundle is not a ModelBundle: {error}") from None
-    return model_text_from_files({file.name: file.data for file in bundle.files})
+    try:
+        return model_text_from_files({file.name: file.data for file in bundle.files})
+    except BundleError:
+        raise
+    except Exception as error:  # files of anybody: there is always one more way to be wrong
+        raise BundleError(f"its files are not as expected: {type(error).__name__}: {error}") from error
 
 
 def describe_model(model: ServedModel) -> None:

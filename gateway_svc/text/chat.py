@@ -39,6 +39,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             self._problem = f"the model's chat template is broken at line {error.lineno}: {error.message}"
+        except Exception as error:  # Python's own compiler: nested too deeply, too long
+            self._problem = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
     def render(
         self,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import xxhash
 from tokenizers import Tokenizer as Backend
 
+from gateway_svc.models import read_bundle
 from gateway_svc.text.bundle import BundleError, Tokenizer, model_text_from_files
+from tests.unit.gateway.fakes import make_bundle
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
 
 
@@ -57,6 +61,21 @@ def test_a_broken_file_is_named(name: str, data: bytes, words: str) -> None:
     files = bundle_files(byte_level()) | {name: data}
     with pytest.raises(BundleError, match=words):
         model_text_from_files(files)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"chat_template": [{"template": "x"}]}, "KeyError: 'name'"),
+        ({"extra_special_tokens": 5}, "TypeError"),
+        ({"added_tokens_decoder": [1]}, "AttributeError"),
+        ({"add_bos_token": True, "bos_token": "a b"}, "ValueError"),
+    ],
+)
+def test_a_setting_of_an_unforeseen_kind_is_told(config: dict[str, Any], words: str) -> None:
+    data = make_bundle(bundle_files(byte_level(), config))
+    with pytest.raises(BundleError, match=f"its files are not as expected: {words}"):
+        read_bundle(data, xxhash.xxh3_128_digest(data))
 
 
 def test_a_checkpoint_without_tokenizer_has_no_text() -> None:

@@ -226,6 +226,8 @@ def test_the_separate_file_wins() -> None:
         ("{{ messages[0].content.nothing.more }}", "misses a value"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% if %}", "broken at line 1"),
+        ("{{ " + "+".join(["1"] * 3000) + " }}", "cannot be compiled: RecursionError"),
+        ("{% for x in y %}" * 25 + "{% endfor %}" * 25, "cannot be compiled: SyntaxError"),
         ("{{ messages.append(1) }}", "forbidden"),
         ("{{ ''.__class__.__mro__ }}", "forbidden|misses"),
         ("{% set ns = namespace(_x=1) %}", "forbidden"),
