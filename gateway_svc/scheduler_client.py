@@ -218,6 +218,8 @@ class SchedulerClient:
             self._last_heard = loop.time()
             self._on_response(response)
             response = await call.read()
+        if response is not grpc.aio.EOF:  # None: grpc could not decode it, and the stream goes on
+            raise ProtocolError("bytes that are no AttachResponse in an Attach stream")
         return f"the scheduler ended the stream: {await call.details() or 'it stops'}"
 
     async def _watch(self, interval_s: float) -> None:
@@ -354,7 +356,12 @@ class SchedulerClient:
 
     async def _fetch_bundle(self, digest: bytes) -> bytes:
         call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
-        return b"".join([part.data async for part in call])
+        parts = [part async for part in call]
+        if not all(
+            isinstance(part, pb.GetBundleResponse) for part in parts
+        ):  # grpc gives None for what it cannot decode
+            raise BundleError("the bundle arrived damaged: one of its parts is no GetBundleResponse")
+        return b"".join(part.data for part in parts)
 
     # -- other calls --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -30,6 +31,7 @@ from tests.unit.gateway.fakes import (
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
 TOKENIZER = byte_level()
+NO_MESSAGE = b"\xff\xff\xff"
 UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, INVALID_ARGUMENT = 14, 8, 6, 3
 
 
@@ -257,6 +259,43 @@ async def test_a_request_that_has_grown_too_large_to_move_fails_alone(
     assert ids_of(await rest(other)) == [10]
     assert scheduler.num_attached == 2
     await until(lambda: not gateway.dispatcher.num_open)
+
+
+class GarblingScheduler:
+    """Whatever it sends after its first Welcome, and every bundle, is no message."""
+
+    def __init__(self, info: types.ModelInfo) -> None:
+        self.num_attached = 0
+        self._welcome = scheduler_pb2.Welcome(scheduler_epoch=1, info=info, ready_workers=1)
+        handlers = {
+            "Attach": grpc.stream_stream_rpc_method_handler(self._attach),
+            "GetBundle": grpc.unary_stream_rpc_method_handler(self._get_bundle),
+        }
+        self.server = grpc.aio.server()
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("quire.v1.SchedulerService", handlers),)
+        )
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    async def _attach(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        self.num_attached += 1
+        yield scheduler_pb2.AttachResponse(welcome=self._welcome).SerializeToString()
+        if self.num_attached == 1:
+            yield NO_MESSAGE
+        async for _ in requests:
+            pass
+
+    async def _get_bundle(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield NO_MESSAGE
+
+
+async def test_bytes_that_are_no_message_end_the_stream_or_are_told() -> None:
+    garbling = GarblingScheduler(make_info(b"some bundle"))
+    await garbling.server.start()
+    async with TestGateway([garbling.address]) as gateway:
+        await until(lambda: garbling.num_attached == 2)
+        await until(lambda: "no GetBundleResponse" in gateway.clients[0].problem)
+    await garbling.server.stop(None)
 
 
 # -- continuations that a client brings --------------------------------------------------------------------------------
