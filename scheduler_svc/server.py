@@ -199,7 +199,7 @@ def make_arguments() -> argparse.ArgumentParser:
         "--worker-patience-s",
         type=in_range(float, 0.0, 24 * 3600.0),
         default=60.0,
-        help="seconds that requests wait for a worker when all are gone; then they end with an error",
+        help="seconds that requests wait while no worker is there that could run them; then they end with an error",
     )
     parser.add_argument(
         "--drain-timeout-s",
@@ -219,11 +219,12 @@ def build(args: argparse.Namespace) -> Parts:
         aging_s=args.aging_s,
         aging_tokens_per_s=args.aging_tokens_per_s,
         burst_s=args.burst_ms / 1000,
+        worker_patience_s=args.worker_patience_s,
         prefix_caching=not args.no_prefix_caching,
     )
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.cached_prefixes())
-    step_loop = StepLoop(config, index, worker_patience_s=args.worker_patience_s)
+    step_loop = StepLoop(config, index)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -119,15 +120,16 @@ class StepLoop:
     """Owner of `core.Scheduler`. Every public method but `run`, `stop` and `wait_idle` only queues a fact.
 
     The core is built when the first worker joins, because the model's facts come from it. Until then requests are
-    refused with UNAVAILABLE; later they wait, even while no worker is there, but at most `worker_patience_s`. When all
-    workers are gone and nothing waits, a worker of another model may be the first again.
+    refused with UNAVAILABLE; later they wait, even while no worker is there that could run them, but at most
+    `config.worker_patience_s`. When all workers are gone and nothing waits, a worker of another model may be the first
+    again.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, *, worker_patience_s: float = 60.0) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
         self._config = config
         self._index = index
-        self._worker_patience_s = worker_patience_s
         self._patience: asyncio.TimerHandle | None = None  # runs while there is no worker
+        self._alarm: asyncio.TimerHandle | None = None  # runs while something waits that no worker here could run
         self._is_out_of_patience = False
         self._scheduler: Scheduler | None = None
         self._facts: ModelFacts | None = None
@@ -217,6 +219,8 @@ class StepLoop:
         """Let `run` return after its current turn."""
         if self._patience is not None:
             self._patience.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._is_stopped = True
         self._wake.set()
 
@@ -277,10 +281,20 @@ class StepLoop:
         for batch in self._scheduler.schedule(now):
             self._workers[batch.worker_id].send(batch)
         self._produce(self._scheduler.take_expired(), now)
+        self._set_alarm(self._scheduler.patience_ends_at)
         self._route()
         if self._draining:
             self._release_drained(self._scheduler, now)
         await self._index.publish(self._scheduler.take_prefix_events())
+
+    def _set_alarm(self, at: float) -> None:
+        """Take a turn then, though nothing else may happen."""
+        if at < math.inf and self._alarm is None:
+            self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake.set()
 
     def _route(self) -> None:
         produced, self._produced = self._produced, []
@@ -461,13 +475,14 @@ class StepLoop:
         self._patience, self._is_out_of_patience = None, False
         if not has_worker:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self._worker_patience_s, self._post, self._apply_no_worker)
+            self._patience = loop.call_later(self._config.worker_patience_s, self._post, self._apply_no_worker)
 
     def _apply_no_worker(self, now: float) -> None:
         """Nobody came: better an error that can be retried elsewhere than a wait without end."""
         if self._workers or self._scheduler is None:
             return
         self._is_out_of_patience = True
-        message = f"all workers are gone and none came within {self._worker_patience_s:g} s; go on elsewhere or later"
+        patience_s = self._config.worker_patience_s
+        message = f"all workers are gone and none came within {patience_s:g} s; go on elsewhere or later"
         for group in list(self._requests.values()):
             self._produce(self._scheduler.abort_group(group.request_id, FinishReason.ERROR, now, message), now)

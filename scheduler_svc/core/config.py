@@ -24,6 +24,7 @@ class SchedulerConfig:
     leave_part: float = 0.3  # of the wait it saves that recomputing may cost when a request leaves its cached prefix
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
     burst_s: float = 0.0  # how long a worker may decode on one message; 0: each step is a message
+    worker_patience_s: float = 60.0  # how long a sequence waits that no worker that is here could run
     expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
     eos_token_ids: frozenset[int] = frozenset()
     reuse_bonus: float = 2.0  # how much longer a prefix block stays that was ever hit, in turnovers of its pool
@@ -49,5 +50,7 @@ class SchedulerConfig:
             raise ValueError(f"leave_part is {self.leave_part}; must be at least 0")
         if not 0 <= self.burst_s <= MAX_BURST_S:
             raise ValueError(f"burst_s is {self.burst_s}; must be from 0 to {MAX_BURST_S:g}")
+        if not self.worker_patience_s >= 0:
+            raise ValueError(f"worker_patience_s is {self.worker_patience_s}; must be at least 0")
         if self.max_pending_prefill_steps < 1:
             raise ValueError(f"max_pending_prefill_steps is {self.max_pending_prefill_steps}; must be at least 1")

@@ -8,6 +8,7 @@ have something waiting get equal shares, whatever they ask for; one that asks fo
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator
@@ -113,6 +114,8 @@ class WaitingQueue:
     Priority comes first; then those that have been under way before, because their streams stand still meanwhile; then
     the tenant that was served least; then its own `turn`, an arrival that length delays. With one tenant the order is a
     sorted list, and nothing is compared on the way through.
+
+    What no worker that is here could run is parked: it waits, but stands in nobody's way and counts for nobody's wait.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -120,14 +123,17 @@ class WaitingQueue:
         self._lines: dict[int, list[Sequence]] = {}  # per tenant's slot, sorted by queue_key; none is empty
         self._tokens: defaultdict[tuple[int, int], int] = defaultdict(int)  # (slot, priority) -> tokens to compute
         self._held: defaultdict[int, int] = defaultdict(int)
-        self._size = 0
+        self.parked: dict[Sequence, float] = {}  # since when, longest first; inf until the caller has told
+        self.num_in_line = 0
         self.pending_tokens = 0  # to compute
         self.held_tokens = 0  # to compute and expected to come
 
     def __len__(self) -> int:
-        return self._size
+        return self.num_in_line + len(self.parked)
 
     def __contains__(self, seq: Sequence) -> bool:
+        if seq in self.parked:
+            return True
         line = self._lines.get(seq.group.tenant_slot, [])
         index = bisect_left(line, seq.queue_key, key=_key)
         return index < len(line) and line[index] is seq
@@ -151,7 +157,13 @@ class WaitingQueue:
         insort(self._lines.setdefault(seq.group.tenant_slot, []), seq, key=_key)
         self._count(seq, 1)
 
+    def park(self, seq: Sequence) -> None:
+        """It waits out of line."""
+        self.parked[seq] = math.inf
+
     def remove(self, seq: Sequence) -> None:
+        if self.parked.pop(seq, None) is not None:
+            return
         slot = seq.group.tenant_slot
         line = self._lines[slot]
         index = bisect_left(line, seq.queue_key, key=_key)
@@ -168,7 +180,7 @@ class WaitingQueue:
         self.add(seq, seq.held_tokens, turn)
 
     def _count(self, seq: Sequence, sign: int) -> None:
-        self._size += sign
+        self.num_in_line += sign
         self.pending_tokens += sign * seq.data.num_tokens
         self.held_tokens += sign * seq.held_tokens
         slot = seq.group.tenant_slot
@@ -194,7 +206,7 @@ class WaitingQueue:
         return min(sum(tokens for _, tokens in urgent), mine * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order. Each is taken for served by what comes after it: one look sees shares grow as they will."""
+        """The line, in order. Each is taken for served by what comes after it: so one look sees shares grow."""
         if len(self._lines) == 1:
             return iter(next(iter(self._lines.values())))
         return self._merge()
@@ -216,7 +228,8 @@ class WaitingQueue:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
         waiting = [seq for line in self._lines.values() for seq in line]
-        assert len(waiting) == self._size == len(set(map(id, waiting))), "a sequence waits twice, or is miscounted"
+        assert len(waiting) == self.num_in_line == len({*waiting}), "a sequence waits twice, or is miscounted"
+        assert self.parked.keys().isdisjoint(waiting), "a sequence is parked and in line"
         assert self.pending_tokens == sum(seq.data.num_tokens for seq in waiting), "pending_tokens is wrong"
         assert self.held_tokens == sum(seq.held_tokens for seq in waiting), "held_tokens is wrong"
         assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"

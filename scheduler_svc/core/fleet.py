@@ -84,7 +84,7 @@ class Fleet:
         self._fewest_rows = min(self._max_rows.tolist(), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
-        self._is_open = np.zeros(len(workers), dtype=np.bool_)
+        self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
         self._pending = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
@@ -100,6 +100,15 @@ class Fleet:
         name = worker.capacity.worker_id
         self._stale[name] = worker
         self.touched.add(name)
+
+    def close(self, worker: WorkerState) -> None:
+        """It takes nothing new from now on."""
+        self._is_open[self._position[worker.capacity.worker_id]] = False
+        self.touch(worker)
+
+    def could_run(self, seq: Sequence) -> bool:
+        """Somebody could, if nobody else were there. While nobody takes anything, all wait alike."""
+        return bool(np.count_nonzero(self._able(seq)) or not np.count_nonzero(self._is_open))
 
     def fill(self, worker: WorkerState, num_tokens: int) -> None:
         """So many tokens get new blocks of its pool."""
@@ -132,11 +141,9 @@ class Fleet:
         self._strain[i] = (self._filled[i] + used) / self._pool_tokens[i]
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
-    def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice | None:
-        """Where the sequence should go, now or later; None if nobody here could ever run it."""
+    def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice:
+        """Where the sequence should go, now or later. Somebody here could run it: others are not in line."""
         able = self._able(seq)
-        if not np.count_nonzero(able):
-            return None
         self._look_again(seq, now)
         uncached = self._uncached(seq)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)

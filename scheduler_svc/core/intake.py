@@ -67,12 +67,13 @@ class Intake:
         because its scheduler died: it has more room.
         """
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
-        if not len(queue):
+        num_waiting = queue.num_in_line
+        if not num_waiting:
             return
         factor = RETURNING_FACTOR if group.takes_over else 1
         num_tenants = queue.num_tenants_with(slot)
-        if is_queue_full(len(queue), queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
-            raise QueueFullError(f"{len(queue)} requests wait, the limit is {self._config.max_waiting}; try later")
+        if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
+            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._config.max_waiting}; try later")
         new = held_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
         if is_queue_full(queue.held_tokens + new, queue.held_of(slot) + new, num_tenants, limit):

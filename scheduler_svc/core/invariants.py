@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.worker_state import WorkerState
@@ -45,12 +46,16 @@ def _check_row(worker: WorkerState, row: int) -> None:
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 
 
-def check_requests(requests: Requests, workers: dict[str, WorkerState]) -> None:
+def check_requests(requests: Requests, workers: dict[str, WorkerState], fleet: Fleet) -> None:
     """Raise AssertionError unless the queue, the shares and the places of all sequences agree."""
     groups = requests.groups.values()
     requests.waiting.check_invariants()
     requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
+    for seq in requests.waiting:
+        assert fleet.could_run(seq), f"sequence {seq.seq_id} is in line, and nobody here could run it"
+    for seq in requests.waiting.parked:
+        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is parked, and somebody could run it"
     for group in groups:
         for seq in group.sequences:
             _check_place(seq, requests, workers)

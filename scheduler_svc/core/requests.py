@@ -88,6 +88,29 @@ class Requests:
                 ended += self.abort(seq.group.request_id, FinishReason.ABORTED, message)
         return ended
 
+    def give_up(self, now: float) -> list[Finished]:
+        """End what no worker that was here could run for so long that it is better told to go elsewhere."""
+        parked, ended = self.waiting.parked, list[Finished]()
+        for seq in reversed(parked):
+            if parked[seq] <= now:
+                break
+            parked[seq] = now
+        while self.patience_ends_at <= now:
+            group = next(iter(parked)).group
+            ended += self.abort(group.request_id, FinishReason.ERROR, self._why_stranded(group))
+        return ended
+
+    @property
+    def patience_ends_at(self) -> float:
+        """When `give_up` will find somebody, unless a worker comes; inf while it has found nobody to wait for one."""
+        return next(iter(self.waiting.parked.values()), math.inf) + self._config.worker_patience_s
+
+    def _why_stranded(self, group: SequenceGroup) -> str:
+        sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}, n {group.n}"
+        most = f"{self._fleet.largest_pool} tokens in a pool, max_num_seqs {self._fleet.most_rows}"
+        within = f"none that could came within {self._config.worker_patience_s:g} s"
+        return f"no worker here could run it ({sizes}; they have up to {most}), and {within}; go on elsewhere or later"
+
     def end(
         self,
         seq: Sequence,
@@ -120,10 +143,12 @@ class Requests:
         for leader in seq.group.sequences:  # it waited to fork off another sample
             if seq in leader.forks:
                 leader.forks.remove(seq)
-                if leader.worker_id is not None:
-                    worker = self._workers[leader.worker_id]
-                    worker.unreserve_row()
-                    self._fleet.touch(worker)
+                if leader.worker_id is None:
+                    self._sort_out(leader)
+                    return
+                worker = self._workers[leader.worker_id]
+                worker.unreserve_row()
+                self._fleet.touch(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
@@ -142,13 +167,32 @@ class Requests:
             self.migrations[migration] += 1
         self._enqueue(seq)
 
-    def _enqueue(self, seq: Sequence) -> None:
+    def sort_out(self) -> None:
+        """Workers came, left or take nothing any more: what nobody could run makes way, and comes back when somebody
+        could. Not looked for later, or each step would find it again.
+        """
+        for seq in [*self.waiting, *self.waiting.parked]:
+            self._sort_out(seq)
+
+    def _sort_out(self, seq: Sequence) -> None:
+        if self._fleet.could_run(seq) == (seq in self.waiting.parked):
+            self.waiting.remove(seq)
+            self._stand_in_line(seq)
+
+    def _stand_in_line(self, seq: Sequence) -> None:
+        if not self._fleet.could_run(seq):
+            seq.refused_by.clear()
+            self.waiting.park(seq)
+            return
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
         held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
         seq.num_cached_at, seq.most_cached = None, 0
         if seq.is_new:
             self._fleet.look(seq, seq.group.arrival)
         self.waiting.add(seq, held, self.turn(seq))
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._stand_in_line(seq)
         if seq.group.deadline < math.inf:
             self._note_deadline(seq)
 

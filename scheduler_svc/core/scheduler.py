@@ -98,6 +98,7 @@ class Scheduler:
         self._workers[capacity.worker_id] = self._ready[capacity.worker_id] = worker
         self._fleet.join(worker)
         self._prefix_events.note(worker)
+        self._requests.sort_out()
         for seq in self._waiting:
             seq.refused_by.pop(capacity.worker_id, None)  # by an earlier life of this worker, perhaps
         self._move_drained_rows()
@@ -109,6 +110,7 @@ class Scheduler:
             return
         self._fleet.leave(worker)
         self._ready.pop(worker_id, None)
+        self._requests.sort_out()
         for row in worker.rows.active().tolist():
             self._requests.requeue(worker.preempt(row), MigrationReason.LOST)
         self._prefix_events.leave(worker)
@@ -119,7 +121,8 @@ class Scheduler:
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
-            self._fleet.touch(self._workers[worker_id])
+            self._fleet.close(self._workers[worker_id])
+            self._requests.sort_out()
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
@@ -164,19 +167,28 @@ class Scheduler:
     def schedule(self, now: float) -> list[StepBatch]:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
+        if self._waiting.parked:
+            self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
         touched = self._fleet.touched
-        while self._ready and (touched or len(self._waiting)) and (new := self._schedule_once(now)):
+        while self._ready and (touched or self._waiting.num_in_line) and (new := self._schedule_once(now)):
             batches += new
         touched.clear()
-        is_served = len(self._waiting) and any(not worker.is_draining for worker in self._workers.values())
+        is_served = self._waiting.num_in_line and any(not worker.is_draining for worker in self._workers.values())
         self._measures.look_at_queue(now, is_served=bool(is_served))
         return batches
 
     def take_expired(self) -> Deltas:
-        """What `schedule` found waiting after its deadline, since the last call: nobody wants it any more."""
+        """What `schedule` ended since the last call: it waited past its deadline, and nobody wants it any more, or no
+        worker could run it for `worker_patience_s`.
+        """
         expired, self._expired = self._expired, []
         return _finishes(expired)
+
+    @property
+    def patience_ends_at(self) -> float:
+        """When `schedule` would end something for want of a worker that could run it; inf while there is nothing."""
+        return self._requests.patience_ends_at
 
     def _schedule_once(self, now: float) -> list[StepBatch]:
         """One step for each worker whose pipeline has room: an answer of one costs nothing for the others, and whoever
@@ -254,7 +266,7 @@ class Scheduler:
         """
         placed: dict[str, list[Sequence]] = {}
         is_mixed = len(self._requests.priorities) > 1
-        if not len(self._waiting) or not (is_mixed or self._may_take_somebody()):
+        if not self._waiting.num_in_line or not (is_mixed or self._may_take_somebody()):
             return placed
         self._fleet.begin(self._ready, is_mixed=is_mixed)
         moved: list[tuple[Sequence, float]] = []
@@ -264,7 +276,7 @@ class Scheduler:
             turn = self._requests.turn(seq)
             if turn != seq.queue_key[2]:
                 moved.append((seq, turn))
-            if choice is not None and choice.is_now:
+            if choice.is_now:
                 placed.setdefault(choice.worker.capacity.worker_id, []).append(seq)
             else:
                 num_passed += 1
@@ -285,11 +297,9 @@ class Scheduler:
                     return True
         return False
 
-    def _is_stuck(self, seq: Sequence, choice: Choice | None, now: float) -> bool:
+    def _is_stuck(self, seq: Sequence, choice: Choice, now: float) -> bool:
         """It finds no room anywhere, for so long that nobody may pass it any more."""
-        return (
-            choice is not None and not choice.has_room and not choice.is_held and self._requests.note_blocked(seq, now)
-        )
+        return not choice.has_room and not choice.is_held and self._requests.note_blocked(seq, now)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -401,7 +411,7 @@ class Scheduler:
         """Raise AssertionError if any books disagree. For tests."""
         for worker in self._workers.values():
             invariants.check_worker(worker)
-        invariants.check_requests(self._requests, self._workers)
+        invariants.check_requests(self._requests, self._workers, self._fleet)
         ready = {name for name, worker in self._workers.items() if worker.can_send}
         assert set(self._ready) == ready, "a worker could take a step and is not asked, or the reverse"
 

@@ -103,8 +103,7 @@ class FakeGateway:
 @asynccontextmanager
 async def running_loop(**config: object) -> AsyncIterator[StepLoop]:
     """A step loop that runs; an exception in it fails the test."""
-    patience_s = config.pop("worker_patience_s", 60.0)
-    loop = StepLoop(SchedulerConfig(**config), MemoryPrefixIndex(), worker_patience_s=patience_s)  # type: ignore[arg-type]
+    loop = StepLoop(SchedulerConfig(**config), MemoryPrefixIndex())  # type: ignore[arg-type]
     task = asyncio.create_task(loop.run())
     try:
         yield loop

@@ -217,6 +217,20 @@ async def test_requests_do_not_wait_for_a_worker_for_ever() -> None:
         assert gateway.tokens(4) == [7, 7]
 
 
+async def test_what_no_worker_could_run_does_not_wait_for_ever_though_nothing_else_happens() -> None:
+    async with running_loop(worker_patience_s=0.05) as loop:
+        gateway, big, small = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "small")
+        big.join(num_blocks=64)
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, prompt=40)
+        await settle()
+        small.join(num_blocks=4)
+        loop.worker_lost(big, "gone")
+        await until(lambda: gateway.reasons() == {(1, 0): "error"})
+        assert "40 prompt tokens" in gateway.delivered[-1].finished[0].message
+        assert not loop.has_work
+
+
 async def test_overload_and_deadlines_are_told_with_advice() -> None:
     async with running_loop(max_waiting_tokens=50, expected_output_tokens=8) as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)

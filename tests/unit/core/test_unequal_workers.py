@@ -1,0 +1,103 @@
+"""Workers of different sizes: who can only run on some of them waits for these, and in nobody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.messages import Finished
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.test_scheduler import answer
+
+BIG = make_capacity("big", num_blocks=640, max_num_seqs=32, max_num_batched_tokens=1024)
+SMALL = make_capacity("small", num_blocks=8)
+
+
+def add(scheduler: Scheduler, name: str, first: int, count: int, max_tokens: int, now: float, **fields: Any) -> None:
+    prompt = range(first, first + count)
+    scheduler.add_group(make_group(prompt, name, max_tokens=max_tokens, ignore_eos=True, **fields), now)
+
+
+def run(scheduler: Scheduler, now: float) -> dict[str, Finished]:
+    """Until no worker has anything to do."""
+    ended = []
+    while batches := scheduler.schedule(now):
+        ended += scheduler.take_expired().finished
+        for batch in batches:
+            ended += scheduler.update(answer(batch), now).finished
+        scheduler.check_invariants()
+    return {end.group.request_id: end for end in ended + scheduler.take_expired().finished}
+
+
+def lose_the_big_one(num_streams: int) -> Scheduler:
+    """So many streams are under way on the one worker that could run them; then a small one is all there is."""
+    scheduler = make_scheduler(BIG)
+    for i in range(num_streams):
+        add(scheduler, f"long{i}", 100 * i, 40, 20, 0.0, tenant_id="a")
+    for batch in scheduler.schedule(0.0):
+        scheduler.update(answer(batch), 0.0)
+    scheduler.add_worker(SMALL, 0.1)
+    scheduler.remove_worker("big", 0.2)
+    return scheduler
+
+
+def test_what_no_worker_could_run_stands_in_nobodys_way() -> None:
+    scheduler = lose_the_big_one(20)
+    for i in range(5):
+        add(scheduler, f"short{i}", 7000 + 10 * i, 4, 4, 0.3, tenant_id=f"t{i}")
+    assert run(scheduler, 1.0).keys() == {f"short{i}" for i in range(5)}
+    assert scheduler.stats().num_waiting == 20
+    scheduler.add_worker(BIG, 2.0)
+    ended = run(scheduler, 2.0)
+    assert {end.reason for end in ended.values()} == {FinishReason.LENGTH}
+    assert len(ended) == 20
+
+
+def test_what_no_worker_could_run_ends_when_none_comes_in_time() -> None:
+    scheduler = lose_the_big_one(2)
+    assert not run(scheduler, 1.0)
+    assert scheduler.patience_ends_at == 61.0
+    assert not run(scheduler, 60.9)
+    ended = run(scheduler, 61.0)
+    assert {name: end.reason for name, end in ended.items()} == dict.fromkeys(("long0", "long1"), FinishReason.ERROR)
+    assert "40 prompt tokens, max_tokens 20, n 1; they have up to 32 tokens in a pool" in ended["long0"].message
+    assert scheduler.patience_ends_at == float("inf")
+    assert not scheduler.has_work
+
+
+def test_a_worker_that_comes_and_goes_gives_all_patience_back() -> None:
+    scheduler = lose_the_big_one(1)
+    run(scheduler, 1.0)
+    scheduler.add_worker(BIG, 50.0)
+    scheduler.drain_worker("big", 50.0)
+    run(scheduler, 50.0)
+    assert scheduler.patience_ends_at == 110.0
+
+
+def test_samples_that_no_worker_has_rows_for_come_back_when_there_are_fewer() -> None:
+    scheduler = make_scheduler(make_capacity("wide"), make_capacity("narrow", max_num_seqs=2))
+    scheduler.remove_worker("wide", 0.0)
+    add(scheduler, "pair", 500, 4, 2, 0.0, n=2)
+    scheduler.add_worker(make_capacity("wide"), 0.0)
+    add(scheduler, "many", 900, 4, 2, 0.0, n=3)
+    scheduler.remove_worker("wide", 0.0)
+    assert run(scheduler, 1.0).keys() == {"pair"}
+    scheduler.finish_sample("many", 2, FinishReason.STOP, 2.0)
+    ended = run(scheduler, 2.0)
+    assert ended["many"].reason is FinishReason.LENGTH
+
+
+def test_what_no_worker_could_run_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = lose_the_big_one(30)
+    add(scheduler, "short", 7000, 4, 20, 0.3)
+    batches = scheduler.schedule(1.0)
+    monkeypatch.setattr(Fleet, "choose", lambda *_: pytest.fail("nobody is left to choose for"))
+    monkeypatch.setattr(Fleet, "could_run", lambda *_: pytest.fail("nothing has changed"))
+    for _ in range(10):
+        for batch in batches:
+            scheduler.update(answer(batch), 1.0)
+        batches = scheduler.schedule(1.0)
