@@ -192,14 +192,19 @@ class Fleet:
     def _room(self, seq: Sequence) -> Bools:
         """Who has room for it: rows, and not too much prefill before it; or may take them from less urgent ones."""
         room: Bools = self._free_rows >= 1 + len(seq.forks)
-        for name, version in seq.refused_by.items():
-            i = self._position.get(name)
-            if i is not None and self._workers[i].room_version == version:
-                room[i] = False
+        for i in self._still(seq.refused_by):
+            room[i] = False
         if self._is_mixed:
             room |= self._least_urgent > seq.group.priority
+            for i in self._still(seq.crowded_by):
+                room[i] = False
         room &= self._load < self._max_pending
         return room
+
+    def _still(self, said_at: dict[str, int]) -> list[int]:
+        """Positions of those of which no row or block has become free since they said so."""
+        workers, at = self._workers, self._position
+        return [at[name] for name, v in said_at.items() if name in at and workers[at[name]].room_version == v]
 
     # -- what is cached where -----------------------------------------------------------------------------------------
 

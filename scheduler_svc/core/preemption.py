@@ -38,11 +38,21 @@ def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> boo
     return has_preempted
 
 
-def displace(worker: WorkerState, urgent: Sequence, requests: Requests) -> None:
-    """An urgent sequence that finds no room takes that of less urgent ones."""
-    needed = ceil_div(urgent.data.num_tokens, worker.capacity.block_size)
-    while not worker.has_space(1 + len(urgent.forks), needed) and _may_displace(urgent, worker):
+def displace(worker: WorkerState, urgent: Sequence, requests: Requests, watermark: float, mean_output: float) -> None:
+    """An urgent sequence that finds no room takes that of less urgent ones, if that is enough for it: else they would
+    leave for nobody, and come back.
+    """
+    if _has_space(urgent, worker) or not _may_displace(urgent, worker):
+        return
+    if not worker.would_fit_beside_urgent(urgent, watermark, mean_output):
+        urgent.crowded_by[worker.capacity.worker_id] = worker.room_version
+        return
+    while not _has_space(urgent, worker) and _may_displace(urgent, worker):
         _preempt_one(worker, requests)
+
+
+def _has_space(seq: Sequence, worker: WorkerState) -> bool:
+    return worker.has_space(1 + len(seq.forks), ceil_div(seq.data.num_tokens, worker.capacity.block_size))
 
 
 def _may_displace(seq: Sequence, worker: WorkerState) -> bool:

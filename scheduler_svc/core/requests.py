@@ -181,7 +181,7 @@ class Requests:
 
     def _stand_in_line(self, seq: Sequence) -> None:
         if not self._fleet.could_run(seq):
-            seq.refused_by.clear()
+            seq.forget_refusals()
             self.waiting.park(seq)
             return
         remaining = seq.group.stop.max_tokens - len(seq.data.output)

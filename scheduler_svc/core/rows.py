@@ -21,6 +21,7 @@ from scheduler_svc.core.sequence import Sequence, SequenceStage
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
 
 
 class RowTable:
@@ -137,6 +138,14 @@ class RowTable:
         """The row's block table."""
         table: list[int] = self.table[row, : self.num_blocks[row]].tolist()
         return table
+
+    def are_held(self, rows: I64, num_blocks: int) -> Bools:
+        """Which blocks of the pool are in the tables of these rows."""
+        is_held = np.zeros(num_blocks, dtype=np.bool_)
+        counts = self.num_blocks[rows]
+        width = int(counts.max(initial=0))
+        is_held[self.table[rows, :width][np.arange(width) < counts[:, None]]] = True
+        return is_held
 
     def chunk_slots(self, row: int, start: int, count: int) -> U32:
         """Slots of consecutive positions of one row."""

@@ -100,7 +100,7 @@ class Scheduler:
         self._prefix_events.note(worker)
         self._requests.sort_out()
         for seq in self._waiting:
-            seq.refused_by.pop(capacity.worker_id, None)  # by an earlier life of this worker, perhaps
+            seq.forget_refusals()  # by an earlier life of this worker, perhaps
         self._move_drained_rows()
 
     def remove_worker(self, worker_id: str, now: float) -> None:
@@ -213,7 +213,7 @@ class Scheduler:
             return None
         self._note_change(worker)
         if candidates and len(self._requests.priorities) > 1:
-            displace(worker, candidates[0], self._requests)
+            displace(worker, candidates[0], self._requests, self.config.watermark, self._measures.mean_output)
         plan = worker.begin_step()
         goes_on = worker.continue_run(plan, may_begin=not candidates)
         has_preempted = not goes_on and plan_running(worker, plan, self._requests)

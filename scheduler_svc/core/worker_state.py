@@ -145,8 +145,8 @@ class WorkerState:
         if needed + unused > self.pool.num_free:
             return self._refuse(seq, saved)
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
-        max_blocks = self.capacity.num_blocks * (1 - watermark)
-        if not fits_beside(self.rows, seq, len(token_ids), saved, mean_output, max_blocks):
+        if not self._fits(seq, saved, watermark, mean_output):
+            seq.crowded_by[self.capacity.worker_id] = self.room_version
             return self._refuse(seq, saved)
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
@@ -156,6 +156,24 @@ class WorkerState:
         seq.count_cached(len(hits) * bs)
         self._plan_chunk(row, plan)
         return True
+
+    def _fits(self, seq: Sequence, saved: int, watermark: float, mean_output: float) -> bool:
+        """Beside rows that are no less urgent, once all have grown."""
+        max_blocks = self.capacity.num_blocks * (1 - watermark)
+        return fits_beside(self.rows, seq, seq.data.num_tokens, saved, mean_output, max_blocks)
+
+    def would_fit_beside_urgent(self, seq: Sequence, watermark: float, mean_output: float) -> bool:
+        """It would find room if all rows that are less urgent left."""
+        r, token_ids = self.rows, seq.data.token_ids()
+        rows = r.active()
+        rows = rows[r.priority[rows] <= seq.group.priority]
+        is_held = r.are_held(rows, self.capacity.num_blocks)
+        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self.capacity.block_size)
+        saved = int(np.count_nonzero(is_held[hits]))
+        num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - saved + int(np.count_nonzero(is_held))
+        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + 1 + len(seq.forks)
+        has_space = num_rows <= self.capacity.max_num_seqs and num_blocks <= self.capacity.num_blocks
+        return has_space and self._fits(seq, saved, watermark, mean_output)
 
     def _refuse(self, seq: Sequence, saved: int) -> bool:
         self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
@@ -181,7 +199,7 @@ class WorkerState:
         self._prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row, seq.blocked_since, seq.held_since = self.capacity.worker_id, row, None, None
-        seq.refused_by.clear()
+        seq.forget_refusals()
         plan.opens.append(
             RowOpen(
                 row=row,

@@ -88,7 +88,7 @@ class Life:
                 self._arrive()
         if self.open and rng.random() < 0.5:
             self._end_one()
-        if rng.random() < 0.004:
+        if rng.random() < 0.01:
             self._shake_workers()
         self._step()
 
@@ -182,7 +182,7 @@ class Life:
         self._publish(self.core.take_prefix_events())
 
     def _answer(self, worker: Worker) -> None:
-        output = worker.answer(fails=self.rng.random() < 0.04)
+        output = worker.answer(fails=self.rng.random() < 0.12)
         self.met["failed"] += bool(output.failures)
         self._absorb(self.core.update(output, self.now))
         stats = self.core.stats()

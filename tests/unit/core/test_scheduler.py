@@ -1,5 +1,7 @@
 """Rules of the Scheduler that transcripts do not show: refusals, failed rows, adoption, steady state."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
     StopCondition,
 )
+from scheduler_svc.core.worker_state import WorkerState
 
 
 def u32(*ids: int) -> np.ndarray:
@@ -446,6 +449,56 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
     scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
     assert send("f", takes_over=True) == []  # g died: nobody has it
     scheduler.check_invariants()
+
+
+def crowded_scheduler(urgent: SequenceGroup) -> Scheduler:
+    """One urgent request runs beside many that are not; another one comes and has no room beside the first."""
+    scheduler = make(SchedulerConfig(watermark=0.0), num_blocks=40, max_model_len=160, max_num_batched_tokens=256)
+    scheduler.add_group(group("first", range(8), max_tokens=88, priority=-1), 0.0)
+    for i in range(12):
+        scheduler.add_group(group(f"patient{i}", range(1000 * i + 100, 1000 * i + 126), 10, priority=1), 0.0)
+    for _ in range(3):
+        for batch in scheduler.schedule(0.0):
+            scheduler.update(answer(batch), 0.0)
+    scheduler.add_group(urgent, 0.0)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    "urgent",
+    [
+        group("urgent", range(5000, 5100), max_tokens=30, priority=-1),  # too many blocks beside the first
+        group("urgent", range(5000, 5004), max_tokens=2, n=8, priority=-1),  # too many rows beside it
+    ],
+    ids=["blocks", "rows"],
+)
+def test_nobody_leaves_for_who_has_no_room_even_then(urgent: SequenceGroup) -> None:
+    scheduler = crowded_scheduler(urgent)
+    ended = []
+    while scheduler.has_work:
+        for batch in scheduler.schedule(0.0):
+            ended += [end.group.request_id for end in scheduler.update(answer(batch), 0.0).finished]
+        scheduler.check_invariants()
+    assert ended.index("first") < ended.index("urgent")
+    assert scheduler.stats().preemptions == 0
+
+
+def test_who_has_no_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = crowded_scheduler(group("urgent", range(5000, 5100), max_tokens=30, priority=-1))
+    num_looks = 0
+    look = WorkerState.would_fit_beside_urgent
+
+    def count(worker: WorkerState, *args: Any) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return look(worker, *args)
+
+    monkeypatch.setattr(WorkerState, "would_fit_beside_urgent", count)
+    for _ in range(80):
+        for batch in scheduler.schedule(0.0):
+            scheduler.update(answer(batch), 0.0)
+    assert scheduler.stats().num_waiting == 1
+    assert 0 < num_looks <= 12, "once more whenever somebody ends"
 
 
 def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
