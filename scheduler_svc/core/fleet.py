@@ -50,6 +50,7 @@ class Fleet:
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
         self._pass = 0  # the latest one's number
+        self._kept: Bools | None = None  # who takes nobody else in this pass
         self._digests = PromptDigests(config.root_salt)
         self._set([], np.zeros(0, dtype=np.int64))
 
@@ -128,6 +129,7 @@ class Fleet:
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
         self._stale = {}
+        self._kept = None
         self._load, self._free_rows = self._pending.copy(), self._rows.copy()
         has_rows = (self._free_rows > 0) | (self._least_urgent > NOBODY) if is_mixed else self._free_rows > 0
         self._takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
@@ -158,6 +160,13 @@ class Fleet:
         has_room = bool(room[best])
         self._count_in(best, int(uncached[best]), 1 + len(seq.forks))
         return Choice(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
+
+    def keep_for(self, seq: Sequence) -> None:
+        """Who could run it takes nobody else in this pass."""
+        able = self._able(seq)
+        self._kept = able if self._kept is None else self._kept | able
+        self._takes &= ~able
+        self.num_takers = int(np.count_nonzero(self._takes))
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
         self._load[i] += num_tokens
@@ -199,6 +208,8 @@ class Fleet:
             for i in self._still(seq.crowded_by):
                 room[i] = False
         room &= self._load < self._max_pending
+        if self._kept is not None:
+            room &= ~self._kept
         return room
 
     def _still(self, said_at: dict[str, int]) -> list[int]:

@@ -208,7 +208,7 @@ class Requests:
         return virtual_arrival(seq.group.arrival, uncached, self._config.aging_tokens_per_s)
 
     def note_blocked(self, seq: Sequence, now: float) -> bool:
-        """It was passed over. True once that lasted too long: then nobody passes it any more."""
+        """It was passed over. True once that lasted too long: then nobody passes it any more where it could run."""
         if seq.blocked_since is None:
             seq.blocked_since = now
         return now - seq.blocked_since >= self._config.aging_s

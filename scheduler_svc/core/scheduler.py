@@ -280,7 +280,9 @@ class Scheduler:
                 placed.setdefault(choice.worker.capacity.worker_id, []).append(seq)
             else:
                 num_passed += 1
-            if not self._fleet.num_takers or num_passed > self.config.max_bypass or self._is_stuck(seq, choice, now):
+            if self._is_stuck(seq, choice, now):
+                self._fleet.keep_for(seq)
+            if not self._fleet.num_takers or num_passed > self.config.max_bypass:
                 break
         for seq, turn in moved:
             self._waiting.move(seq, turn)
@@ -298,7 +300,7 @@ class Scheduler:
         return False
 
     def _is_stuck(self, seq: Sequence, choice: Choice, now: float) -> bool:
-        """It finds no room anywhere, for so long that nobody may pass it any more."""
+        """It finds no room anywhere, for so long that nobody may pass it any more where it could run."""
         return not choice.has_room and not choice.is_held and self._requests.note_blocked(seq, now)
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -91,6 +91,43 @@ def test_samples_that_no_worker_has_rows_for_come_back_when_there_are_fewer() ->
     assert ended["many"].reason is FinishReason.LENGTH
 
 
+def test_who_has_waited_too_long_keeps_no_worker_idle_that_it_cannot_use() -> None:
+    """It failed on one, and waits for the other, which is full."""
+    scheduler = make_scheduler(*(make_capacity(name, num_blocks=128, max_num_seqs=2) for name in ("w0", "w1")))
+    for i in range(4):
+        add(scheduler, f"long{i}", 100 * i, 30, 100, 0.0)
+    for batch in scheduler.schedule(0.0):
+        scheduler.update(answer(batch, failures=(0,) if batch.worker_id == "w0" else ()), 0.0)
+    batches = scheduler.schedule(0.0)
+    assert [seq.failed_on for seq in scheduler._waiting] == ["w0"]
+    add(scheduler, "for either", 7000, 4, 4, 3.0)
+    add(scheduler, "too", 7100, 4, 4, 3.0)
+    for batch in batches:
+        scheduler.update(answer(batch), 3.0)
+    opened = [(b.worker_id, o.group.request_id) for b in scheduler.schedule(3.0) for o in b.opens]
+    assert opened == [("w0", "for either")]
+    scheduler.check_invariants()
+
+
+def test_who_has_waited_too_long_for_the_big_worker_leaves_the_small_one_to_others() -> None:
+    scheduler = make_scheduler(BIG, SMALL, watermark=0.0)
+    add(scheduler, "runs", 0, 100, 100, 0.0)
+    for i in range(12):
+        add(scheduler, f"run{i}", 1000 * (i + 1), 100, 100, 0.0)
+    batches = scheduler.schedule(0.0)
+    for now in (0.0, 3.0):
+        for batch in batches:
+            scheduler.update(answer(batch), now)
+        batches = scheduler.schedule(now)
+    assert len(scheduler._waiting)
+    for i in range(4):
+        add(scheduler, f"short{i}", 20_000 + 100 * i, 10, 10, 3.0)
+    for batch in batches:
+        scheduler.update(answer(batch), 3.0)
+    opened = {(b.worker_id, o.group.request_id) for b in scheduler.schedule(3.0) for o in b.opens}
+    assert {name for name, _ in opened} == {"small"}
+
+
 def test_what_no_worker_could_run_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = lose_the_big_one(30)
     add(scheduler, "short", 7000, 4, 20, 0.3)
