@@ -13,18 +13,18 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import U32, Bools, RowErrorCode, SamplingParams, StepBatch, StepOutput
+from worker_svc.engine.batch import U32, Bools, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.generation_config import default_sampling, eos_token_ids
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
-from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, eos_token_ids, read_json, read_vocabulary
+from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -301,22 +301,11 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=eos_token_ids(given, model),
-        default_sampling=_default_sampling(given),
+        default_sampling=default_sampling(given),
         dtype=dtype,
         determinism=config.determinism,
         backend="sim",
         numerics="sim",
         build="sim",
         quantize=config.quantize,
-    )
-
-
-def _default_sampling(given: dict[str, Any]) -> SamplingParams:
-    values = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
-        temperature=0.0 if given.get("do_sample") is False else float(values.get("temperature", 1.0)),
-        top_k=int(values.get("top_k", 0)),
-        top_p=float(values.get("top_p", 1.0)),
-        min_p=float(values.get("min_p", 0.0)),
-        seed=0,
     )

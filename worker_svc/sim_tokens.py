@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worker_svc.engine.generation_config import eos_token_ids
+
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -114,15 +116,6 @@ def read_vocabulary(model_dir: Path, *, eos_probability: float = 0.0) -> SimVoca
     known = _printable_ids(read_json(tokenizer)) if tokenizer.is_file() else set(range(vocab_size))
     printable = sorted(token_id for token_id in known if token_id < vocab_size and token_id not in eos_ids)
     return SimVocabulary(tuple(printable), eos_ids[0] if eos_ids else None, eos_probability)
-
-
-def eos_token_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids: what generation_config.json says, else config.json. ValueError for anything but ids."""
-    ids = generation_config.get("eos_token_id", config.get("eos_token_id"))
-    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
-        raise ValueError(f"eos_token_id must be a token id or a list of them, found {ids!r}")
-    return tuple(found)
 
 
 def read_json(path: Path) -> dict[str, Any]:

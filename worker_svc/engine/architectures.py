@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, is_window_opt_in=False),
 }
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+DEFAULT_WINDOW = 4096  # of configs that do not mention it, as in transformers
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -134,12 +136,16 @@ def _sliding_window(config: dict[str, Any], architecture: Architecture) -> int |
     layer_types = config.get("layer_types")
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
-    return config.get("sliding_window")
+    return config.get("sliding_window", DEFAULT_WINDOW)  # null: none
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`. Of
+    fields that a config holds twice, the one counts that transformers reads.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if ORIGINAL_LENGTH in config:
+        rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"partial_rotary_factor: only 1 is supported, found {partial!r}")

@@ -124,13 +124,13 @@ class Checkpoint:
 
     def _read_index(self) -> dict[str, str]:
         """Which file holds which tensor, for a checkpoint in several files; empty for a single one."""
+        if (self.folder / SINGLE_FILE).exists():
+            return {}  # it counts, as in transformers, if a folder has both
         if (self.folder / INDEX_FILE).exists():
             weight_map = self._read_json(INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{self.folder / INDEX_FILE} has no weight_map; download it again")
             return {str(tensor): str(file) for tensor, file in weight_map.items()}
-        if (self.folder / SINGLE_FILE).exists():
-            return {}
         raise CheckpointError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             "only safetensors checkpoints are supported, convert the model with save_pretrained"

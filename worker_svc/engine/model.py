@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Backend, ForwardBatch, Linear, RotaryTable
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
 from worker_svc.engine.kv_cache import KVCachePool
 
 Progress = Callable[[float], None]
@@ -98,6 +98,15 @@ class WeightLoader:
         """Raises CheckpointError unless all tensors are there, and no others."""
         ignored = (*IGNORED_ENDINGS, HEAD) if self._config.is_tied else IGNORED_ENDINGS
         self._checkpoint.check_names(self._expected_names(), ignored)
+        if self._config.is_tied and HEAD in self._checkpoint.tensor_names and not self._is_same(HEAD, EMBEDDING):
+            raise CheckpointError(
+                f"tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}; say false in config.json if it is to be "
+                "used, else remove it"
+            )
+
+    def _is_same(self, one: str, other: str) -> bool:
+        shape = self._config.vocab_size, self._config.hidden_size
+        return torch.equal(self._checkpoint.tensor(one, shape, None), self._checkpoint.tensor(other, shape, None))
 
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden]; left memory-mapped where the dtype allows it."""

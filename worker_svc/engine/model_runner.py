@@ -15,13 +15,14 @@ from worker_svc.engine.backend import I64, ForwardBatch, make_backend
 from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.generation_config import default_sampling, eos_token_ids
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
-from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
+from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class ModelRunner:
         self._bind_thread()
         checkpoint = Checkpoint(config.model_dir)
         model = parse_config(checkpoint.config)
+        eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
+        sampling = default_sampling(checkpoint.generation_config)
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
@@ -74,8 +77,8 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            eos_token_ids=eos_token_ids(checkpoint),
-            default_sampling=default_sampling(checkpoint),
+            eos_token_ids=eos_ids,
+            default_sampling=sampling,
             dtype=dtype,
             determinism=config.determinism,
             backend=self._backend.name,

@@ -82,7 +82,7 @@ def sample_token(logits: F32, params: SamplingParams, sample_index: int, positio
     """The token that logits [vocab] give at an output position; None for NaN, +inf or no finite number."""
     if np.isnan(logits).any() or (logits == np.inf).any() or not np.isfinite(logits).any():
         return None
-    if params.temperature < GREEDY_BELOW:
+    if np.float32(params.temperature) < np.float32(GREEDY_BELOW):  # as it travels, and as the kernels compare
         return int(logits.argmax())
     z = logits / np.float32(params.temperature)
     ids = np.flatnonzero(z >= max(keep_threshold(z, params), z.max() - np.float32(2 * MAX_NOISE))).astype(np.uint32)

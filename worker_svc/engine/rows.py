@@ -201,7 +201,9 @@ class RowTable:
         rows, num_rows = batch.rows, len(batch.rows)
         if not num_rows:
             return True
-        if rows.max() >= self._max_num_seqs or not self.is_open[rows].all() or not batch.query_lens.all():
+        if num_rows > self._max_num_seqs or rows.max() >= self._max_num_seqs:
+            return False
+        if not self.is_open[rows].all() or not batch.query_lens.all():
             return False
         nth = self._indices[:num_rows]
         self._nth_in_batch[rows] = nth

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MistralConfig
 
 from tests.unit.engine.models import make_model
+from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.checkpoint import CheckpointError
@@ -97,6 +99,20 @@ def test_folder_problems_are_named(tmp_path, folder):
         load(folder)
 
 
+def test_a_head_of_its_own_beside_tied_embeddings_is_refused(tmp_path):
+    folder = make_model(tmp_path, "llama", tie_word_embeddings=True, num_hidden_layers=1)
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(folder)  # the same weights once more
+    change_tensors(folder, lambda t: t["lm_head.weight"].add_(1.0))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, and lm_head\.weight is not"):
+        load(folder)
+
+
+def test_a_single_file_counts_beside_an_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "nowhere.safetensors"}}')
+    load(folder)
+
+
 def test_missing_shard_is_named(tmp_path):
     folder = make_model(tmp_path, "llama", max_shard_size="60KB")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
@@ -132,9 +148,10 @@ def test_eos_falls_back_to_the_config(folder, rewrite_config):
     (folder / "generation_config.json").unlink()
     assert load(folder).info.eos_token_ids == (2,)
     assert load(folder).info.default_sampling.temperature == 1.0
-    rewrite_config(folder, eos_token_id="two")
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        load(folder)
+    for bad in ("two", -1, [2, -1]):
+        rewrite_config(folder, eos_token_id=bad)
+        with pytest.raises(ValueError, match="eos_token_id must be a token id"):
+            load(folder)
 
 
 def test_pool_is_sized_from_memory(folder):
@@ -160,6 +177,10 @@ def test_max_model_len(folder, rewrite_config, caplog):
 def test_mistral_window_caps_the_length(tmp_path):
     folder = make_model(tmp_path, "mistral", sliding_window=64)
     assert load(folder).info.max_model_len == 64
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    assert parse_config(config).sliding_window == MistralConfig.from_dict(config).sliding_window == 4096
+    assert parse_config(config | {"sliding_window": None}).sliding_window is None
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
@@ -218,3 +239,15 @@ def test_progress_reaches_one(folder):
 def test_generation_config_is_optional_json(folder):
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
     assert load(folder).info.default_sampling.temperature == 0.0
+
+
+def test_generation_config_may_switch_off(folder, rewrite_config):
+    rewrite_config(folder, "generation_config.json", top_k=-1, top_p=0.0, min_p=None)
+    assert load(folder).info.default_sampling == SamplingParams(1.0, 0, 1.0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 1.5), ("top_k", "all"), ("min_p", True)])
+def test_bad_generation_config_is_named(folder, rewrite_config, name, value):
+    rewrite_config(folder, "generation_config.json", **{name: value})
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {name} is {value!r}"):
+        load(folder)

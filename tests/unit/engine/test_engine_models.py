@@ -147,6 +147,16 @@ def test_old_rope_fields_are_read(tmp_path, rewrite_config):
     check_against(reference, driver, [0])
 
 
+def test_of_rope_fields_given_twice_the_same_counts_as_in_transformers(tmp_path, rewrite_config):
+    folder = make_model(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    rewrite_config(folder, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=48)
+    reference = load_reference(folder)
+    driver = Driver(load(folder))
+    driver.open(0, prompts([100])[0])
+    driver.prefill(0)
+    check_against(reference, driver, [0])
+
+
 def test_bfloat16_is_as_close_as_transformers(tmp_path):
     """Rounding of the same size as transformers' own: a planted error would be far above it."""
     folder = make_model(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=4)

@@ -86,6 +86,7 @@ BAD_ROWS = {
     "not open": ({"rows": (1,)}, "not open"),
     "outside": ({"rows": (100,)}, "max_num_seqs"),
     "twice": ({"rows": (0, 0), "query_lens": (5, 5), "context_lens": (0, 5)}, "twice"),
+    "more than rows": ({"rows": (0,) * 9, "query_lens": (1,) * 9, "context_lens": (0,) * 9, "slots": [0] * 9}, "twice"),
     "empty": ({"query_lens": (0,)}, "at least 1"),
     "unknown tokens": ({"context_lens": (1,), "slots": range(1, 11)}, "knows 10 tokens"),
     "never computed": ({"context_lens": (4,), "query_lens": (6,), "slots": range(4, 10)}, "computed are 0 tokens"),

@@ -25,6 +25,7 @@ from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, Step
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.generation_config import default_sampling, eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
@@ -42,7 +43,7 @@ from worker_svc.engine.noise import GREEDY_BELOW
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
-from worker_svc.engine.settings import choose_max_model_len, default_sampling, eos_token_ids
+from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ class DeviceRunner:
         self._device = find_device(self._group.rank)
         checkpoint = Checkpoint(config.model_dir)
         whole = parse_config(checkpoint.config)
+        eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
+        sampling = default_sampling(checkpoint.generation_config)
         model = shard_config(whole, self._group)
         _check_heads(model)
         dtype = _choose_dtype(config, checkpoint, self._device)
@@ -181,8 +184,8 @@ class DeviceRunner:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            eos_token_ids=eos_token_ids(checkpoint),
-            default_sampling=default_sampling(checkpoint),
+            eos_token_ids=eos_ids,
+            default_sampling=sampling,
             dtype=dtype,
             determinism=config.determinism,
             backend=backend,
