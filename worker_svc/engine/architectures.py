@@ -136,7 +136,8 @@ def _sliding_window(config: dict[str, Any], architecture: Architecture) -> int |
     layer_types = config.get("layer_types")
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
-    return config.get("sliding_window", DEFAULT_WINDOW)  # null: none
+    window: int | None = config.get("sliding_window", DEFAULT_WINDOW)
+    return window
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
