@@ -43,9 +43,8 @@ RETRY_AFTER_S = 1.0
 SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests go elsewhere
 NOTABLE_PART = 0.25  # of the time it may be silent: a timer that is late by less is just a late timer
 MAX_HANDLE = 2**32
-MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (
-    1 << 20
-)  # a larger message would end the stream, and so move everybody's requests
+# A larger message than gRPC allows would end the stream, and so move everybody's requests.
+MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 
 
 class SchedulerEvents(Protocol):
@@ -357,9 +356,7 @@ class SchedulerClient:
     async def _fetch_bundle(self, digest: bytes) -> bytes:
         call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
         parts = [part async for part in call]
-        if not all(
-            isinstance(part, pb.GetBundleResponse) for part in parts
-        ):  # grpc gives None for what it cannot decode
+        if None in parts:  # grpc could not decode one
             raise BundleError("the bundle arrived damaged: one of its parts is no GetBundleResponse")
         return b"".join(part.data for part in parts)
 

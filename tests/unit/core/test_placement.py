@@ -12,6 +12,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.worker_state import WorkerState
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
 
 
@@ -141,20 +142,12 @@ def test_who_was_refused_is_not_placed_again_before_there_is_more_room(monkeypat
     batches = scheduler.schedule(0.0)
     waiting = scheduler.stats().num_waiting
     assert waiting
-    num_choices = 0
-    choose = Fleet.choose
-
-    def count(fleet: Fleet, *args: Any) -> Any:
-        nonlocal num_choices
-        num_choices += 1
-        return choose(fleet, *args)
-
-    monkeypatch.setattr(Fleet, "choose", count)
+    choices = count_calls(monkeypatch, Fleet, "choose")
     for _ in range(10):
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
         batches = scheduler.schedule(0.0)
-    assert num_choices <= waiting
+    assert len(choices) <= waiting
     while scheduler.stats().num_waiting == waiting:
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
@@ -166,19 +159,11 @@ def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypat
     scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=16), max_waiting=2000)
     for i in range(1000):
         add(scheduler, f"r{i}", 9, max_tokens=3)
-    num_looks = 0
-    look = WorkerState.num_cached
-
-    def count(worker: WorkerState, *args: Any) -> int:
-        nonlocal num_looks
-        num_looks += 1
-        return look(worker, *args)
-
-    monkeypatch.setattr(WorkerState, "num_cached", count)
+    looks = count_calls(monkeypatch, WorkerState, "num_cached")
     for step in range(40):
         for batch in scheduler.schedule(step / 100):
             scheduler.update(answer(batch), step / 100)
-    assert num_looks < 40 * 20
+    assert len(looks) < 40 * 20
 
 
 def test_what_waits_ends_at_its_deadline_wherever_it_stands_in_line() -> None:

@@ -1,7 +1,5 @@
 """Rules of the Scheduler that transcripts do not show: refusals, failed rows, adoption, steady state."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -36,6 +34,7 @@ from scheduler_svc.core.sequence import (
     StopCondition,
 )
 from scheduler_svc.core.worker_state import WorkerState
+from tests.unit.core.calls import count_calls
 
 
 def u32(*ids: int) -> np.ndarray:
@@ -485,20 +484,12 @@ def test_nobody_leaves_for_who_has_no_room_even_then(urgent: SequenceGroup) -> N
 
 def test_who_has_no_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = crowded_scheduler(group("urgent", range(5000, 5100), max_tokens=30, priority=-1))
-    num_looks = 0
-    look = WorkerState.would_fit_beside_urgent
-
-    def count(worker: WorkerState, *args: Any) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        return look(worker, *args)
-
-    monkeypatch.setattr(WorkerState, "would_fit_beside_urgent", count)
+    looks = count_calls(monkeypatch, WorkerState, "would_fit_beside_urgent")
     for _ in range(80):
         for batch in scheduler.schedule(0.0):
             scheduler.update(answer(batch), 0.0)
     assert scheduler.stats().num_waiting == 1
-    assert 0 < num_looks <= 12, "once more whenever somebody ends"
+    assert 0 < len(looks) <= 12, "once more whenever somebody ends"
 
 
 def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
