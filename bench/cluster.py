@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.fleet import Choice, Fleet
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.placement.fleet import Choice, Fleet
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, StopCondition
 

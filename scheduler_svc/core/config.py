@@ -19,7 +19,7 @@ class SchedulerConfig:
     aging_tokens_per_s: float = 1000.0  # uncached tokens that a second of waiting makes up for; inf: order of arrival
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
     placement_slack: float = (
-        0.1  # part of a prompt that is not worth a detour: below it the pool under least strain wins
+        0.1  # part of a prompt that is not worth a detour: below it the pool under least pressure wins
     )
     leave_part: float = 0.3  # of the wait it saves that recomputing may cost when a request leaves its cached prefix
     max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more

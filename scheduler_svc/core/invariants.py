@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from scheduler_svc.core.fleet import Fleet
-from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 def check_worker(worker: WorkerState) -> None:
@@ -17,16 +17,16 @@ def check_worker(worker: WorkerState) -> None:
     worker.pool.check_invariants()
     rows, r = worker.rows.active(), worker.rows
     assert worker.num_messages <= worker.capacity.pipeline_depth, "too many steps in flight"
-    num_messages = sum(flight.burst_len > 0 for flight in worker.flights)
+    num_messages = sum(step.burst_len > 0 for step in worker.in_flight)
     assert worker.num_messages == num_messages, "messages in flight are counted wrong"
-    assert not worker.flights or worker.flights[-1].burst_len, "a burst has no end"
+    assert not worker.in_flight or worker.in_flight[-1].burst_len, "a burst has no end"
     assert worker.pending_prefill == r.pending_prefill(), "pending prefill is counted wrong"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)
         np.add.at(refs, r.blocks(row), 1)
-    for flight in worker.flights:
-        for blocks in flight.releases:
+    for step in worker.in_flight:
+        for blocks in step.releases:
             np.add.at(refs, blocks, 1)
     assert (refs == worker.pool.refs).all(), "ref counts disagree with tables and steps in flight"
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
@@ -54,8 +54,8 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], fleet: F
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
     for seq in requests.waiting:
         assert fleet.could_run(seq), f"sequence {seq.seq_id} is in line, and nobody here could run it"
-    for seq in requests.waiting.parked:
-        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is parked, and somebody could run it"
+    for seq in requests.waiting.unschedulable:
+        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is unschedulable, and somebody could run it"
     for group in groups:
         for seq in group.sequences:
             _check_place(seq, requests, workers)

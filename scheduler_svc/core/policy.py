@@ -54,7 +54,7 @@ def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -
     return pending_prefill + alpha * uncached_tokens
 
 
-def best_place(scores: F64, slack: float, strain: F64, allowed: Bools) -> int:
+def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
     """Position of the best among the allowed (one at least). Scores within `slack` of it are as good; of these the
     pool wins of which least is in use and into which least was ever put, by its size: there least is lost.
 
@@ -64,7 +64,7 @@ def best_place(scores: F64, slack: float, strain: F64, allowed: Bools) -> int:
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
     near = (scores <= scores[scores.argmin()] + slack).nonzero()[0]
-    return int(near[strain[near].argmin()] if len(near) > 1 else near[0])
+    return int(near[pressure[near].argmin()] if len(near) > 1 else near[0])
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.messages import PrefixEvent
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 class PrefixEvents:

@@ -19,13 +19,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.admission import could_run
-from scheduler_svc.core.answers import append_tokens, check_answer
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import UnexpectedStepError
-from scheduler_svc.core.failures import rows_tainted_by
-from scheduler_svc.core.fleet import Choice, Fleet
-from scheduler_svc.core.intake import Intake
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
@@ -40,14 +35,19 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.pace import Measures
-from scheduler_svc.core.preemption import displace, plan_running
+from scheduler_svc.core.placement.fleet import Choice, Fleet
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
-from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.queue.intake import Intake
+from scheduler_svc.core.queue.pace import Measures
+from scheduler_svc.core.queue.preemption import displace, plan_running
+from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
-from scheduler_svc.core.step_plan import I64, Flight, StepPlan
-from scheduler_svc.core.stops import Stops
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.admission import could_run
+from scheduler_svc.core.steps.answers import append_tokens, check_answer
+from scheduler_svc.core.steps.failures import rows_tainted_by
+from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
+from scheduler_svc.core.steps.stops import Stops
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 MAX_REFUSALS = 4  # of one worker in one step: each costs a look at all its rows
 
@@ -167,7 +167,7 @@ class Scheduler:
     def schedule(self, now: float) -> list[StepBatch]:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
-        if self._waiting.parked:
+        if self._waiting.unschedulable:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
         touched = self._fleet.touched
@@ -221,7 +221,7 @@ class Scheduler:
             self._admit(worker, plan, candidates, now)
         batch = worker.finish_plan(plan)
         if batch is not None:
-            worker.flights[-1].sent_at = now
+            worker.in_flight[-1].sent_at = now
             if self.config.burst_s and not candidates:
                 worker.plan_burst(batch, self.config.burst_s)
             self._steps += 1 + len(batch.then)
@@ -309,39 +309,40 @@ class Scheduler:
         """A worker answered its oldest step: new tokens, and what ended.
 
         Answers of workers that are gone are ignored. Raises UnexpectedStepError if the step is not the oldest one in
-        flight: the caller then removes the worker.
+        step: the caller then removes the worker.
         """
         worker = self._workers.get(output.worker_id)
         if worker is None:
             return _finishes([])
-        if not worker.flights or worker.flights[0].step_id != output.step_id:
-            expected = worker.flights[0].step_id if worker.flights else None
+        if not worker.in_flight or worker.in_flight[0].step_id != output.step_id:
+            expected = worker.in_flight[0].step_id if worker.in_flight else None
             raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, not {expected}")
-        flight = worker.flights[0]
-        failures = check_answer(flight, output)
-        worker.flights.popleft()
-        if flight.burst_len:
+        step = worker.in_flight[0]
+        failures = check_answer(step, output)
+        worker.in_flight.popleft()
+        if step.burst_len:
             self._ready[output.worker_id] = worker
         self._note_change(worker)
-        self._note_prefill_pace(worker, flight, now)
-        failed = self._fail_rows(worker, flight, failures) if failures else []
-        rows, deltas = append_tokens(worker.rows, flight, output, self._share)
-        worker.commit_fills(flight)
+        self._note_prefill_pace(worker, step, now)
+        failed = self._fail_rows(worker, step, failures) if failures else []
+        rows, deltas = append_tokens(worker.rows, step, output)
+        self._share.charge_outputs(worker.rows.tenant, rows)
+        worker.commit_fills(step)
         deltas.finished.extend(failed)
-        if flight.may_reach_limit or self._stops.may_end(flight.run, deltas.token_ids):
+        if step.may_reach_limit or self._stops.may_end(step.run, deltas.token_ids):
             self._finish_rows(worker, rows, deltas)
-        if flight.prompt_only:
-            self._finish_prompt_only(worker, flight, deltas)
-        worker.free_released(flight)
+        if step.prompt_only:
+            self._finish_prompt_only(worker, step, deltas)
+        worker.free_released(step)
         return deltas
 
-    def _note_prefill_pace(self, worker: WorkerState, flight: Flight, now: float) -> None:
+    def _note_prefill_pace(self, worker: WorkerState, step: InFlightStep, now: float) -> None:
         """Only steps that were full tell what a worker can do; in others prompts waited for nothing."""
-        if flight.is_full:
-            chunks = int(flight.query_lens[flight.query_lens > 1].sum())
-            self._measures.prefill.note(chunks, now - max(flight.sent_at, worker.answered_at))
-        if flight.burst_len:
-            worker.note_answer(flight, now)
+        if step.is_full:
+            chunks = int(step.query_lens[step.query_lens > 1].sum())
+            self._measures.prefill.note(chunks, now - max(step.sent_at, worker.answered_at))
+        if step.burst_len:
+            worker.note_answer(step, now)
 
     def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas) -> None:
         """End the rows whose newest token ends them."""
@@ -352,18 +353,18 @@ class Scheduler:
             if reason is not FinishReason.LENGTH:
                 self._measures.note_output(len(seq.data.output))
 
-    def _finish_prompt_only(self, worker: WorkerState, flight: Flight, deltas: Deltas) -> None:
-        for row in flight.prompt_only:
-            if flight.generation[row] == worker.rows.generation[row] and worker.rows.sequences[row] is not None:
+    def _finish_prompt_only(self, worker: WorkerState, step: InFlightStep, deltas: Deltas) -> None:
+        for row in step.prompt_only:
+            if step.generation[row] == worker.rows.generation[row] and worker.rows.sequences[row] is not None:
                 deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
-    def _fail_rows(self, worker: WorkerState, flight: Flight, failures: list[RowFailure]) -> list[Finished]:
+    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
         """A row that failed is tried once more on another worker, if there is one: it may have been the machine. Failed
         again, or alone with its worker, it ends. Rows that read what it was to compute are recomputed, even if they
         failed with it.
         """
-        live = [f for f in failures if flight.generation[f.row] == worker.rows.generation[f.row]]
-        tainted = rows_tainted_by(worker, {failure.row for failure in live}, flight)
+        live = [f for f in failures if step.generation[f.row] == worker.rows.generation[f.row]]
+        tainted = rows_tainted_by(worker, {failure.row for failure in live}, step)
         for row in tainted:
             self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
         alone = [failure for failure in live if failure.row not in tainted]

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 )
 
 from prefix_index.hashing import extend_digests
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.line import Line
-from scheduler_svc.core.ring import Ring
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.free_list import FreeList
+from scheduler_svc.core.blocks.lru_queue import LruQueue
 
 BLOCK_SIZE = 2
 SETTINGS = settings(max_examples=120, stateful_step_count=40)
@@ -180,18 +180,18 @@ TestBlockManager = BlockManagerMachine.TestCase
 TestBlockManager.settings = SETTINGS
 
 
-def take_newest(line: Line, count: int, until: int) -> np.ndarray:
+def take_newest(line: LruQueue, count: int, until: int) -> np.ndarray:
     return line._blocks[line._here(line._head, line._tail)[::-1][:count]]
 
 
-def take_newest_empty(ring: Ring, count: int) -> np.ndarray:
+def take_newest_empty(ring: FreeList, count: int) -> np.ndarray:
     numbers = ring.tolist()
     ring.remove(numbers)
     ring.put(numbers[: len(numbers) - count])
     return np.array(numbers[len(numbers) - count :], dtype=np.int64)
 
 
-@pytest.mark.parametrize(("owner", "wrong"), [(Line, take_newest), (Ring, take_newest_empty)])
+@pytest.mark.parametrize(("owner", "wrong"), [(LruQueue, take_newest), (FreeList, take_newest_empty)])
 def test_the_model_knows_the_order_of_eviction(owner: type, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "take", wrong)
     with pytest.raises(AssertionError):

@@ -16,15 +16,15 @@ import pytest
 
 from prefix_index import hashing
 from scheduler_svc.core import prompt_digests, scheduler, worker_state
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.decode_run import DecodeRun
-from scheduler_svc.core.line import Line
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step_plan import Flight, StepPlan
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import RowTable
+from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker
@@ -220,10 +220,10 @@ def committed_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, worker: WorkerState, plan: StepPlan) -> StepBatch | None:
         batch = original(worker, plan)
         if batch is not None:
-            worker.commit_fills(replace_rows(worker.flights[-1]))
+            worker.commit_fills(replace_rows(worker.in_flight[-1]))
         return batch
 
-    def replace_rows(flight: Flight) -> Flight:
+    def replace_rows(flight: InFlightStep) -> InFlightStep:
         return replace(flight, full=flight.full[:0])
 
     wrap(patch, WorkerState, "finish_plan", finish)
@@ -244,13 +244,13 @@ def heads_evicted_before_tails(patch: Patch) -> None:
 
 @bug("evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
-    def take(original: Any, line: Line, count: int, until: int) -> np.ndarray:
+    def take(original: Any, line: LruQueue, count: int, until: int) -> np.ndarray:
         places = line._here(line._head, line._tail)
         if not len(places):
             line._head = line._tail
         return line._blocks[places[::-1][:count]]
 
-    wrap(patch, Line, "take", take)
+    wrap(patch, LruQueue, "take", take)
 
 
 @bug("told twice|do not add up|still published|no acknowledged step")
@@ -268,7 +268,7 @@ def evictions_not_announced(patch: Patch) -> None:
 
 @bug("the oracle has|a token after the end|token at offset|Error")
 def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
-    def append(original: Any, table: RowTable, flight: Flight, output: Any, share: Any) -> Any:
+    def append(original: Any, table: RowTable, flight: InFlightStep, output: Any, share: Any) -> Any:
         return original(table, replace(flight, generation=table.generation.copy()), output, share)
 
     wrap(patch, scheduler, "append_tokens", append)
@@ -371,8 +371,8 @@ def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
 
 @bug("the oracle has", failure_rate=0.4)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
-    def tainted(original: Any, worker: WorkerState, failed: set[int], flight: Flight) -> list[int]:
-        flights = (flight, *worker.flights)
+    def tainted(original: Any, worker: WorkerState, failed: set[int], flight: InFlightStep) -> list[int]:
+        flights = (flight, *worker.in_flight)
         forks = [f.forks for f in flights]
         for f in flights:
             f.forks = []
@@ -386,7 +386,7 @@ def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
 
 @bug("nothing moves")
 def refused_once_and_never_asked_again(patch: Patch) -> None:
-    def room(original: Any, worker: WorkerState, flight: Flight) -> None:
+    def room(original: Any, worker: WorkerState, flight: InFlightStep) -> None:
         version = worker.room_version
         original(worker, flight)
         worker.room_version = version

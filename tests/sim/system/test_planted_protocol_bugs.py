@@ -20,8 +20,8 @@ import gateway_svc.validation
 from gateway_svc.scheduler_client import SchedulerClient
 from scheduler_svc import wire
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import Flight, StepPlan
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
+from scheduler_svc.core.steps.worker_state import WorkerState
 from scheduler_svc.worker_link import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
 from worker_svc.executor import Lease, StepExecutor
@@ -103,10 +103,10 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, worker: WorkerState, plan: StepPlan) -> Any:
         batch = original(worker, plan)
         if batch is not None:
-            worker.commit_fills(_without_decodes(worker.flights[-1]))
+            worker.commit_fills(_without_decodes(worker.in_flight[-1]))
         return batch
 
-    def _without_decodes(flight: Flight) -> Flight:
+    def _without_decodes(flight: InFlightStep) -> InFlightStep:
         return replace(flight, full=flight.full[:0])
 
     wrap(patch, WorkerState, "finish_plan", finish)

@@ -5,10 +5,10 @@ from itertools import permutations
 
 import numpy as np
 
-from scheduler_svc.core.admission import Need, fits_beside
 from scheduler_svc.core.policy import projected_peak, reserved_blocks
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceData
+from scheduler_svc.core.steps.admission import Need, fits_beside
+from scheduler_svc.core.steps.rows import RowTable
 from tests.builders import make_capacity, make_group, make_scheduler
 
 BLOCK_SIZE = 4

@@ -14,7 +14,7 @@ def test_a_row_that_had_no_block_for_a_while_goes_on_where_it_was() -> None:
     scheduler.add_group(SequenceGroup("r", np.array([5, 6, 7], np.uint32), StopCondition(20)), 0.0)
     in_flight = scheduler.schedule(0.0)  # contexts 0, 3, 4, 5
     worker = scheduler._workers["w"]
-    worker.flights[-1].releases.append(worker.pool.allocate(worker.pool.num_free))
+    worker.in_flight[-1].releases.append(worker.pool.allocate(worker.pool.num_free))
 
     def answer_oldest() -> list[StepBatch]:
         batch = in_flight.pop(0)

@@ -7,9 +7,9 @@ from collections import Counter
 
 import numpy as np
 
-from scheduler_svc.core import fairness
-from scheduler_svc.core.fairness import FairShare, WaitingQueue
 from scheduler_svc.core.messages import EMPTY
+from scheduler_svc.core.queue import fairness
+from scheduler_svc.core.queue.fairness import FairShare, WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from tests.builders import make_capacity, make_group, make_scheduler

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.messages import StepBatch
+from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.policy import (
     best_place,
     ceil_div,
@@ -19,6 +18,7 @@ from scheduler_svc.core.policy import (
     projected_peak,
     virtual_arrival,
 )
+from scheduler_svc.core.queue.pace import Pace
 
 SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=8)
 
@@ -92,18 +92,18 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
 def test_a_prefix_draws_a_request_until_too_much_waits_there() -> None:
     uncached = np.array([100, 1000])
     idle, busy = np.array([0, 0]), np.array([2800, 0])
-    allowed, strain = np.array([True, True]), np.array([0.5, 0.5])
-    assert best_place(placement_scores(idle, uncached, 3.0), 0.0, strain, allowed) == 0
-    assert best_place(placement_scores(busy, uncached, 3.0), 0.0, strain, allowed) == 1
-    assert best_place(placement_scores(busy, uncached, 4.0), 0.0, strain, allowed) == 0
+    allowed, pressure = np.array([True, True]), np.array([0.5, 0.5])
+    assert best_place(placement_scores(idle, uncached, 3.0), 0.0, pressure, allowed) == 0
+    assert best_place(placement_scores(busy, uncached, 3.0), 0.0, pressure, allowed) == 1
+    assert best_place(placement_scores(busy, uncached, 4.0), 0.0, pressure, allowed) == 0
 
 
 def test_among_those_as_good_the_pool_under_least_strain_is_chosen_if_it_is_allowed() -> None:
-    scores, strain = np.array([5.0, 5.0, 6.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
-    assert best_place(scores, 0.0, strain, np.array([True, True, True, True])) == 1
-    assert best_place(scores, 1.0, strain, np.array([True, True, True, True])) == 2
-    assert best_place(scores, 1.0, strain, np.array([True, False, False, True])) == 0
-    assert best_place(scores, 0.0, strain, np.array([False, False, False, True])) == 3
+    scores, pressure = np.array([5.0, 5.0, 6.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
+    assert best_place(scores, 0.0, pressure, np.array([True, True, True, True])) == 1
+    assert best_place(scores, 1.0, pressure, np.array([True, True, True, True])) == 2
+    assert best_place(scores, 1.0, pressure, np.array([True, False, False, True])) == 0
+    assert best_place(scores, 0.0, pressure, np.array([False, False, False, True])) == 3
 
 
 def test_short_work_comes_first_until_the_long_one_has_waited_enough() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from prefix_index.hashing import extend_digests, root_digest
-from scheduler_svc.core import prompt_digests
-from scheduler_svc.core.prompt_digests import PromptDigests
+from scheduler_svc.core.blocks import prompt_digests
+from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 
 BLOCK_SIZE = 4
 

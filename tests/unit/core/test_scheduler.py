@@ -33,7 +33,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
     StopCondition,
 )
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.unit.core.calls import count_calls
 
 

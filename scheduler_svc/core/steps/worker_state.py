@@ -9,19 +9,19 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
-from scheduler_svc.core.admission import Need, fits_beside
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.decode_run import DecodeRun
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
 from scheduler_svc.core.policy import ceil_div
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.step_plan import (
+from scheduler_svc.core.steps.admission import Need, fits_beside
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import RowTable
+from scheduler_svc.core.steps.step_plan import (
     I64,
     NO_ROWS,
     U32,
     Bools,
-    Flight,
+    InFlightStep,
     StepPlan,
     concatenated,
     make_batch,
@@ -50,7 +50,7 @@ class WorkerState:
             capacity.num_blocks, capacity.block_size, prefix_caching=prefix_caching, reuse_bonus=reuse_bonus
         )
         self.rows = RowTable(capacity)
-        self.flights: deque[Flight] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self.num_messages = 0  # in flight; each carries one step, or a burst of them
         self.answered_at = 0.0
         self.decode_s: float | None = None  # running mean of what a steady step takes
@@ -87,7 +87,7 @@ class WorkerState:
     @property
     def backlog(self) -> int:
         """Prompt tokens that are admitted and not answered."""
-        in_flight = sum(int(f.query_lens[f.query_lens > 1].sum()) for f in self.flights)
+        in_flight = sum(int(f.query_lens[f.query_lens > 1].sum()) for f in self.in_flight)
         return self.pending_prefill + in_flight
 
     @property
@@ -101,13 +101,13 @@ class WorkerState:
         return sum(todo[row] - 1 for row in self._prefilling)
 
     @property
-    def num_limbo(self) -> int:
+    def num_pending_free(self) -> int:
         """Blocks that become free when steps in flight are answered."""
-        return sum(len(blocks) for flight in self.flights for blocks in flight.releases)
+        return sum(len(blocks) for step in self.in_flight for blocks in step.releases)
 
     def has_space(self, num_rows: int, num_blocks: int) -> bool:
         """So many rows and blocks are free, or will be when the steps in flight are answered."""
-        return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_limbo
+        return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_pending_free
 
     def adopt(self, blocks: Iterable[CachedBlock]) -> None:
         """Take over what the worker's pool already holds, listed in the order of the commits.
@@ -261,23 +261,23 @@ class WorkerState:
 
     def plan_burst(self, first: StepBatch, burst_s: float) -> None:
         """Let as many more steps of the same run follow `first` in its message as the worker decodes in that time."""
-        head = self.flights[-1]
+        head = self.in_flight[-1]
         num_steps = min(MAX_BURST, int(burst_s / self.decode_s)) if self.decode_s else 1
-        while len(first.then) + 1 < num_steps and self.flights[-1].run is not None:
+        while len(first.then) + 1 < num_steps and self.in_flight[-1].run is not None:
             plan = self.begin_step()
             batch = self.finish_plan(plan) if self.continue_run(plan) else None
             if batch is None:
                 break
             first.then.append(batch)
-            self.flights[-1].sent_at = head.sent_at
-            self.flights[-1].burst_len, self.flights[-2].burst_len = 1 + len(first.then), 0
+            self.in_flight[-1].sent_at = head.sent_at
+            self.in_flight[-1].burst_len, self.in_flight[-2].burst_len = 1 + len(first.then), 0
             self.num_messages -= 1
 
-    def note_answer(self, flight: Flight, now: float) -> None:
+    def note_answer(self, step: InFlightStep, now: float) -> None:
         """All steps of a message are answered: the pipeline takes another, and what took how long is known."""
         self.num_messages -= 1
-        if flight.run is not None:
-            took = (now - max(flight.sent_at, self.answered_at)) / flight.burst_len
+        if step.run is not None:
+            took = (now - max(step.sent_at, self.answered_at)) / step.burst_len
             self.decode_s = took if self.decode_s is None else self.decode_s + DECODE_WEIGHT * (took - self.decode_s)
         self.answered_at = now
 
@@ -386,7 +386,7 @@ class WorkerState:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Turn a plan into the batch to send and remember it as in flight; None if there is nothing to tell."""
-        if not plan.rows and (self.flights or not self.has_news):
+        if not plan.rows and (self.in_flight or not self.has_news):
             return None
         if plan.run is not None and len(plan.rows) == 1:
             return self._finish_run(plan, plan.run)
@@ -405,7 +405,7 @@ class WorkerState:
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
         self.may_go_on = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
-        flight = Flight(
+        step = InFlightStep(
             step_id=self._next_step_id,
             rows=rows,
             context_lens=context_lens.astype(np.uint32),
@@ -421,7 +421,7 @@ class WorkerState:
             is_full=plan.budget < 1,
         )
         plan.forks = sampling_forks
-        return self._send(plan, flight, sample_mask, slots)
+        return self._send(plan, step, sample_mask, slots)
 
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
         """The step that consists of the run and nothing else: everything is one further than it was."""
@@ -430,7 +430,7 @@ class WorkerState:
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
         r.computed += run.is_member
         r.pending += run.is_member
-        flight = Flight(
+        step = InFlightStep(
             step_id=self._next_step_id,
             rows=run.rows,
             context_lens=run.context_lens,
@@ -445,13 +445,13 @@ class WorkerState:
             prompt_only=[],
             is_full=False,
         )
-        return self._send(plan, flight, run.sample_mask, run.slots)
+        return self._send(plan, step, run.sample_mask, run.slots)
 
-    def _send(self, plan: StepPlan, flight: Flight, sample_mask: Bools, slots: U32) -> StepBatch:
+    def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         news = self._closed, self.pool.take_commits() if self.pool.commits else []
-        batch = make_batch(self.capacity.worker_id, plan, flight, sample_mask, slots, news)
+        batch = make_batch(self.capacity.worker_id, plan, step, sample_mask, slots, news)
         self._closed = []
-        self.flights.append(flight)
+        self.in_flight.append(step)
         self.num_messages += 1
         self._next_step_id += 1
         self.steps += 1
@@ -459,15 +459,15 @@ class WorkerState:
 
     # -- after an answer ----------------------------------------------------------------------------------------------
 
-    def commit_fills(self, flight: Flight) -> None:
+    def commit_fills(self, step: InFlightStep) -> None:
         """The step is acknowledged: what it completed is a cached prefix from now on."""
-        for _, fills in flight.fills:
+        for _, fills in step.fills:
             self.pool.commit(fills)
-        if not len(flight.full):
+        if not len(step.full):
             return
-        rows, ends = flight.rows[flight.full], flight.context_lens[flight.full] + 1
-        if flight.generation is not self.rows.generation:
-            is_open = flight.generation[rows] == self.rows.generation[rows]
+        rows, ends = step.rows[step.full], step.context_lens[step.full] + 1
+        if step.generation is not self.rows.generation:
+            is_open = step.generation[rows] == self.rows.generation[rows]
             rows, ends = rows[is_open], ends[is_open]
         if len(rows):
             self._commit_decoded(rows, ends)
@@ -485,11 +485,11 @@ class WorkerState:
             digests.append(known[index])
         self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
 
-    def free_released(self, flight: Flight) -> None:
+    def free_released(self, step: InFlightStep) -> None:
         """Blocks that this step was the last to name."""
-        for blocks in flight.releases:
+        for blocks in step.releases:
             self.pool.free(blocks)
-        self.room_version += bool(flight.releases)
+        self.room_version += bool(step.releases)
 
     # -- rows end -----------------------------------------------------------------------------------------------------
 
@@ -521,8 +521,8 @@ class WorkerState:
         self._closed.append(row)
 
     def _release(self, blocks: I64) -> None:
-        if self.flights:
-            self.flights[-1].releases.append(blocks)
+        if self.in_flight:
+            self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
 
@@ -537,5 +537,5 @@ class WorkerState:
             blocks_cached=self.pool.num_cached,
             blocks_used=self.pool.num_used,
             steps=self.steps,
-            steps_in_flight=len(self.flights),
+            steps_in_flight=len(self.in_flight),
         )

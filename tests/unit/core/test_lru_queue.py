@@ -1,17 +1,17 @@
-"""Line: cached blocks in the order in which they were put back, whoever leaves meanwhile."""
+"""LruQueue: cached blocks in the order in which they were put back, whoever leaves meanwhile."""
 
 import random
 
 import numpy as np
 
-from scheduler_svc.core.line import Line
+from scheduler_svc.core.blocks.lru_queue import LruQueue
 
 NUM_BLOCKS = 12
 
 
 def test_blocks_come_out_in_the_order_in_which_they_were_put_back() -> None:
     put_back_at, rng = np.zeros(NUM_BLOCKS, dtype=np.int64), random.Random(0)
-    line, model = Line(put_back_at), []
+    line, model = LruQueue(put_back_at), []
     for when in range(1, 1000):
         here = [block for block, _ in model]
         outside = [block for block in range(NUM_BLOCKS) if block not in here]
@@ -33,7 +33,7 @@ def test_blocks_come_out_in_the_order_in_which_they_were_put_back() -> None:
 
 def test_many_that_have_left_are_passed_over() -> None:
     put_back_at = np.zeros(1000, dtype=np.int64)
-    line = Line(put_back_at)
+    line = LruQueue(put_back_at)
     line.append(1, np.arange(999))
     put_back_at[999] = 2
     line.append(2, np.array([999]))

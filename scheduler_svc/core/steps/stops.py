@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.decode_run import DecodeRun
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]

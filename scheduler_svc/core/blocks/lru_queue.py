@@ -10,7 +10,7 @@ I64 = npt.NDArray[np.int64]
 WINDOW = 64  # entries looked at together at least
 
 
-class Line:
+class LruQueue:
     """Who is put back stands at its end, many at a time; the first ones are taken, many at a time.
 
     `put_back_at` [num_blocks] is the caller's: when each block was put back last. An entry of another time is of a

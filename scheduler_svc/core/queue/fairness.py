@@ -115,7 +115,7 @@ class WaitingQueue:
     the tenant that was served least; then its own `turn`, an arrival that length delays. With one tenant the order is a
     sorted list, and nothing is compared on the way through.
 
-    What no worker that is here could run is parked: it waits, but stands in nobody's way and counts for nobody's wait.
+    A sequence that no present worker could run is unschedulable: it waits outside the order and delays no other one.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -123,16 +123,16 @@ class WaitingQueue:
         self._lines: dict[int, list[Sequence]] = {}  # per tenant's slot, sorted by queue_key; none is empty
         self._tokens: defaultdict[tuple[int, int], int] = defaultdict(int)  # (slot, priority) -> tokens to compute
         self._held: defaultdict[int, int] = defaultdict(int)
-        self.parked: dict[Sequence, float] = {}  # since when, longest first; inf until the caller has told
+        self.unschedulable: dict[Sequence, float] = {}  # since when, longest first; inf until the caller has told
         self.num_in_line = 0
         self.pending_tokens = 0  # to compute
         self.held_tokens = 0  # to compute and expected to come
 
     def __len__(self) -> int:
-        return self.num_in_line + len(self.parked)
+        return self.num_in_line + len(self.unschedulable)
 
     def __contains__(self, seq: Sequence) -> bool:
-        if seq in self.parked:
+        if seq in self.unschedulable:
             return True
         line = self._lines.get(seq.group.tenant_slot, [])
         index = bisect_left(line, seq.queue_key, key=_key)
@@ -158,11 +158,11 @@ class WaitingQueue:
         self._count(seq, 1)
 
     def park(self, seq: Sequence) -> None:
-        """It waits out of line."""
-        self.parked[seq] = math.inf
+        """Keep it waiting outside the order."""
+        self.unschedulable[seq] = math.inf
 
     def remove(self, seq: Sequence) -> None:
-        if self.parked.pop(seq, None) is not None:
+        if self.unschedulable.pop(seq, None) is not None:
             return
         slot = seq.group.tenant_slot
         line = self._lines[slot]
@@ -229,7 +229,7 @@ class WaitingQueue:
         """Raise AssertionError if the books do not balance."""
         waiting = [seq for line in self._lines.values() for seq in line]
         assert len(waiting) == self.num_in_line == len({*waiting}), "a sequence waits twice, or is miscounted"
-        assert self.parked.keys().isdisjoint(waiting), "a sequence is parked and in line"
+        assert self.unschedulable.keys().isdisjoint(waiting), "a sequence is unschedulable and in line"
         assert self.pending_tokens == sum(seq.data.num_tokens for seq in waiting), "pending_tokens is wrong"
         assert self.held_tokens == sum(seq.held_tokens for seq in waiting), "held_tokens is wrong"
         assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"

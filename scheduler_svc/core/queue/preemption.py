@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.policy import ceil_div
-from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.step_plan import StepPlan
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> bool:
@@ -23,7 +23,7 @@ def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> boo
     while True:
         decode, prefill = worker.split_by_stage()
         needy = worker.rows_that_need_a_block(decode) if len(decode) else decode
-        if len(needy) <= worker.pool.num_free + worker.num_limbo:
+        if len(needy) <= worker.pool.num_free + worker.num_pending_free:
             break
         has_preempted = True
         _preempt_one(worker, requests)
@@ -64,5 +64,5 @@ def _preempt_one(worker: WorkerState, requests: Requests) -> None:
     victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
     seq = worker.preempt(victim)
     requests.requeue(seq)
-    if worker.flights:  # it must not take its blocks back, as cached ones, before they are free for whom it left
+    if worker.in_flight:  # it must not take its blocks back, as cached ones, before they are free for whom it left
         seq.refused_by[worker.capacity.worker_id] = worker.room_version

@@ -10,7 +10,7 @@ import numpy.typing as npt
 I64 = npt.NDArray[np.int64]
 
 
-class Ring:
+class FreeList:
     """First in, first out; at most as many as it began with."""
 
     def __init__(self, count: int) -> None:

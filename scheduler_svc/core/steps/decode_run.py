@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]

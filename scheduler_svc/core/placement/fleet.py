@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
-from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -90,7 +90,9 @@ class Fleet:
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOBODY)
-        self._strain = np.zeros(len(workers))  # of each pool: what is in use and what was ever put into it, by its size
+        self._pressure = np.zeros(
+            len(workers)
+        )  # of each pool: what is in use and what was ever put into it, by its size
         self._load, self._free_rows, self._takes = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
@@ -140,7 +142,7 @@ class Fleet:
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
         used = worker.pool.num_used * worker.capacity.block_size
-        self._strain[i] = (self._filled[i] + used) / self._pool_tokens[i]
+        self._pressure[i] = (self._filled[i] + used) / self._pool_tokens[i]
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
     def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice:
@@ -150,11 +152,11 @@ class Fleet:
         uncached = self._uncached(seq)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
-        best = best_place(scores, slack, self._strain, able)
+        best = best_place(scores, slack, self._pressure, able)
         room = able & self._room(seq)
         is_held = False
         if not room[best] and np.count_nonzero(room):
-            other = best_place(scores, slack, self._strain, room)
+            other = best_place(scores, slack, self._pressure, room)
             is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.step_plan import Flight
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.step_plan import InFlightStep
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
-def rows_tainted_by(worker: WorkerState, failed: set[int], flight: Flight) -> list[int]:
+def rows_tainted_by(worker: WorkerState, failed: set[int], step: InFlightStep) -> list[int]:
     """Rows to compute again after these rows failed in this step: they read what a failed row was to compute.
 
     A failed row is among them if another one's failure explains its own. What a failed row was to fill is
     forgotten, and so is what rows that ended since were to fill: nobody can say what they read.
     """
-    bad, flights = set(failed), (flight, *worker.flights)
+    bad, flights = set(failed), (step, *worker.in_flight)
     while True:
         lost = {
             block: None if _has_ended(worker, row, f) else row
@@ -40,5 +40,5 @@ def _reads(worker: WorkerState, row: int, lost: dict[int, int | None]) -> bool:
     return any(lost.get(block, row) != row for block in worker.rows.blocks(row))
 
 
-def _has_ended(worker: WorkerState, row: int, flight: Flight) -> bool:
-    return bool(flight.generation[row] != worker.rows.generation[row])
+def _has_ended(worker: WorkerState, row: int, step: InFlightStep) -> bool:
+    return bool(step.generation[row] != worker.rows.generation[row])

@@ -21,8 +21,8 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.line import Line
-from scheduler_svc.core.ring import Ring
+from scheduler_svc.core.blocks.free_list import FreeList
+from scheduler_svc.core.blocks.lru_queue import LruQueue
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -48,10 +48,10 @@ class BlockManager:
         self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
         self.held: dict[bytes, int] = {}  # block of each digest; only `match` compares tokens. Others may read it
-        self._empty = Ring(num_blocks)
+        self._empty = FreeList(num_blocks)
         self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty
-        self._cached = Line(self._put_back_at)  # never hit
-        self._reused = Line(self._put_back_at)  # hit before
+        self._cached = LruQueue(self._put_back_at)  # never hit
+        self._reused = LruQueue(self._put_back_at)  # hit before
         self._num_cached = 0
         self._clock = 1  # blocks put back so far, and one
         self._bonus = int(reuse_bonus * num_blocks)

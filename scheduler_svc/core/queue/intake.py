@@ -10,9 +10,8 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.pace import Measures
+from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import (
     DEADLINE_PART,
     first_token_wait_s,
@@ -21,7 +20,8 @@ from scheduler_svc.core.policy import (
     is_too_late,
     virtual_arrival,
 )
-from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.queue.pace import Measures
+from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
 RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before

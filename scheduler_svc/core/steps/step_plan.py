@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.block_manager import Fill
-from scheduler_svc.core.decode_run import DecodeRun
+from scheduler_svc.core.blocks.block_manager import Fill
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -42,7 +42,7 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was sent and not answered, with what its answer will be checked against."""
 
     step_id: int
@@ -73,7 +73,12 @@ def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I
 
 
 def make_batch(
-    worker_id: str, plan: StepPlan, flight: Flight, sample_mask: Bools, slots: U32, news: tuple[list[int], list[Fill]]
+    worker_id: str,
+    plan: StepPlan,
+    step: InFlightStep,
+    sample_mask: Bools,
+    slots: U32,
+    news: tuple[list[int], list[Fill]],
 ) -> StepBatch:
     """The message of a step. `news`: rows that were closed and blocks that were committed since the one before."""
     closed, commits = news
@@ -82,12 +87,12 @@ def make_batch(
     table_rows, table_indices, table_blocks = _joined(plan.tables)
     return StepBatch(
         worker_id=worker_id,
-        step_id=flight.step_id,
-        rows=flight.sampled if flight.run is not None else flight.rows.astype(np.uint32),
-        query_lens=flight.query_lens,
-        context_lens=flight.context_lens,
+        step_id=step.step_id,
+        rows=step.sampled if step.run is not None else step.rows.astype(np.uint32),
+        query_lens=step.query_lens,
+        context_lens=step.context_lens,
         sample_mask=sample_mask,
-        is_decode=flight.run is not None,
+        is_decode=step.run is not None,
         slot_mapping=slots,
         fork_rows=fork_rows,
         fork_parents=fork_parents,

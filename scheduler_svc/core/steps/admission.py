@@ -8,8 +8,8 @@ import numpy as np
 
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak, reserved_blocks
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps.rows import RowTable
 
 
 class Need(NamedTuple):

@@ -7,14 +7,14 @@ from collections import Counter
 from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.fairness import FairShare, WaitingQueue
-from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
-from scheduler_svc.core.pace import Measures
+from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import held_tokens, virtual_arrival
+from scheduler_svc.core.queue.fairness import FairShare, WaitingQueue
+from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
-from scheduler_svc.core.stops import Stops
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.steps.stops import Stops
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 SPARE_DEADLINES = 64  # of sequences that wait no more, kept until there are more of them
 
@@ -90,20 +90,20 @@ class Requests:
 
     def give_up(self, now: float) -> list[Finished]:
         """End what no worker that was here could run for so long that it is better told to go elsewhere."""
-        parked, ended = self.waiting.parked, list[Finished]()
-        for seq in reversed(parked):
-            if parked[seq] <= now:
+        unschedulable, ended = self.waiting.unschedulable, list[Finished]()
+        for seq in reversed(unschedulable):
+            if unschedulable[seq] <= now:
                 break
-            parked[seq] = now
+            unschedulable[seq] = now
         while self.patience_ends_at <= now:
-            group = next(iter(parked)).group
+            group = next(iter(unschedulable)).group
             ended += self.abort(group.request_id, FinishReason.ERROR, self._why_stranded(group))
         return ended
 
     @property
     def patience_ends_at(self) -> float:
         """When `give_up` will find somebody, unless a worker comes; inf while it has found nobody to wait for one."""
-        return next(iter(self.waiting.parked.values()), math.inf) + self._config.worker_patience_s
+        return next(iter(self.waiting.unschedulable.values()), math.inf) + self._config.worker_patience_s
 
     def _why_stranded(self, group: SequenceGroup) -> str:
         sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}, n {group.n}"
@@ -171,11 +171,11 @@ class Requests:
         """Workers came, left or take nothing any more: what nobody could run makes way, and comes back when somebody
         could. Not looked for later, or each step would find it again.
         """
-        for seq in [*self.waiting, *self.waiting.parked]:
+        for seq in [*self.waiting, *self.waiting.unschedulable]:
             self._sort_out(seq)
 
     def _sort_out(self, seq: Sequence) -> None:
-        if self._fleet.could_run(seq) == (seq in self.waiting.parked):
+        if self._fleet.could_run(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._stand_in_line(seq)
 

@@ -1,13 +1,13 @@
-"""Ring: first in, first out, over its end and many at once."""
+"""FreeList: first in, first out, over its end and many at once."""
 
 import random
 from collections import deque
 
-from scheduler_svc.core.ring import Ring
+from scheduler_svc.core.blocks.free_list import FreeList
 
 
 def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
-    ring, model, rng = Ring(7), deque(range(7)), random.Random(0)
+    ring, model, rng = FreeList(7), deque(range(7)), random.Random(0)
     out: list[int] = []
     for _ in range(200):
         count = rng.randint(0, len(model))
@@ -22,7 +22,7 @@ def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
 
 
 def test_numbers_leave_out_of_their_turn() -> None:
-    ring = Ring(4)
+    ring = FreeList(4)
     ring.put([*ring.take(2)])
     ring.remove([3, 0])
     assert ring.tolist() == [2, 1]

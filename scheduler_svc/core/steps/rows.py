@@ -5,7 +5,7 @@ A *row* is a slot of the worker's persistent batch. For a row in use:
     |<------------- num_tokens (known) ------------->|<- pending ->|
     |<------- computed (planned or done) ------->|    todo = min(num_tokens + pending, compute_limit) - computed
 
-`pending` counts samples of steps in flight. In steady decode `todo` is 1: the newest token, known here or not yet (the
+`pending` counts samples of steps in step. In steady decode `todo` is 1: the newest token, known here or not yet (the
 worker feeds its own last sample). `todo` above 1 is prefill. At 0 nothing is left to compute: the answer in flight
 ends the sequence.
 """

@@ -1,0 +1,1 @@
+"""Which worker a waiting sequence should run on."""
