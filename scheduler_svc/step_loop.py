@@ -257,9 +257,10 @@ class StepLoop:
         return None if self._scheduler is None else self._scheduler.stats()
 
     def num_rows(self, worker_id: str) -> int:
-        """Sequences that a worker runs now."""
-        stats = self.stats()
-        return sum(w.rows_used for w in stats.workers if w.worker_id == worker_id) if stats is not None else 0
+        """Sequences that a worker runs now; 0 for a worker that has left."""
+        if self._scheduler is None or worker_id not in self._workers:
+            return 0
+        return self._scheduler.worker_stats(worker_id).rows_used
 
     def cached_prefixes(self) -> list[PrefixEvent]:
         """Everything that the prefix index should hold now."""
@@ -312,9 +313,10 @@ class StepLoop:
                 self._advice.note_end(now)
 
     def _release_drained(self, scheduler: Scheduler, now: float) -> None:
-        for worker in scheduler.stats().workers:
-            if worker.worker_id in self._draining and not worker.rows_used and not worker.steps_in_flight:
-                self._drop_worker(self._workers[worker.worker_id], "drained", now)
+        for worker_id in sorted(self._draining):
+            worker = scheduler.worker_stats(worker_id)
+            if not worker.rows_used and not worker.steps_in_flight:
+                self._drop_worker(self._workers[worker_id], "drained", now)
 
     # -- applying requests --------------------------------------------------------------------------------------------
 
@@ -354,7 +356,7 @@ class StepLoop:
 
     def _as_refusal(self, error: SchedulerError, scheduler: Scheduler, now: float) -> QuireError:
         if isinstance(error, QueueFullError):
-            return OverloadedError(str(error), retry_after_s=self._advice.seconds(scheduler.stats().num_waiting, now))
+            return OverloadedError(str(error), retry_after_s=self._advice.seconds(scheduler.load().num_waiting, now))
         if isinstance(error, DeadlineError):
             return OverloadedError(str(error), retry_after_s=min(RETRY_MOST_S, error.retry_after_s))
         if isinstance(error, NeverFitsError):

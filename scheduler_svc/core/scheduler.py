@@ -34,6 +34,7 @@ from scheduler_svc.core.messages import (
     StepBatch,
     StepOutput,
     WorkerCapacity,
+    WorkerStats,
 )
 from scheduler_svc.core.placement.fleet import Choice, Fleet
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
@@ -394,6 +395,10 @@ class Scheduler:
         workers = self._workers.values()
         pending = self._waiting.pending_tokens + sum(worker.pending_prefill for worker in workers)
         return Load(len(self._waiting), sum(worker.rows.num_used for worker in workers), pending)
+
+    def worker_stats(self, worker_id: str) -> WorkerStats:
+        """Occupancy of one worker that has joined."""
+        return self._workers[worker_id].stats()
 
     def stats(self) -> SchedulerStats:
         load = self.load()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
 from prefix_index.index import Holder
 from scheduler_svc.core.messages import StepOutput
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
+from tests.unit.core.calls import count_calls
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle, until
 
 
@@ -158,6 +161,21 @@ async def test_refusals_name_their_reason_and_harm_nobody() -> None:
         assert errors[6].retry_after_s >= 0.1
         await worker.answer_all()
         assert {handle for handle, _ in gateway.reasons()} == {1, 4, 5}
+
+
+async def test_a_refusal_and_a_drain_build_no_full_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_loop(max_waiting=1) as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join(max_num_seqs=1)
+        owner = loop.attach(gateway)
+        calls = count_calls(monkeypatch, Scheduler, "stats")
+        for handle in range(1, 4):
+            submit(loop, owner, handle)
+            await settle()
+        loop.worker_draining(worker)
+        assert isinstance(gateway.replies[2][1], OverloadedError)
+        await worker.answer_all()
+        assert not calls
 
 
 async def test_a_lost_workers_sequences_go_on_elsewhere() -> None:
