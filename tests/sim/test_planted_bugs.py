@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from prefix_index import hashing
-from scheduler_svc.core import prompt_digests, scheduler, worker_state
+from scheduler_svc.core import scheduler
+from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps import worker_state
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
