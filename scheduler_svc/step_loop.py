@@ -26,6 +26,7 @@ from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
+    NoWorkerError,
     QueueFullError,
     SchedulerError,
     UnexpectedStepError,
@@ -128,9 +129,7 @@ class StepLoop:
     def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
         self._config = config
         self._index = index
-        self._patience: asyncio.TimerHandle | None = None  # runs while there is no worker
         self._alarm: asyncio.TimerHandle | None = None  # runs while something waits that no worker here could run
-        self._is_out_of_patience = False
         self._scheduler: Scheduler | None = None
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
@@ -217,8 +216,6 @@ class StepLoop:
 
     def stop(self) -> None:
         """Let `run` return after its current turn."""
-        if self._patience is not None:
-            self._patience.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
         self._is_stopped = True
@@ -341,8 +338,6 @@ class StepLoop:
             raise self._refusal
         if self._scheduler is None:
             raise UnavailableError("no worker has registered yet; try again soon", retry_after_s=RETRY_NO_WORKER_S)
-        if self._is_out_of_patience:
-            raise UnavailableError("all workers are gone; try again later", retry_after_s=RETRY_NO_WORKER_S)
         key = (group.owner, group.handle)
         if key in self._requests:
             raise AlreadyExistsError(f"handle {group.handle} names a live request; use a new one", field="handle")
@@ -363,6 +358,8 @@ class StepLoop:
             return InvalidRequestError(str(error), field=error.field)
         if isinstance(error, DuplicateRequestError):
             return AlreadyExistsError(str(error), field="request_id")
+        if isinstance(error, NoWorkerError):
+            return UnavailableError(str(error), retry_after_s=RETRY_NO_WORKER_S)
         return QuireError(str(error))
 
     def _apply_cancel(
@@ -423,7 +420,6 @@ class StepLoop:
             link.close(str(error))
             return
         self._workers[link.worker_id] = link
-        self._be_patient(has_worker=True)
         self._index.register_worker(link.worker_id, link.worker_epoch, link.address)
 
     def _core_for(self, facts: ModelFacts) -> Scheduler:
@@ -467,24 +463,3 @@ class StepLoop:
             self._scheduler.remove_worker(link.worker_id, now)
         self._index.forget(link.worker_id, link.worker_epoch)
         link.close(reason)
-        if not self._workers:
-            self._be_patient(has_worker=False)
-
-    def _be_patient(self, *, has_worker: bool) -> None:
-        """Wait for a worker from now on, or stop waiting because there is one."""
-        if self._patience is not None:
-            self._patience.cancel()
-        self._patience, self._is_out_of_patience = None, False
-        if not has_worker:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self._config.worker_patience_s, self._post, self._apply_no_worker)
-
-    def _apply_no_worker(self, now: float) -> None:
-        """Nobody came: better an error that can be retried elsewhere than a wait without end."""
-        if self._workers or self._scheduler is None:
-            return
-        self._is_out_of_patience = True
-        patience_s = self._config.worker_patience_s
-        message = f"all workers are gone and none came within {patience_s:g} s; go on elsewhere or later"
-        for group in list(self._requests.values()):
-            self._produce(self._scheduler.abort_group(group.request_id, FinishReason.ERROR, now, message), now)

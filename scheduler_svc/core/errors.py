@@ -3,6 +3,7 @@
 SchedulerError
   QueueFullError          too many wait: try again later
   DeadlineError           it would not get its first token in time: try again later, or allow more time
+  NoWorkerError           no worker has been here for `worker_patience_s`: try again later, or elsewhere
   NeverFitsError          no worker could ever hold it
   DuplicateRequestError   the request id is in flight
   WorkerMismatchError     a worker that does not fit to the others
@@ -26,6 +27,10 @@ class DeadlineError(SchedulerError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoWorkerError(SchedulerError):
+    pass
 
 
 class NeverFitsError(SchedulerError):

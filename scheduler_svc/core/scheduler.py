@@ -145,8 +145,8 @@ class Scheduler:
         """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none), and
         those of the group that it takes over.
 
-        Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError, DeadlineError; then nothing has
-        changed.
+        Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError;
+        then nothing has changed.
         """
         self._intake.check_group(group, now)
         message = "another stream took the request over"
@@ -168,7 +168,7 @@ class Scheduler:
     def schedule(self, now: float) -> list[StepBatch]:
         """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
         self._expired += self._requests.expire(now)
-        if self._waiting.unschedulable:
+        if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
         touched = self._fleet.touched

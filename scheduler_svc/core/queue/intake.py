@@ -7,6 +7,7 @@ from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
+    NoWorkerError,
     QueueFullError,
     WorkerMismatchError,
 )
@@ -51,7 +52,9 @@ class Intake:
             _check_same("max_model_len", capacity, first)
 
     def check_group(self, group: SequenceGroup, now: float) -> None:
-        """Raises DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError."""
+        """Raises a SchedulerError that says why the request is refused; nothing changes but a count."""
+        if self._requests.is_out_of_patience(now):
+            raise NoWorkerError("all workers are gone; retry later or on another scheduler")
         live = self._requests.groups.get(group.request_id)
         if live is not None and not _gives_way(live, group):
             raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")

@@ -16,6 +16,7 @@ from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, Se
 from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_state import WorkerState
 
+RETRY_ADVICE = "retry later or on another scheduler"
 SPARE_DEADLINES = 64  # of sequences that wait no more, kept until there are more of them
 
 
@@ -38,6 +39,7 @@ class Requests:
         self._measures = measures
         self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
         self._next_seq_id = 0
+        self._no_worker_since = math.inf  # inf until `give_up` sets it
 
     def add(self, group: SequenceGroup, now: float) -> list[Finished]:
         """It was found good and is in the queue now, but for samples whose Continuation needs nothing more."""
@@ -89,27 +91,41 @@ class Requests:
         return ended
 
     def give_up(self, now: float) -> list[Finished]:
-        """End what no worker that was here could run for so long that it is better told to go elsewhere."""
+        """End each request that no present worker could run for `worker_patience_s`; without a worker, that is all."""
+        if not self._workers:
+            self._no_worker_since = min(self._no_worker_since, now)
         unschedulable, ended = self.waiting.unschedulable, list[Finished]()
         for seq in reversed(unschedulable):
             if unschedulable[seq] <= now:
                 break
             unschedulable[seq] = now
         while self.patience_ends_at <= now:
-            group = next(iter(unschedulable)).group
+            group = next(iter(unschedulable or self.waiting)).group
             ended += self.abort(group.request_id, FinishReason.ERROR, self._why_stranded(group))
         return ended
 
     @property
     def patience_ends_at(self) -> float:
-        """When `give_up` will find somebody, unless a worker comes; inf while it has found nobody to wait for one."""
-        return next(iter(self.waiting.unschedulable.values()), math.inf) + self._config.worker_patience_s
+        """When `give_up` ends the next request, unless a worker joins; inf while it has found none to end."""
+        since = next(iter(self.waiting.unschedulable.values()), math.inf)
+        if not self._workers and len(self.waiting):
+            since = self._no_worker_since
+        return since + self._config.worker_patience_s
+
+    def is_out_of_patience(self, now: float) -> bool:
+        """No worker has been here for `worker_patience_s`: a new request would only wait in vain."""
+        return not self._workers and self._no_worker_since + self._config.worker_patience_s <= now
 
     def _why_stranded(self, group: SequenceGroup) -> str:
+        patience_s = self._config.worker_patience_s
+        if not self._workers:
+            return f"no worker is connected and none joined within {patience_s:g} s; {RETRY_ADVICE}"
         sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}, n {group.n}"
         most = f"{self._fleet.largest_pool} tokens in a pool, max_num_seqs {self._fleet.most_rows}"
-        within = f"none that could came within {self._config.worker_patience_s:g} s"
-        return f"no worker here could run it ({sizes}; they have up to {most}), and {within}; go on elsewhere or later"
+        return (
+            f"no present worker can run it ({sizes}; they have up to {most}), and no eligible worker joined within "
+            f"{patience_s:g} s; {RETRY_ADVICE}"
+        )
 
     def end(
         self,
@@ -171,6 +187,8 @@ class Requests:
         """Workers came, left or take nothing any more: what nobody could run makes way, and comes back when somebody
         could. Not looked for later, or each step would find it again.
         """
+        if self._workers:
+            self._no_worker_since = math.inf
         for seq in [*self.waiting, *self.waiting.unschedulable]:
             self._sort_out(seq)
 

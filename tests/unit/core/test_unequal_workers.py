@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.core.errors import NoWorkerError
 from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.scheduler import Scheduler
@@ -76,6 +77,25 @@ def test_a_worker_that_comes_and_goes_gives_all_patience_back() -> None:
     scheduler.drain_worker("big", 50.0)
     run(scheduler, 50.0)
     assert scheduler.patience_ends_at == 110.0
+
+
+def test_without_any_worker_requests_end_together_and_later_ones_are_refused() -> None:
+    scheduler = lose_the_big_one(1)
+    run(scheduler, 1.0)
+    scheduler.remove_worker("small", 5.0)
+    run(scheduler, 5.0)
+    add(scheduler, "late", 7000, 4, 4, 64.0)
+    assert not run(scheduler, 64.9)
+    assert scheduler.patience_ends_at == 65.0
+    ended = run(scheduler, 65.0)
+    assert {name: end.reason for name, end in ended.items()} == dict.fromkeys(("long0", "late"), FinishReason.ERROR)
+    assert "none joined within 60 s" in ended["late"].message
+    with pytest.raises(NoWorkerError):
+        add(scheduler, "later", 7000, 4, 4, 65.0)
+    assert not scheduler.has_work
+    scheduler.add_worker(SMALL, 70.0)
+    add(scheduler, "again", 7000, 4, 4, 70.0)
+    assert run(scheduler, 70.0)["again"].reason is FinishReason.LENGTH
 
 
 def test_samples_that_no_worker_has_rows_for_come_back_when_there_are_fewer() -> None:
