@@ -65,7 +65,8 @@ bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)
 
-format: $(STAMP)  ## format the code
+format: $(STAMP)  ## format the code and regenerate the synchronous client
+	$(BIN)/python scripts/gen_sync.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -7,7 +7,6 @@ with Client.connect("localhost:50051") as client:
 """
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream
-from quire_client.client import Client, GenerateStream
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -28,6 +27,7 @@ from quire_client.errors import (
 )
 from quire_client.requests import ChatOptions, GenerateOptions
 from quire_client.retry import RetryPolicy
+from quire_client.sync import Client, GenerateStream
 from quire_client.tls import Tls
 from quire_client.types import (
     AbortResult,

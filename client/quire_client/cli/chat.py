@@ -10,8 +10,8 @@ import time
 from quire_client.cli import describe
 from quire_client.cli.generate import connect, result_fields, sampling_options, show_cost, show_stream
 from quire_client.cli.output import complain, to_json, write
-from quire_client.client import Client
 from quire_client.errors import QuireError
+from quire_client.sync import Client
 from quire_client.types import GenerateResult, Message
 
 PROMPT = "you> "

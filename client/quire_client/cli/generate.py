@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
 from quire_client.cli.security import tls_option
-from quire_client.client import Client, GenerateStream
 from quire_client.requests import GenerateOptions
+from quire_client.sync import Client, GenerateStream
 from quire_client.types import GenerateResult, Sample
 
 CONNECT_TIMEOUT_S = 2.0

@@ -17,7 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import quire_client.aio
+import quire_client.aio.calls
+import quire_client.aio.stream
 import quire_client.retry
 import quire_client.watch
 import redis.asyncio
@@ -356,7 +357,7 @@ class World:
             service.start()
         channels = self.clients.context.run(lambda: [self.network.channel(g.address) for g in self.gateways])
         client = AsyncClient(channels, timeout_s=None, resume_timeout_s=120.0)  # type: ignore[arg-type]
-        client._rng = Random(self.rng.random())
+        client._calls.rng = Random(self.rng.random())
         work = [self.clients.start(self._serve_client(client, request)) for request in self.requests.values()]
         operator = self.loop.create_task(faults())
         monitor = self.loop.create_task(self._monitor())
@@ -494,7 +495,8 @@ class World:
                 stack.enter_context(patch.object(module, "open_channel", self.network.channel))
             redis_client = RedisClient(self.redis)
             stack.enter_context(patch.object(redis.asyncio.Redis, "from_url", lambda *_, **__: redis_client))
-            for module in (worker_svc.executor, quire_client.aio, quire_client.retry, quire_client.watch):
+            sdk = (quire_client.aio.calls, quire_client.aio.stream, quire_client.retry, quire_client.watch)
+            for module in (worker_svc.executor, *sdk):
                 stack.enter_context(patch.object(module, "time", clock))
             yield
         random.setstate(state)

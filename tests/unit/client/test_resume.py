@@ -529,7 +529,7 @@ def test_a_cut_connection_is_a_pause():
 
 
 def test_a_frozen_gateway_is_left(monkeypatch):
-    monkeypatch.setattr("quire_client.client.PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("quire_client.sync.transport.PROBE_TIMEOUT_S", 1.0)
     with (
         slow_and_spare() as (slow, proxy, spare),
         Client.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client,
@@ -548,7 +548,7 @@ def test_a_frozen_gateway_is_left(monkeypatch):
 
 
 async def test_a_frozen_gateway_is_left_async(monkeypatch):
-    monkeypatch.setattr("quire_client.aio.PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("quire_client.aio.transport.PROBE_TIMEOUT_S", 1.0)
     with slow_and_spare() as (slow, proxy, spare):
         async with await AsyncClient.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client:
             slow.go.release(4)
@@ -573,7 +573,7 @@ def test_a_slow_gateway_that_lives_is_waited_for():
 
 
 def test_without_another_gateway_a_frozen_one_is_waited_for(monkeypatch):
-    monkeypatch.setattr("quire_client.client.PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("quire_client.sync.transport.PROBE_TIMEOUT_S", 0.1)
     with (
         slow_and_spare() as (slow, proxy, _),
         Client.connect(proxy.target, stall_timeout_s=0.05) as client,

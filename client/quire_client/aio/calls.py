@@ -1,0 +1,88 @@
+"""Which gateway a call goes to, and when it is retried."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from quire_client.aio.transport import AsyncGateways, Gateway, sleep
+from quire_client.errors import ConnectionFailed, QuireError
+from quire_client.retry import CONNECT_RETRY, Deadline, RetryPolicy, probe_timeout_s
+from quire_client.watch import AsyncStallWatch
+
+T = TypeVar("T")
+
+
+class AsyncCalls:
+    """The calls of one client."""
+
+    def __init__(
+        self, channels: Sequence[grpc.aio.Channel], metadata: tuple[tuple[str, str], ...], retry: RetryPolicy
+    ) -> None:
+        self.gateways = AsyncGateways(channels, metadata)
+        self.ring = self.gateways.ring
+        self.watch = AsyncStallWatch(self.ring, self.gateways.probe)
+        self.rng = random.Random()
+        self._retry = retry
+
+    async def close(self) -> None:
+        self.watch.close()
+        await self.gateways.close()
+
+    async def wait_until_reachable(self, connect_timeout_s: float) -> None:
+        """Return as soon as one gateway answers. Raises the error of one that did not."""
+        deadline = Deadline(connect_timeout_s)
+        num_attempts = 0
+        while True:
+            error = await self.gateways.first_answer(probe_timeout_s(deadline))
+            if error is None:
+                return
+            num_attempts += 1
+            delay_s = CONNECT_RETRY.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
+            if delay_s is None:
+                raise error
+            await sleep(delay_s)
+
+    async def unary(
+        self, method: Callable[[Gateway], Callable[..., Awaitable[T]]], request: Any, timeout_s: float | None
+    ) -> T:
+        """A unary call with retries; `timeout_s` limits all attempts together."""
+        deadline = Deadline(timeout_s)
+
+        async def attempt(target: int) -> T:
+            return await self.gateways.unary(target, method, request, deadline.remaining_s())
+
+        return await self.retrying(attempt, deadline)
+
+    async def retrying(
+        self,
+        attempt: Callable[[int], Awaitable[T]],
+        deadline: Deadline,
+        wait: Callable[[float], Awaitable[object]] = sleep,
+    ) -> T:
+        """Try one gateway after the other: at once while one works, then with the delays of the retry policy."""
+        num_attempts = num_moves = 0
+        while True:
+            target = self.ring.next(time.monotonic())
+            try:
+                result = await attempt(target)
+                self.ring.works(target, time.monotonic())
+                return result
+            except QuireError as quire_error:
+                error = quire_error
+            now = time.monotonic()
+            if isinstance(error, ConnectionFailed):
+                self.gateways.leave(target, now)
+                num_moves += 1
+                if num_moves % len(self.ring) and self.ring.has_working(now):
+                    continue
+            num_attempts += 1
+            delay_s = self._retry.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
+            if delay_s is None:
+                raise error
+            await wait(delay_s)

@@ -1,0 +1,232 @@
+# Generated from quire_client/aio/client.py by scripts/gen_sync.py. Edit that file.
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, TypeVar, Unpack, cast
+
+import grpc
+from quire.v1 import inference_pb2 as pb
+
+from quire_client import convert, requests
+from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
+from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound, cannot_connect
+from quire_client.requests import ChatOptions, GenerateOptions, Messages
+from quire_client.resume import ResumePolicy, policy_of_call
+from quire_client.retry import RetryPolicy, abort_timeout_s
+from quire_client.sync.calls import Calls
+from quire_client.sync.stream import GenerateStream
+from quire_client.sync.transport import Gateway, open_channel
+from quire_client.tls import Tls, channel_security
+from quire_client.types import AbortResult, GenerateResult, ModelInfo, Status, TokenizeResult
+
+T = TypeVar("T")
+
+
+class Client:
+    """A client of Quire gateways. Threads may share it; close it or use it as a context manager.
+
+    with Client.connect("localhost:50051") as client:
+        result = client.chat("What does os.path.join do?")
+        print(result.text)
+
+    `channel` is the transport: any `grpc.Channel`, e.g. one with interceptors, or several, one per gateway.
+    `quire_client.testing` has a gateway without a model for your tests.
+    `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
+
+    A stream that breaks is resumed, on another gateway if there are several: no output is lost, repeated or changed,
+    and the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits how long to try after a
+    break. A gateway that sends nothing for `stall_timeout_s` gets a health check; if it does not answer, the stream
+    moves to another gateway. None disables the check and leaves detection to the connection's keepalive.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel | Sequence[grpc.Channel],
+        *,
+        api_key: str | None = None,
+        timeout_s: float | None = 600.0,
+        unary_timeout_s: float | None = 30.0,
+        retry: RetryPolicy | None = None,
+        resume: bool = True,
+        resume_timeout_s: float = 60.0,
+        stall_timeout_s: float | None = 3.0,
+    ) -> None:
+        channels = list(channel) if isinstance(channel, Sequence) else [channel]
+        self._calls = Calls(channels, call_metadata(api_key), retry or RetryPolicy())
+        self.raw = self._calls.gateways.raw  # the generated stub of the first gateway, for calls the SDK does not wrap
+        self._timeout_s = timeout_s
+        self._unary_timeout_s = unary_timeout_s
+        self._resume = ResumePolicy(resume, resume_timeout_s, stall_timeout_s)
+
+    @classmethod
+    def connect(
+        cls,
+        target: str | Sequence[str] | None = None,
+        *,
+        tls: Tls | bool | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        connect_timeout_s: float = 5.0,
+        api_key: str | None = None,
+        timeout_s: float | None = 600.0,
+        unary_timeout_s: float | None = 30.0,
+        retry: RetryPolicy | None = None,
+        resume: bool = True,
+        resume_timeout_s: float = 60.0,
+        stall_timeout_s: float | None = 3.0,
+    ) -> Self:
+        """Open channels to the gateways and wait until one of them answers.
+
+        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051.
+        `tls`: a Tls, True for its defaults, False for plaintext; default: the QUIRE_TLS* variables, else plaintext.
+        `credentials`: gRPC channel credentials, used instead of `tls`. Raises ConnectionFailed when no gateway answers
+        within `connect_timeout_s`.
+        """
+        targets = resolve_targets(target)
+        credentials, options = channel_security(tls, credentials)
+        client = cls(
+            [open_channel(target, credentials, options) for target in targets],
+            api_key=api_key,
+            timeout_s=timeout_s,
+            unary_timeout_s=unary_timeout_s,
+            retry=retry,
+            resume=resume,
+            resume_timeout_s=resume_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )
+        try:
+            client._calls.wait_until_reachable(connect_timeout_s)
+        except (ConnectionFailed, DeadlineExceeded) as error:
+            client.close()
+            raise cannot_connect(targets, error) from None
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def close(self) -> None:
+        """Close the channels; open calls and all later ones raise Cancelled."""
+        self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        messages: Messages | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult:
+        """Generate and wait for the whole result. Give exactly one of `prompt`, `token_ids` and `messages`."""
+        with self.stream(prompt, token_ids=token_ids, messages=messages, **options) as stream:
+            return stream.result()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        messages: Messages | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateStream:
+        """Generate and receive the output as it is produced.
+
+        with client.stream("Once") as stream:
+            for delta in stream:
+                print(delta.text, end="")
+        """
+        given = cast(dict[str, Any], options)
+        timeout_s = given.pop("timeout_s", self._timeout_s)
+        policy = policy_of_call(self._resume, given)
+        request = requests.generate_request(prompt, token_ids, messages, given)
+        return GenerateStream(self._calls, request, timeout_s, policy)
+
+    def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateResult:
+        """Answer a conversation: a str (one user message), or messages as dicts, (role, content) pairs or Message."""
+        return self.generate(messages=messages, **options)
+
+    def stream_chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateStream:
+        """Answer a conversation and receive the output as it is produced."""
+        return self.stream(messages=messages, **options)
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        timeout_s: float | None = None,
+        **chat_options: Unpack[ChatOptions],
+    ) -> TokenizeResult:
+        """Token ids of a text or of a rendered conversation."""
+        request = requests.tokenize_request(prompt, messages, model, add_special_tokens, chat_options)
+        response = self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
+        return convert.tokenize_result(response)
+
+    def detokenize(
+        self,
+        ids: Iterable[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Text of token ids; incomplete characters become U+FFFD."""
+        request = requests.detokenize_request(ids, model, skip_special_tokens)
+        response = self._unary(lambda gateway: gateway.stub.Detokenize, request, timeout_s)
+        return response.text
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """The served models, sorted by name."""
+        response = self._unary(lambda gateway: gateway.stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        return convert.models(response)
+
+    def model(self, name: str = "", *, timeout_s: float | None = None) -> ModelInfo:
+        """One model; without a name, the only one served. Raises ModelNotFound."""
+        request = pb.GetModelRequest(model=name)
+        response = self._unary(lambda gateway: gateway.stub.GetModel, request, timeout_s)
+        return convert.model_info(response.model)
+
+    def status(self, *, timeout_s: float | None = None) -> Status:
+        """Schedulers, workers, rows, blocks, queues and cache hits behind this gateway."""
+        response = self._unary(lambda gateway: gateway.stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+        return convert.status(response)
+
+    def drain_worker(self, worker_id: str, *, model: str = "", timeout_s: float | None = None) -> int:
+        """Drain a worker: its sequences move to other workers, then it exits. Returns the number of moved sequences.
+
+        `timeout_s` limits the drain; default: the worker's --drain-timeout-s.
+        """
+        request = pb.DrainWorkerRequest(worker_id=worker_id, model=model, timeout_s=timeout_s or 0.0)
+        response = self._unary(lambda gateway: gateway.admin.DrainWorker, request, None)
+        return response.num_moved
+
+    def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
+        """Abort requests by id; their streams finish with ABORTED. Asks every gateway: each knows its own streams."""
+        request = pb.AbortRequest(request_ids=request_ids)
+        if len(self._calls.gateways) == 1:
+            response = self._unary(lambda gateway: gateway.stub.Abort, request, timeout_s)
+            return convert.abort_result([response], request)
+        timeout_s = abort_timeout_s(self._unary_timeout_s if timeout_s is None else timeout_s)
+        responses, errors = self._calls.gateways.abort_on_all(request, timeout_s)
+        if not responses:
+            raise errors[0]
+        return convert.abort_result(responses, request)
+
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
+        """Whether a gateway accepts requests now. Raises ConnectionFailed when none answers."""
+        try:
+            response = self._unary(lambda gateway: gateway.health, health_request(service), timeout_s)
+            return health_state(response) == "serving"
+        except ModelNotFound:
+            return False  # the server has no health entry of this name
+
+    def _unary(self, method: Callable[[Gateway], Callable[..., T]], request: Any, timeout_s: float | None) -> T:
+        return self._calls.unary(method, request, self._unary_timeout_s if timeout_s is None else timeout_s)

@@ -1,0 +1,214 @@
+# Generated from quire_client/aio/stream.py by scripts/gen_sync.py. Edit that file.
+"""The stream of one request: reads its events and resumes it when it breaks."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from quire.v1 import inference_pb2 as pb
+
+from quire_client.assembly import StreamAssembler
+from quire_client.errors import (
+    AlreadyExists,
+    Cancelled,
+    ConnectionFailed,
+    QuireError,
+    StreamEndedEarly,
+    client_closed,
+    gateway_hangs,
+)
+from quire_client.resume import ResumePolicy, Resumption, gave_up
+from quire_client.retry import RETRY_TAKEN_S, Deadline
+from quire_client.sync.calls import Calls
+from quire_client.sync.transport import Call, Flag, read_event
+from quire_client.types import Delta, GenerateResult, Sample
+
+NOT_OPEN = "the stream is not open: use it as `with client.stream(...) as stream:`"
+
+
+class GenerateStream:
+    """The output of one request as it is generated: a context manager and an iterator of Deltas.
+
+    Entering it waits until the server has accepted the request; from then on `request_id`, `seed`, `model` and
+    `num_prompt_tokens` are known. Leaving it cancels the request. `resumes` counts how often the stream broke and was
+    resumed.
+    """
+
+    def __init__(
+        self, calls: Calls, request: pb.GenerateRequest, timeout_s: float | None, policy: ResumePolicy
+    ) -> None:
+        self._calls = calls
+        self._timeout_s = timeout_s
+        self._deadline = Deadline(None)
+        self._policy = policy
+        self._assembler = StreamAssembler(request, can_resume=policy.is_on)
+        self._resumption = Resumption(policy, calls.rng)
+        self._call: Call | None = None
+        self._result: GenerateResult | None = None
+        self._is_cancelled = Flag()
+        self._was_sent = False
+        self._is_lost = False
+        self.target = 0  # the gateway in use: its index in the list of targets
+        self.waiting_since: float | None = None
+        self.stall_timeout_s = policy.stall_timeout_s
+
+    def __enter__(self) -> Self:
+        self._deadline = Deadline(self._timeout_s)
+        self._calls.watch.add(self)
+        try:
+            self._calls.retrying(self._open, self._deadline, self._is_cancelled.wait_for)
+        except BaseException:
+            self._calls.watch.discard(self)
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._calls.watch.discard(self)
+        self.cancel()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        while self._result is None:
+            delta = self._advance()
+            if delta is not None:
+                return delta
+        raise StopIteration
+
+    @property
+    def request_id(self) -> str:
+        return self._accepted.request_id
+
+    @property
+    def seed(self) -> int:
+        """The seed in use; the server draws one when the request has none."""
+        return self._accepted.seed
+
+    @property
+    def model(self) -> str:
+        return self._accepted.model
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._accepted.prompt_tokens
+
+    @property
+    def resumes(self) -> int:
+        """How often the stream broke and was resumed."""
+        return self._assembler.num_resumes
+
+    @property
+    def finished_samples(self) -> tuple[Sample, ...]:
+        """Samples that are complete already."""
+        return self._assembler.finished_samples
+
+    def result(self) -> GenerateResult:
+        """The whole request; reads the rest of the stream first."""
+        while self._result is None:
+            self._advance()
+        return self._result
+
+    def cancel(self) -> None:
+        """End the request on the server and free its blocks. Safe to call from any thread and after the end."""
+        self._is_cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def lose(self) -> None:
+        """Abandon the current gateway because it hangs. Called by the client's stall watch."""
+        self._is_lost = True
+        if self._call is not None:
+            self._call.cancel()
+
+    @property
+    def _accepted(self) -> pb.Accepted:
+        if self._assembler.accepted is None:
+            raise RuntimeError(NOT_OPEN)
+        return self._assembler.accepted
+
+    def _open(self, target: int) -> None:
+        """Send the request, or its continuation after a break, and wait until it is accepted."""
+        self._check_wanted()
+        is_repeated, self._was_sent = self._was_sent, True
+        request = self._assembler.next_request(is_repeated=is_repeated)
+        self.target, self._is_lost = target, False
+        self._call = call = self._calls.gateways.open_stream(target, request, self._deadline.remaining_s())
+        if self._is_cancelled.is_set():
+            call.cancel()
+        try:
+            self._feed(self._next_event(call))
+        except AlreadyExists as error:
+            error.retry_after_s = RETRY_TAKEN_S if is_repeated else None
+            raise
+        except BaseException:
+            call.cancel()
+            raise
+
+    def _advance(self) -> Delta | None:
+        if self._call is None:
+            raise RuntimeError(NOT_OPEN)
+        try:
+            event = self._next_event(self._call)
+        except QuireError as error:
+            if not self._assembler.is_complete:
+                self._resume_after(error)
+                return None
+            event = None  # the break came after the last event
+        if event is not None:
+            return self._feed(event)
+        self._result = self._assembler.result()
+        return None
+
+    def _resume_after(self, error: QuireError) -> None:
+        """Try one gateway after the other until one accepts the continuation. Raises what cannot be resumed."""
+        ring, resumption = self._calls.ring, self._resumption
+        resumption.broke(time.monotonic(), made_progress=self._assembler.made_progress)
+        while True:
+            now = time.monotonic()
+            if isinstance(error, ConnectionFailed | StreamEndedEarly):
+                self._calls.gateways.leave(self.target, now)
+            remaining_s = self._deadline.remaining_s()
+            delay_s = resumption.delay_s(error, now, remaining_s, has_working=ring.has_working(now))
+            if delay_s is None:
+                raise gave_up(error, self._policy)
+            self._is_cancelled.wait_for(delay_s)
+            try:
+                self._open(ring.next(time.monotonic()))
+                break
+            except QuireError as next_error:
+                error = next_error
+        resumption.accepted(time.monotonic())
+        ring.works(self.target, time.monotonic())
+
+    def _next_event(self, call: Call) -> pb.GenerateResponse | None:
+        """The next event; None at the end of a complete stream. Raises StreamEndedEarly at any other end."""
+        self.waiting_since = time.monotonic()
+        try:
+            event = read_event(call, self._assembler.request_id)
+        except QuireError as error:
+            if self._is_lost and not self._is_cancelled.is_set():
+                raise gateway_hangs(self.stall_timeout_s, self._assembler.request_id) from None
+            raise error from None
+        finally:
+            self.waiting_since = None
+        if event is None and not self._assembler.is_complete:
+            raise self._assembler.ended_early()
+        return event
+
+    def _feed(self, event: pb.GenerateResponse | None) -> Delta | None:
+        try:
+            return None if event is None else self._assembler.feed(event)
+        except QuireError:
+            self.cancel()
+            raise
+
+    def _check_wanted(self) -> None:
+        if self._calls.gateways.is_closed:
+            raise client_closed()
+        if self._is_cancelled.is_set():
+            raise Cancelled("the stream was cancelled", request_id=self._assembler.request_id)

@@ -1,0 +1,215 @@
+"""What the clients need from synchronous gRPC. `quire_client.aio.transport` offers the same on grpc.aio."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from time import sleep
+from typing import Any, Protocol, Self, TypeVar
+
+import grpc
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+
+from quire_client.channel import HEALTH_METHOD, channel_options, health_request, health_state
+from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
+from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
+from quire_client.targets import TargetRing
+
+T = TypeVar("T")
+
+__all__ = ["Call", "Flag", "Gateway", "Gateways", "open_channel", "read_event", "sleep"]
+
+
+class Call(Protocol):
+    """An open Generate call."""
+
+    def __next__(self) -> pb.GenerateResponse: ...
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """One gateway: its channel and the methods on it."""
+
+    channel: grpc.Channel
+    stub: InferenceServiceStub
+    admin: AdminServiceStub
+    health: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+
+    @classmethod
+    def on(cls, channel: grpc.Channel) -> Self:
+        return cls(
+            channel, InferenceServiceStub(channel), AdminServiceStub(channel), channel.unary_unary(HEALTH_METHOD)
+        )
+
+
+class Gateways:
+    """The gateways of one client, and in `ring` which of them work. Its calls raise QuireErrors."""
+
+    def __init__(self, channels: Sequence[grpc.Channel], metadata: tuple[tuple[str, str], ...]) -> None:
+        self._gateways = [Gateway.on(channel) for channel in channels]
+        self._metadata = metadata
+        self._redials: dict[int, grpc.Future[bytes]] = {}
+        self.ring = TargetRing(len(channels))
+        self.raw = self._gateways[0].stub
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._gateways)
+
+    def close(self) -> None:
+        self.is_closed = True
+        for gateway in self._gateways:
+            gateway.channel.close()
+
+    def unary(
+        self, target: int, method: Callable[[Gateway], Callable[..., T]], request: Any, timeout_s: float | None
+    ) -> T:
+        """Call a unary method on one gateway."""
+        with _typed_errors():
+            return method(self._gateways[target])(request, timeout=timeout_s, metadata=self._metadata)
+
+    def open_stream(self, target: int, request: pb.GenerateRequest, timeout_s: float | None) -> Call:
+        """Start Generate on one gateway."""
+        with _typed_errors():
+            return self._gateways[target].stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+
+    def abort_on_all(
+        self, request: pb.AbortRequest, timeout_s: float
+    ) -> tuple[list[pb.AbortResponse], list[QuireError]]:
+        """Send Abort to every gateway at once; responses and errors."""
+        with _typed_errors():
+            calls = [g.stub.Abort.future(request, timeout=timeout_s, metadata=self._metadata) for g in self._gateways]
+        responses: list[pb.AbortResponse] = []
+        errors: list[QuireError] = []
+        for call in calls:
+            try:
+                responses.append(call.result())
+            except grpc.RpcError as error:
+                errors.append(error_from_rpc(error))
+        return responses, errors
+
+    def leave(self, target: int, now: float) -> None:
+        """Avoid a gateway that has failed, until it serves again."""
+        self.ring.failed(target, now)
+        self._redial(target)
+
+    def probe(self, targets: Collection[int]) -> set[int]:
+        """Check the health of these gateways at once; those that answer. Never raises."""
+        return self._check_health(targets, PROBE_TIMEOUT_S, is_first_enough=False)[0]
+
+    def first_answer(self, timeout_s: float) -> QuireError | None:
+        """Check the health of all gateways at once. None as soon as one answers, else the error of one of them."""
+        targets = range(len(self))
+        answered, error = self._check_health(targets, timeout_s, is_first_enough=True)
+        if answered:
+            return None
+        for target in targets:
+            self._redial(target)
+        return error
+
+    def _check_health(
+        self, targets: Collection[int], timeout_s: float, *, is_first_enough: bool
+    ) -> tuple[set[int], QuireError | None]:
+        """The gateways that answered, and the error of one that did not. Any answer of a server counts."""
+        answered: set[int] = set()
+        errors: list[QuireError] = []
+        num_open = len(targets)
+        changed = threading.Condition()
+
+        def note(target: int, call: grpc.Future[bytes]) -> None:
+            nonlocal num_open
+            error = _health_error(call)
+            with changed:
+                num_open -= 1
+                if error is None:
+                    answered.add(target)
+                else:
+                    errors.append(error)
+                changed.notify()
+
+        try:
+            calls = [self._start_check(target, timeout_s, note) for target in targets]
+        except QuireError as error:
+            return set(), error
+        with changed:
+            changed.wait_for(lambda: num_open == 0 or (is_first_enough and len(answered) > 0))
+            found = set(answered), errors[0] if errors else None
+        for call in calls:
+            call.cancel()
+        return found
+
+    def _start_check(self, target: int, timeout_s: float, note: Callable[[int, Any], None]) -> grpc.Future[bytes]:
+        with _typed_errors():
+            call = self._gateways[target].health.future(health_request(""), timeout=timeout_s, metadata=self._metadata)
+        call.add_done_callback(lambda done: note(target, done))
+        return call
+
+    def _redial(self, target: int) -> None:
+        """Keep a health check open on a gateway, to notice at once when it serves again.
+
+        The synchronous gRPC stack dials a lost server only while some call is open. Between two attempts there is none,
+        and a server that is back would stay unseen for ten seconds.
+        """
+        waiting = self._redials.get(target)
+        if self.is_closed or (waiting is not None and not waiting.done()):
+            return
+        check = self._gateways[target].health.future
+        try:
+            call = check(health_request(""), timeout=REDIAL_S, metadata=self._metadata, wait_for_ready=True)
+        except ValueError:  # closed by another thread
+            return
+        self._redials[target] = call
+        call.add_done_callback(lambda done: self._note_return(target, done))
+
+    def _note_return(self, target: int, call: grpc.Future[bytes]) -> None:
+        if not call.cancelled() and call.exception() is None and health_state(call.result()) == "serving":
+            self.ring.works(target, time.monotonic())
+
+
+class Flag(threading.Event):
+    """An event with a bounded wait."""
+
+    def wait_for(self, timeout_s: float) -> None:
+        """Wait until the flag is set, at most `timeout_s`."""
+        self.wait(timeout_s)
+
+
+def open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, security_options: list[tuple[str, Any]]
+) -> grpc.Channel:
+    options = [*channel_options(target), *security_options]
+    if credentials is None:
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, credentials, options)
+
+
+def read_event(call: Call, request_id: str) -> pb.GenerateResponse | None:
+    """The next event of a stream; None at its end."""
+    with _typed_errors(request_id):
+        return next(call, None)
+
+
+@contextlib.contextmanager
+def _typed_errors(request_id: str = "") -> Iterator[None]:
+    """Turn the exceptions of a gRPC call into QuireErrors."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_from_rpc(error, request_id) from None
+    except ValueError:  # a closed channel
+        raise client_closed() from None
+
+
+def _health_error(call: grpc.Future[bytes]) -> QuireError | None:
+    """The error of a health check that was not answered; None for any answer of a server."""
+    if call.cancelled():
+        return Cancelled("the health check was cancelled")
+    error = call.exception()
+    if not isinstance(error, grpc.RpcError):
+        return None
+    return unanswered(error_from_rpc(error))
