@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from quire_client.cli import arguments, up
+from quire_client.cli import arguments, plan
 
 from svc_common import config
 from worker_svc.engine.gpu import ranks
@@ -51,7 +51,7 @@ def test_quire_up_takes_the_commands(line: str, tmp_path: Path, monkeypatch: pyt
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    made = up.make_plan(arguments.make_parser().parse_args([*words, "--port", "0", "--log-dir", str(tmp_path)]))
+    made = plan.make_plan(arguments.make_parser().parse_args([*words, "--port", "0", "--log-dir", str(tmp_path)]))
     devices = [dict(spec.environment)["CUDA_VISIBLE_DEVICES"].split(",") for spec in made.specs if spec.environment]
     assert len(devices) == 2
     assert not {*devices[0]} & {*devices[1]}

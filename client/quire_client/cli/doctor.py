@@ -16,9 +16,9 @@ from pathlib import Path
 
 from quire_client.channel import TARGET_ENV, resolve_targets
 from quire_client.cli.output import to_json
+from quire_client.cli.plan import has_gpu
 from quire_client.cli.security import tls_option
 from quire_client.cli.stack import cores
-from quire_client.cli.up import has_gpu
 from quire_client.errors import QuireError
 from quire_client.sync import Client
 from quire_client.tls import Tls

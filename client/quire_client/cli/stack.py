@@ -1,7 +1,7 @@
-"""Services as child processes of this one: start, watch, restart, stop in order.
+"""Runs services as child processes: starts, watches, restarts and stops them in order.
 
-Every child is one `python -m SERVICE.server` in its own session (so that Ctrl-C in the terminal reaches only this
-process, which then drains in order) and ends with this process even when that is killed. What a child prints goes
+Every child is one `python -m SERVICE.server` in its own session, so that Ctrl-C in the terminal reaches only this
+process, which then drains in order. A child ends with this process even when this process is killed. Its output goes
 to NAME.log.
 """
 
@@ -28,19 +28,19 @@ from quire_client.channel import HEALTH_METHOD, channel_options, health_request,
 POLL_S = 0.1
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
-STABLE_S = 60.0  # a service that ran this long starts again with the first backoff
+STABLE_S = 60.0  # after running this long, a service restarts with the first backoff again
 HURRY_S = 1.0
-QUIET_S = 5.0  # a start that says nothing for so long is asked what it is doing
+QUIET_S = 5.0  # report the last log line of a service that starts without progress for this long
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
-PORT_RANGE = (20_000, 32_000)  # below the ports that the system gives to outgoing connections
+PORT_RANGE = (20_000, 32_000)  # below the ephemeral ports of the system
 
 # Linux ends the child with its parent (PR_SET_PDEATHSIG = 1); the setting survives exec.
 LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
+    sys.exit("the parent process has ended")
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
@@ -49,19 +49,19 @@ Report = Callable[[str, str, dict[str, Any]], None]  # event, service, facts
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One service: what to run and where it will answer health checks."""
+    """One service: its command, and the address on which it answers health checks."""
 
     name: str
     module: str
     arguments: tuple[str, ...]
     address: str
     stop_phase: int  # lower ones are stopped first
-    metrics: str = ""  # host:port of /metrics, if it is served
-    environment: tuple[tuple[str, str], ...] = ()  # variables of its own
+    metrics: str = ""  # host:port of /metrics, if enabled
+    environment: tuple[tuple[str, str], ...] = ()  # extra variables
 
 
 class StartFailedError(Exception):
-    """A service ended before it was ready for the first time: its settings or its model are wrong."""
+    """A service ended before it was first ready: its settings or its model are wrong."""
 
     def __init__(self, name: str, how: str, tail: list[str]) -> None:
         super().__init__(f"{name} {how} before it was ready")
@@ -71,7 +71,7 @@ class StartFailedError(Exception):
 
 @dataclass(slots=True)
 class Service:
-    """A service and its present process."""
+    """A service and its current process."""
 
     spec: ServiceSpec
     log_path: Path
@@ -87,7 +87,7 @@ class Service:
 class Stack:
     """Runs services until `stop`.
 
-    `report` hears: started, progress, waiting, ready, died, stopping, stopped, killed.
+    `report` receives these events: started, progress, waiting, ready, died, stopping, stopped, killed.
     """
 
     def __init__(self, specs: Iterable[ServiceSpec], log_dir: Path, report: Report) -> None:
@@ -105,13 +105,13 @@ class Stack:
             raise failures.exceptions[0] from None
 
     async def wait_ready(self) -> None:
-        """Until every service is ready at once."""
+        """Return when all services are ready at the same time."""
         while not all(service.ready.is_set() for service in self.services):
             for service in self.services:
                 await service.ready.wait()
 
     async def stop(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """SIGTERM phase by phase. Who is not gone after `timeout_s`, or soon after `hurry`, is killed."""
+        """Send SIGTERM phase by phase. Kill what still runs after `timeout_s`, or soon after `hurry` is set."""
         self._is_stopping.set()
         for phase in sorted({service.spec.stop_phase for service in self.services}):
             members = [service for service in self.services if service.spec.stop_phase == phase]
@@ -133,7 +133,7 @@ class Stack:
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _run_once(self, service: Service) -> int:
-        """One life of a service's process; its exit code."""
+        """Run a service's process to its end; its exit code."""
         service.process = await spawn(service.spec, service.log_path)
         self._report("started", service.spec.name, {"pid": service.process.pid, "log": str(service.log_path)})
         watcher = asyncio.create_task(self._watch(service, service.log_path.stat().st_size))
@@ -147,8 +147,8 @@ class Stack:
             service.ready.clear()
 
     async def _watch(self, service: Service, log_start: int) -> None:
-        """Report progress, and signs of life where there is none, until the service says SERVING."""
-        started = told = time.monotonic()
+        """Report progress, or the last log line if there is none, until the service is SERVING."""
+        started = reported = time.monotonic()
         last_percent = None
         async with grpc.aio.insecure_channel(
             service.spec.address, options=channel_options(service.spec.address)
@@ -157,10 +157,10 @@ class Stack:
                 percent = loading_percent(service.log_path, log_start)
                 if percent not in (None, last_percent):
                     self._report("progress", service.spec.name, {"percent": percent})
-                    last_percent, told = percent, time.monotonic()
-                elif time.monotonic() - told > QUIET_S:
+                    last_percent, reported = percent, time.monotonic()
+                elif time.monotonic() - reported > QUIET_S:
                     self._report("waiting", service.spec.name, {"log_tail": log_tail(service.log_path, 1)})
-                    told = time.monotonic()
+                    reported = time.monotonic()
                 await asyncio.sleep(POLL_S)
         service.was_ready = True
         service.ready.set()
@@ -175,7 +175,7 @@ class Stack:
         _signal(process, signal.SIGTERM)
         gone = asyncio.create_task(process.wait())
         if not await _first_within(gone, hurry, timeout_s):
-            _signal(process, signal.SIGTERM)  # the second one tells a service to skip its drain
+            _signal(process, signal.SIGTERM)  # a second SIGTERM makes a service skip its drain
             await asyncio.wait([gone], timeout=HURRY_S)
         if process.returncode is None:
             self._report("killed", service.spec.name, {})
@@ -207,7 +207,7 @@ async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process
 
 
 def free_ports(count: int, *, excluded: Sequence[int] = ()) -> list[int]:
-    """Ports of 127.0.0.1 on which nobody listens now, all different."""
+    """Distinct ports of 127.0.0.1 that are free now."""
     found: list[int] = []
     candidates = random.sample(range(*PORT_RANGE), 2_000)
     for port in candidates:
@@ -216,15 +216,15 @@ def free_ports(count: int, *, excluded: Sequence[int] = ()) -> list[int]:
         if port not in excluded and is_free("127.0.0.1", port):
             found.append(port)
     if len(found) < count:
-        raise OSError(f"no {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
+        raise OSError(f"found fewer than {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
     return found
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether this process could listen there. Raises OSError when the host is not of this machine."""
+    """Whether this process can listen on the port. Raises OSError if `host` is not an address of this machine."""
     family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: waiting remains do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ignores TIME_WAIT
         try:
             probe.bind(sockaddr)
         except OSError as error:
@@ -240,7 +240,7 @@ def log_tail(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
 
 
 def loading_percent(path: Path, start: int) -> int | None:
-    """The newest percentage in a log since byte `start`: how much of the weights is loaded."""
+    """The last percentage in a log after byte `start`: how much of the weights is loaded."""
     found = re.findall(rb"(\d{1,3}) ?%", _read_end(path, start))
     return min(100, int(found[-1])) if found else None
 
@@ -268,7 +268,7 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
 
 
 async def _first_within(gone: asyncio.Task[int], hurry: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until the process is gone, `hurry` is set or time is over. Returns whether it is gone."""
+    """Wait until the process has ended, `hurry` is set or `timeout_s` is over. True if the process has ended."""
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait([gone, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
@@ -279,7 +279,7 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
     try:
         process.send_signal(number)
     except ProcessLookupError:
-        return  # gone already
+        return  # already ended
 
 
 def _describe_exit(code: int) -> str:
@@ -289,15 +289,15 @@ def _describe_exit(code: int) -> str:
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_each(num_workers: int, threads: int | None) -> int:
-    """Threads of a worker: as asked, else the cores shared out."""
+    """Threads per worker: `threads`, else an equal share of the cores."""
     return threads or max(1, cores() // num_workers)
 
 
 def flag_arguments(flags: Sequence[tuple[str, object]]) -> tuple[str, ...]:
-    """--name value pairs of the flags that have a value."""
+    """`--name value` for each flag that has a value."""
     return tuple(part for name, value in flags if value is not None for part in (f"--{name}", str(value)))

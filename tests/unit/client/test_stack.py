@@ -1,4 +1,4 @@
-"""Child processes: started, watched, restarted, stopped in order. The services here are toys; signals are real."""
+"""Child processes are started, watched, restarted and stopped in order. The services are toys; signals are real."""
 
 import asyncio
 import json
@@ -11,7 +11,8 @@ import textwrap
 import time
 
 import pytest
-from quire_client.cli import arguments, stack, up
+from quire_client.cli import arguments, reporters, stack
+from quire_client.cli import plan as plans
 from quire_client.cli.stack import ServiceSpec, Stack, StartFailedError
 
 TOY = """
@@ -53,7 +54,7 @@ def toy(tmp_path, monkeypatch):
 
 
 class Events:
-    """Remembers what a Stack reports."""
+    """Records the events of a Stack."""
 
     def __init__(self):
         self.seen = []
@@ -102,7 +103,7 @@ async def test_a_killed_service_is_reported_and_restarted(toy, tmp_path):
     await running
 
 
-async def test_a_service_that_never_was_ready_fails_the_start(toy, tmp_path):
+async def test_a_service_that_was_never_ready_fails_the_start(toy, tmp_path):
     events = Events()
     services = Stack([toy("good"), toy("bad", mood="broken")], tmp_path, events)
     with pytest.raises(StartFailedError, match="bad ended with exit code 1 before it was ready") as caught:
@@ -111,7 +112,7 @@ async def test_a_service_that_never_was_ready_fails_the_start(toy, tmp_path):
     assert services.services[0].pid is None
 
 
-async def test_a_slow_start_gives_signs_of_life(toy, tmp_path, monkeypatch):
+async def test_a_slow_start_reports_its_last_log_line(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(stack, "QUIET_S", 0.05)
     events = Events()
     services = Stack([toy("a", mood="slow")], tmp_path, events)
@@ -123,7 +124,7 @@ async def test_a_slow_start_gives_signs_of_life(toy, tmp_path, monkeypatch):
     await running
 
 
-async def test_who_does_not_stop_is_killed(toy, tmp_path, monkeypatch):
+async def test_a_service_that_does_not_stop_is_killed(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(stack, "HURRY_S", 0.1)
     events = Events()
     services = Stack([toy("a", mood="stubborn")], tmp_path, events)
@@ -168,7 +169,7 @@ asyncio.run(main())
 
 
 def is_running(pid):
-    """Whether a process lives; a zombie does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -179,15 +180,15 @@ def is_running(pid):
 def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
-# What `quire up` makes of its flags
+# The plan that `quire up` makes from its flags
 
 
 def plan(*argv):
-    return up.make_plan(arguments.make_parser().parse_args(["up", *argv]))
+    return plans.make_plan(arguments.make_parser().parse_args(["up", *argv]))
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def model(tmp_path):
         ("scheduler", "--burst-ms", "QUIRE_BURST_MS", "20.0"),
     ],
 )
-def test_what_suits_one_machine_is_a_default_only(model, monkeypatch, service, flag, variable, default):
+def test_flags_and_variables_replace_the_defaults_for_one_machine(model, monkeypatch, service, flag, variable, default):
     assert flags_of(plan("--model", model), service)[flag] == default
     assert flags_of(plan("--model", model, flag, "0"), service)[flag] == "0.0"
     monkeypatch.setenv(variable, "5")
@@ -258,15 +259,15 @@ def test_plan_of_replicas(model, tmp_path):
     assert "in memory of each scheduler" in "".join(made.notes)
 
 
-def test_gateways_get_ports_in_a_row(model, tmp_path):
+def test_gateways_get_consecutive_ports(model, tmp_path):
     port = next(port for port in stack.free_ports(50) if stack.is_free("127.0.0.1", port + 1))
     made = plan("--model", model, "--port", str(port), "--gateways", "2", "--log-dir", str(tmp_path))
     assert made.target == f"127.0.0.1:{port},127.0.0.1:{port + 1}"
-    with pytest.raises(up.SetupError, match="2 gateways from port 65535 on do not fit"):
+    with pytest.raises(plans.SetupError, match="2 gateways need the ports up to 65536"):
         plan("--model", model, "--port", "65535", "--gateways", "2")
 
 
-def test_plan_hands_the_flags_on(model, tmp_path):
+def test_plan_passes_the_flags_to_the_services(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
         "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
@@ -285,18 +286,18 @@ def test_plan_hands_the_flags_on(model, tmp_path):
     assert made.target.startswith("127.0.0.1:")
 
 
-def test_workers_get_gpus_of_their_own(model, monkeypatch):
+def test_each_worker_gets_its_own_gpus(model, monkeypatch):
     def devices(*flags):
         made = plan("--model", model, "--port", "0", "--backend", "cuda", *flags)
         return [dict(spec.environment).get("CUDA_VISIBLE_DEVICES") for spec in made.specs if "worker" in spec.name]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 5,7")
     assert devices("--workers", "2", "--tensor-parallel-size", "2") == ["2,3", "5,7"]
-    assert devices("--workers", "5") == [None] * 5  # one GPU each is not to be had: they share
-    with pytest.raises(up.SetupError, match="--workers 3 with --tensor-parallel-size 2 need 6 GPUs, 4 can be seen"):
+    assert devices("--workers", "5") == [None] * 5  # fewer GPUs than workers: they share
+    with pytest.raises(plans.SetupError, match="--tensor-parallel-size 2 need 6 GPUs, but 4 are visible"):
         devices("--workers", "3", "--tensor-parallel-size", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(up, "visible_gpus", list)
+    monkeypatch.setattr(plans, "visible_gpus", list)
     assert devices("--tensor-parallel-size", "2") == [None]
     made = plan("--model", model, "--port", "0", "--backend", "cuda", "--tensor-parallel-size", "2")
     assert flags_of(made, "worker-0")["--tensor-parallel-size"] == "2"
@@ -307,29 +308,29 @@ def test_gpus_are_counted_without_a_driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    assert up.visible_gpus(tmp_path) == ["0", "1"]
+    assert plans.visible_gpus(tmp_path) == ["0", "1"]
 
 
-def test_threads_are_shared_out(monkeypatch):
+def test_workers_share_the_cores(monkeypatch):
     monkeypatch.setattr(stack, "cores", lambda: 8)
     assert [stack.threads_each(n, None) for n in (1, 3, 16)] == [8, 2, 1]
     assert stack.threads_each(4, 5) == 5
 
 
-def test_plan_refuses_what_cannot_work(tmp_path, model):
-    with pytest.raises(up.SetupError, match="no such folder; download a checkpoint first"):
+def test_plan_refuses_impossible_options(tmp_path, model):
+    with pytest.raises(plans.SetupError, match="no such folder; download a checkpoint first"):
         plan("--model", "Qwen/Qwen3-0.6B")
-    with pytest.raises(up.SetupError, match=r"no config\.json"):
+    with pytest.raises(plans.SetupError, match=r"no config\.json"):
         plan("--model", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(up.SetupError, match=f"port {port} is taken"):
+        with pytest.raises(plans.SetupError, match=f"port {port} is in use"):
             plan("--model", model, "--port", str(port))
 
 
-def test_plan_refuses_a_gateway_that_it_could_not_ask(model, monkeypatch):
+def test_plan_refuses_gateways_with_tls(model, monkeypatch):
     monkeypatch.setenv("QUIRE_TLS_CERT_FILE", "tls.crt")
-    with pytest.raises(up.SetupError, match="QUIRE_TLS_CERT_FILE is set, and what `quire up` starts"):
+    with pytest.raises(plans.SetupError, match="`quire up` starts its services without TLS"):
         plan("--model", model)
 
 
@@ -347,15 +348,15 @@ def test_loading_percent(tmp_path):
 
 
 def test_up_as_a_process_drains_on_sigterm(toy, tmp_path, model, monkeypatch):
-    """The whole command with toy services in place of the real ones."""
+    """The whole command with toy services instead of the real ones."""
     driver = f"""
-import sys
+import pathlib, sys
 from quire_client import cli
 from quire_client.cli import up
 from quire_client.cli.stack import ServiceSpec
 def toys(args):
     specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
-    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), up.Path({str(tmp_path)!r}))
+    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), pathlib.Path({str(tmp_path)!r}))
 up.make_plan = toys
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -378,32 +379,32 @@ def astuple(spec):
     return (spec.name, spec.module, spec.arguments, spec.address, spec.stop_phase)
 
 
-# What a person sees
+# Text output
 
 
 @pytest.fixture
-def told(capsys, tmp_path):
-    """A text narrator that has told a whole life, and what it printed."""
-    made = up.Plan((), "127.0.0.1:50051", "demo", ("model      demo",), tmp_path)
+def output_of(capsys, tmp_path):
+    """A function that gives a reporter every event of a stack; returns what was printed."""
+    made = plans.Plan((), "127.0.0.1:50051", "demo", ("model      demo",), tmp_path)
 
-    def tell(narrator):
-        narrator.begin(made)
+    def report(reporter):
+        reporter.begin(made)
         for percent in (10, 30, 40, 100):
-            narrator.report("progress", "worker-0", {"percent": percent})
-        narrator.report("waiting", "worker-0", {"log_tail": ["compiling"]})
-        narrator.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
-        narrator.serving(made, {})
-        narrator.report("died", "worker-0", {"how": "was killed by SIGKILL", "restart_in_s": 0.5, "log_tail": ["bye"]})
-        narrator.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
-        narrator.draining()
-        narrator.end()
+            reporter.report("progress", "worker-0", {"percent": percent})
+        reporter.report("waiting", "worker-0", {"log_tail": ["compiling"]})
+        reporter.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
+        reporter.serving(made, {})
+        reporter.report("died", "worker-0", {"how": "was killed by SIGKILL", "restart_in_s": 0.5, "log_tail": ["bye"]})
+        reporter.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
+        reporter.draining()
+        reporter.end()
         return capsys.readouterr().out
 
-    return tell
+    return report
 
 
-def test_text_of_a_whole_life(told):
-    out = told(up.TextNarrator())
+def test_text_of_every_event(output_of):
+    out = output_of(reporters.TextReporter())
     lines = [line.split() for line in out.splitlines()]
     assert ["worker-0", "loading", "weights:", "30", "%"] in lines
     assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
@@ -411,11 +412,11 @@ def test_text_of_a_whole_life(told):
     assert ["worker-0", "ready", "127.0.0.1:7", "1.2", "s"] in lines
     assert ["worker-0", "ready", "again", "127.0.0.1:7", "1.2", "s"] in lines
     assert 'quire chat "What does os.path.join do?"\n' in out
-    assert "worker-0   was killed by SIGKILL; starting it again in 0.5 s" in out
+    assert "worker-0   was killed by SIGKILL; restarting in 0.5 s" in out
     assert "| bye" in out
 
 
-def test_a_terminal_gets_a_line_that_changes(told, monkeypatch):
+def test_a_terminal_gets_a_progress_line(output_of, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    out = told(up.TextNarrator())
+    out = output_of(reporters.TextReporter())
     assert "\r\x1b[Kloading weights: worker-0 40 %" in out

@@ -1,0 +1,276 @@
+"""What `quire up` starts: ports, folders and flags of every service."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import tempfile
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
+
+T = TypeVar("T")
+
+GATEWAY_PHASE, WORKER_PHASE, SCHEDULER_PHASE = range(3)  # stop new requests, then running rows, then their owner
+NEEDED = {
+    "torch": "worker",
+    "safetensors": "worker",
+    "tokenizers": "gateway",
+    "jinja2": "gateway",
+    "redis": "scheduler and gateway",
+}
+MAX_PORT = 65_535
+# All services share one machine with the model: each message and each chunk takes CPU time from the model.
+CHUNK_INTERVAL_MS = 50.0  # still smooth to read
+BURST_MS = 20.0  # the longest added wait of a new request for each of two messages
+
+
+class SetupError(Exception):
+    """The stack cannot be started with these options; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The services to start, and the notes to print first."""
+
+    specs: tuple[ServiceSpec, ...]
+    target: str
+    model: str
+    notes: tuple[str, ...]
+    log_dir: Path
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Choose ports, folders and flags. Raises SetupError."""
+    _check_installed()
+    _check_environment()
+    args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler reads the variable too
+    folder, name = resolve_model(args.model, args.model_name)
+    ports = _gateway_ports(args.host, args.port, args.gateways)
+    others = free_ports(args.schedulers + args.workers, excluded=ports)
+    schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
+    threads = threads_each(args.workers, args.threads)
+    devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
+    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    specs = [
+        *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
+        *(
+            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, devices[i], args)
+            for i, port in enumerate(others[args.schedulers :])
+        ),
+        *(_gateway_spec(name, args.host, port, schedulers, args) for name, port in _named("gateway", ports)),
+    ]
+    specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
+    notes = (
+        _model_note(args.model, folder, name),
+        _backend_note(args, threads),
+        _index_note(args.redis, args.schedulers),
+        *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
+    )
+    target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
+    return Plan(tuple(specs), target, name, notes, log_dir)
+
+
+def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
+    """Name the services of one kind: numbered when there are several."""
+    for i, item in enumerate(items):
+        yield (kind if len(items) == 1 else f"{kind}-{i}"), item
+
+
+def _quiet(spec: ServiceSpec) -> ServiceSpec:
+    """Disable metrics even if the environment sets a port: several processes cannot share one."""
+    return replace(spec, arguments=(*spec.arguments, "--metrics-listen", "off", "--health-listen", "off"))
+
+
+def _with_metrics(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> list[ServiceSpec]:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(specs), excluded=excluded)]
+    flags = [("--metrics-listen", address, "--health-listen", "off") for address in addresses]
+    return [
+        replace(spec, arguments=(*spec.arguments, *flag), metrics=address)
+        for spec, flag, address in zip(specs, flags, addresses, strict=True)
+    ]
+
+
+def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
+    """The model folder to serve, and its public name."""
+    if model == "demo":
+        from quire_client.demo import demo_model_dir
+
+        return Path(demo_model_dir()), name or "demo"
+    folder = Path(model).expanduser().resolve()
+    if not folder.is_dir():
+        raise SetupError(
+            f"--model {model}: no such folder; download a checkpoint first "
+            f"(e.g. `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`) or use --model demo"
+        )
+    if not (folder / "config.json").is_file():
+        raise SetupError(f"--model {model}: the folder has no config.json; give a Hugging Face model folder")
+    return folder, name or folder.name
+
+
+def _check_installed() -> None:
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise SetupError(
+            f"{', '.join(missing)} not installed; `pip install '.[all]'` in a checkout of Quire installs all"
+        )
+
+
+def _check_environment() -> None:
+    if os.environ.get("QUIRE_TLS_CERT_FILE"):  # the gateway would read it
+        raise SetupError(
+            "QUIRE_TLS_CERT_FILE is set, but `quire up` starts its services without TLS; unset it, or start the "
+            "services one by one (docs/deployment.md)"
+        )
+
+
+def _gateway_ports(host: str, port: int, count: int) -> list[int]:
+    """The gateways' ports: consecutive from `port`, or free ones if it is 0."""
+    if port == 0:
+        return free_ports(count)
+    ports = list(range(port, port + count))
+    if ports[-1] > MAX_PORT:
+        raise SetupError(
+            f"--port {port}: {count} gateways need the ports up to {ports[-1]}, the highest is {MAX_PORT}; "
+            "use a lower --port"
+        )
+    for taken in ports:
+        if not is_free(host, taken):
+            raise SetupError(f"port {taken} is in use: is a stack running already? --port 0 picks a free one")
+    return ports
+
+
+def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> ServiceSpec:
+    flags = [
+        ("listen", address),
+        ("redis", args.redis),
+        ("max-waiting", args.max_waiting),
+        ("max-waiting-tokens", args.max_waiting_tokens),
+        ("burst-ms", _shared_machine(args.burst_ms, "QUIRE_BURST_MS", BURST_MS)),
+    ]
+    switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
+    return ServiceSpec(name, "scheduler_svc.server", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
+
+
+def _worker_spec(
+    worker_id: str,
+    address: str,
+    schedulers: Sequence[str],
+    folder: Path,
+    model_name: str,
+    threads: int,
+    environment: tuple[tuple[str, str], ...],
+    args: argparse.Namespace,
+) -> ServiceSpec:
+    flags: list[tuple[str, object]] = [
+        ("model", folder),
+        ("model-name", model_name),
+        ("listen", address),
+        ("advertise", address),
+        *(("scheduler", scheduler) for scheduler in schedulers),
+        ("worker-id", worker_id),
+        ("threads", threads),
+        ("drain-timeout-s", args.drain_timeout_s),
+        ("dtype", args.dtype),
+        ("kv-cache-dtype", args.kv_cache_dtype),
+        ("quantize", args.quantize),
+        ("block-size", args.block_size),
+        ("num-blocks", args.num_blocks),
+        ("kv-cache-memory", args.kv_cache_memory),
+        ("max-num-seqs", args.max_num_seqs),
+        ("max-num-batched-tokens", args.max_num_batched_tokens),
+        ("max-model-len", args.max_model_len),
+        ("determinism", args.determinism),
+        ("executor", args.executor),
+        ("backend", args.backend),
+        ("attention", args.attention),
+        ("gpu-memory-utilization", args.gpu_memory_utilization),
+        ("tensor-parallel-size", args.tensor_parallel_size),
+    ]
+    return ServiceSpec(
+        worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE, environment=environment
+    )
+
+
+def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], args: argparse.Namespace) -> ServiceSpec:
+    flags: list[tuple[str, object]] = [
+        ("listen", f"{_bracketed(host)}:{port}"),
+        *(("scheduler", scheduler) for scheduler in schedulers),
+        ("redis", args.redis),
+        ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),
+    ]
+    return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
+
+
+def _shared_machine(given: float | None, variable: str, default: float) -> float | None:
+    """The value of a flag whose own default suits services on separate machines. None: the environment sets it."""
+    return default if given is None and variable not in os.environ else given
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _reachable(host: str) -> str:
+    """The address that clients on this machine can connect to: 0.0.0.0 is no destination."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracketed(host))
+
+
+def _model_note(model: str, folder: Path, name: str) -> str:
+    if model == "demo":
+        return (
+            f"model      {name}: the bundled model (no --model given); it knows only parts of Python's standard library"
+        )
+    return f"model      {name} from {folder}"
+
+
+def _devices_each(args: argparse.Namespace, visible: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
+    """CUDA_VISIBLE_DEVICES of each worker. Empty if there are too few GPUs: workers of one GPU each then share them."""
+    size = args.tensor_parallel_size or 1
+    needed = size * args.workers
+    if visible and needed > len(visible) and size > 1:
+        raise SetupError(
+            f"--workers {args.workers} with --tensor-parallel-size {size} need {needed} GPUs, but {len(visible)} are "
+            "visible; lower one of them, or check CUDA_VISIBLE_DEVICES"
+        )
+    if needed > len(visible):
+        return [()] * args.workers
+    return [(("CUDA_VISIBLE_DEVICES", ",".join(visible[i : i + size])),) for i in range(0, needed, size)]
+
+
+def _backend_note(args: argparse.Namespace, threads: int) -> str:
+    num_workers: int = args.workers
+    if args.backend == "cuda":
+        ranks = f" of {args.tensor_parallel_size} GPUs" if (args.tensor_parallel_size or 1) > 1 else ""
+        return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}"
+    reason = "a GPU is present; --backend cuda uses it" if has_gpu() else "no GPU found"
+    return f"backend    CPU ({reason}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _index_note(redis: str | None, num_schedulers: int) -> str:
+    if not redis and num_schedulers > 1:
+        return "index      in memory of each scheduler (no --redis given)"
+    if not redis:
+        return "index      in memory (no --redis given)"
+    parts = urllib.parse.urlsplit(redis)
+    return f"index      Redis at {parts._replace(netloc=parts.netloc.rpartition('@')[2]).geturl()}"
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA device is visible, without calling the driver or loading torch."""
+    return bool(visible_gpus()) and shutil.which("nvidia-smi") is not None
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The devices that the workers may use, in the form of CUDA_VISIBLE_DEVICES."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device.strip() for device in chosen.split(",") if device.strip()]
+    return [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
