@@ -26,6 +26,7 @@ from gateway_svc.text.bundle import BundleError
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
 from svc_common.serve import MAX_MESSAGE_BYTES, open_channel
+from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ BACKOFF_MOST_S = 2.0
 STABLE_AFTER_S = 5.0  # a stream that lived this long is dialled again at once
 RETRY_AFTER_S = 1.0
 SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests go elsewhere
-NOTABLE_PART = 0.25  # of the time it may be silent: a timer that is late by less is just a late timer
 MAX_HANDLE = 2**32
 # A larger message than gRPC allows would end the stream, and so move everybody's requests.
 MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
@@ -93,8 +93,8 @@ class SchedulerClient:
         self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
         self._limit: asyncio.Timeout | None = None  # of the current stream
         self._watcher: asyncio.Task[None] | None = None
-        self._last_heard = 0.0
-        self._silence = ""
+        self._silence: SilenceWatch | None = None  # of the current stream, once heartbeats are agreed on
+        self._timeout_reason = ""  # what it means when `_limit` is reached
         self._loader: asyncio.Task[None] | None = None
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
@@ -185,7 +185,7 @@ class SchedulerClient:
     async def _attach(self) -> str:
         """One stream, from its start to its end; returns why it ended."""
         self._outbox = asyncio.Queue()
-        self._silence = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
+        self._timeout_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
         call = self._stub.Attach()
         writer = asyncio.create_task(_write(call, self._outbox))
@@ -193,7 +193,7 @@ class SchedulerClient:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
                 return await self._read(call)
         except TimeoutError:
-            return self._silence
+            return self._timeout_reason
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         except ProtocolError as error:
@@ -214,34 +214,30 @@ class SchedulerClient:
         if self._limit is not None:
             self._limit.reschedule(None)
         while isinstance(response, pb.AttachResponse):
-            self._last_heard = loop.time()
+            if self._silence is not None:
+                self._silence.heard(loop.time())
             self._on_response(response)
             response = await call.read()
         if response is not grpc.aio.EOF:  # None: grpc could not decode it, and the stream goes on
             raise ProtocolError("bytes that are no AttachResponse in an Attach stream")
         return f"the scheduler ended the stream: {await call.details() or 'it stops'}"
 
-    async def _watch(self, interval_s: float) -> None:
-        """Beat, and end the stream when the scheduler has been silent for too long: it may be stopped or cut off."""
-        loop, patience_s = asyncio.get_running_loop(), SILENT_INTERVALS * interval_s
-        while True:
+    async def _watch(self, silence: SilenceWatch, interval_s: float) -> None:
+        """Send heartbeats, and end the stream when the scheduler has been silent for too long."""
+        loop = asyncio.get_running_loop()
+        while not silence.is_silent(loop.time()):
             self._outbox.put_nowait(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
-            before = loop.time()
-            pause_s = min(interval_s, max(0.0, self._last_heard + patience_s - before))
-            await asyncio.sleep(pause_s)
-            now = loop.time()
-            if now - before - pause_s > NOTABLE_PART * patience_s:
-                self._last_heard = now  # we were stopped ourselves: what came meanwhile is still unread
-            if now - self._last_heard >= patience_s and self._limit is not None:
-                self._silence = f"no heartbeat for {patience_s:g} s"
-                self._limit.reschedule(now)
-                return
+            await asyncio.sleep(silence.pause_s(loop.time(), interval_s))
+            silence.woke(loop.time())
+        if self._limit is not None:
+            self._timeout_reason = f"no heartbeat for {silence.timeout_s:g} s"
+            self._limit.reschedule(loop.time())
 
     def _stop_watching(self) -> None:
         self._limit = None
         if self._watcher is not None:
             self._watcher.cancel()
-        self._watcher = None
+        self._watcher = self._silence = None
 
     def _on_detached(self, problem: str) -> None:
         requests = self.requests()
@@ -305,8 +301,9 @@ class SchedulerClient:
         self.is_connected = True
         self.scheduler_epoch = welcome.scheduler_epoch
         self.ready_workers = welcome.ready_workers
-        if self._watcher is None and welcome.heartbeat_interval_s > 0:
-            self._watcher = asyncio.create_task(self._watch(welcome.heartbeat_interval_s))
+        if self._watcher is None and (interval_s := welcome.heartbeat_interval_s) > 0:
+            self._silence = SilenceWatch(SILENT_INTERVALS * interval_s, asyncio.get_running_loop().time())
+            self._watcher = asyncio.create_task(self._watch(self._silence, interval_s))
         if welcome.HasField("info"):
             self.info = welcome.info
             self._update_model(welcome.info)

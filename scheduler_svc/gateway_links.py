@@ -24,6 +24,7 @@ from scheduler_svc import wire
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.step_loop import RETRY_NO_WORKER_S, StepLoop
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError
+from svc_common.silence import SilenceWatch
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ PROTOCOL_VERSION = 1
 MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns
 MAX_PENDING_REPLIES = 1 << 16
 SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
-NOTABLE_PART = 0.25  # of the time a gateway may be silent: a timer that is late by less is just a late timer
 
 
 class Outbox:
@@ -165,7 +165,7 @@ class Attached:
     gateway_id: str
     owner: int
     outbox: Outbox
-    last_heard: float  # loop time
+    silence: SilenceWatch
     sends_heartbeats: bool = False
 
 
@@ -226,8 +226,8 @@ class Gateways:
         """One gateway's stream, from Hello to its end. Its requests end with it."""
         hello = await _read_hello(requests)
         outbox = Outbox(hello.gateway_id, hello.deltas_interval_ms / 1000)
-        now = asyncio.get_running_loop().time()
-        attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, last_heard=now)
+        silence = SilenceWatch(SILENT_INTERVALS * self._interval_s, asyncio.get_running_loop().time())
+        attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, silence)
         self._outboxes[attached.owner] = outbox
         outbox.welcome(self._welcome)
         log.info("gateway %s attached", hello.gateway_id)
@@ -249,7 +249,7 @@ class Gateways:
         loop, outbox = asyncio.get_running_loop(), attached.outbox
         try:
             async for request in requests:
-                attached.last_heard = loop.time()
+                attached.silence.heard(loop.time())
                 self._take_request(request, attached)
             outbox.close()
         except QuireError as error:
@@ -259,17 +259,18 @@ class Gateways:
             outbox.close(QuireError(f"internal error: {type(error).__name__}; the server's log has it"))
 
     async def _beat(self, attached: Attached) -> None:
-        """Tell the gateway that this scheduler lives, until it is silent for too long itself."""
-        loop, patience_s = asyncio.get_running_loop(), SILENT_INTERVALS * self._interval_s
-        while not attached.sends_heartbeats or loop.time() - attached.last_heard < patience_s:
+        """Send heartbeats until the gateway, if it sends any itself, is silent for too long."""
+        loop, silence = asyncio.get_running_loop(), attached.silence
+        while not silence.is_silent(loop.time()):
             attached.outbox.heartbeat(self._heartbeat())
-            before = loop.time()
-            await asyncio.sleep(self._interval_s)
-            if loop.time() - before - self._interval_s > NOTABLE_PART * patience_s:
-                attached.last_heard = loop.time()  # we were stopped ourselves: what came meanwhile is still unread
+            await asyncio.sleep(silence.pause_s(loop.time(), self._interval_s))
+            silence.woke(loop.time())
+            if not attached.sends_heartbeats:
+                silence.heard(loop.time())  # none is expected
         # Its requests end now: the stream itself may be stuck in a write to a process that does not read.
         self._step_loop.detach(attached.owner)
-        attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {patience_s:g} s; attach again"))
+        timeout_s = silence.timeout_s
+        attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {timeout_s:g} s; attach again"))
 
     def _heartbeat(self) -> scheduler_pb2.SchedulerHeartbeat:
         load = self._step_loop.load()

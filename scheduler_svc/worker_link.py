@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, Work
 from scheduler_svc.metrics import StepMeter
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
+from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 TRANSFER_TIMEOUT_S = 60.0
-NOTABLE_PART = 0.25  # of the heartbeat timeout: below it, a late timer is just a late timer
 
 StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.StepStreamResponse]
 
@@ -75,8 +76,8 @@ class LeasedWorker:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepStreamRequest] = asyncio.Queue()
         self._in_flight: deque[Step] = deque()
-        self._last_seen = self._loop.time()
-        self._last_answer = self._last_seen
+        self._last_answer = self._loop.time()
+        self._silence = SilenceWatch(timeouts.heartbeat_s, self._last_answer)
         self._closed: asyncio.Future[str] = self._loop.create_future()
         self.num_answered = 0
 
@@ -109,7 +110,7 @@ class LeasedWorker:
 
     def note_alive(self) -> None:
         """A heartbeat came."""
-        self._last_seen = self._loop.time()
+        self._silence.heard(self._loop.time())
 
     async def run(self, on_output: Callable[[StepOutput], None]) -> str:
         """Serve the stream; `on_output(output)` gets every answer. Returns why it ended."""
@@ -144,38 +145,32 @@ class LeasedWorker:
             message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
         )
         step = self._in_flight.popleft()
-        self._last_seen = self._last_answer = self._loop.time()
+        self._last_answer = self._loop.time()
+        self._silence.heard(self._last_answer)
         self._meter.note(self._last_answer - step.sent_at, step.num_bytes + message.ByteSize(), step.num_rows)
         self.num_answered += 1
         return output
 
     async def _watch(self) -> str:
+        """Until the worker counts as lost. Returns why."""
         while True:
             now = self._loop.time()
-            deadline, reason = self._deadline()
-            if now >= deadline:
-                return reason
-            # A step sent while we sleep may fall due before the heartbeat does.
-            pause = min(deadline - now, self._timeouts.step_s)
-            await asyncio.sleep(pause)
-            self._excuse(self._loop.time() - now - pause)
+            step_due = self._step_due()
+            if now >= step_due:
+                return f"step {self._in_flight[0].step_id} is not answered after {self._timeouts.step_s:g} s"
+            if self._silence.is_silent(now):
+                return f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
+            # A step that is sent while this task sleeps may be due before the next heartbeat.
+            await asyncio.sleep(self._silence.pause_s(now, min(step_due - now, self._timeouts.step_s)))
+            if self._silence.woke(self._loop.time()):
+                self._last_answer = self._loop.time()  # the answer may be there and unread
 
-    def _excuse(self, overslept: float) -> None:
-        """After this process itself was stopped or busy, what came meanwhile is still unread: start counting anew."""
-        if overslept < self._timeouts.heartbeat_s * NOTABLE_PART:
-            return
-        self._last_seen = self._last_answer = self._loop.time()
-
-    def _deadline(self) -> tuple[float, str]:
-        silence = self._last_seen + self._timeouts.heartbeat_s
+    def _step_due(self) -> float:
+        """When the oldest step must be answered; inf while none is in flight."""
         if not self._in_flight:
-            return silence, f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
-        oldest = self._in_flight[0]
+            return math.inf
         # A step waits for those before it; only its own time counts.
-        due = max(oldest.sent_at, self._last_answer) + self._timeouts.step_s
-        if due < silence:
-            return due, f"step {oldest.step_id} is not answered after {self._timeouts.step_s:g} s"
-        return silence, f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
+        return max(self._in_flight[0].sent_at, self._last_answer) + self._timeouts.step_s
 
 
 def _reason(done: asyncio.Future[str]) -> str:

@@ -21,8 +21,9 @@ from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
 from scheduler_svc import wire
 from scheduler_svc.core.messages import SchedulerStats, WorkerCapacity, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
-from scheduler_svc.worker_link import NOTABLE_PART, WORKER_STATE_TEXT, Dialer, LeasedWorker
+from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
+from svc_common.silence import wait_for_peer
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class WorkerPool:
         """None when either side has ended the stream, or the worker is silent for too long."""
         following = asyncio.ensure_future(_next(stream))
         try:
-            if not await _first_of(following, registration.ended, timeout_s=self._heartbeat_timeout_s):
+            if not await wait_for_peer(following, registration.ended, timeout_s=self._heartbeat_timeout_s):
                 self._give_up(worker, registration)
             return None if registration.ended.done() else following.result()
         finally:
@@ -404,17 +405,6 @@ class WorkerPool:
         self._drop_old_losses()
         books = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
         return [_describe(worker, books.get(worker.worker_id)) for worker in self._workers.values()]
-
-
-async def _first_of(*either: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Whether one of them is done in time. Time in which this very process was stopped does not count."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + timeout_s
-        if (await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            return True
-        if loop.time() - due < NOTABLE_PART * timeout_s:
-            return False
 
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:

@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from svc_common.serve import open_channel
+from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from worker_svc.lifecycle import Lifecycle
 
@@ -41,7 +42,6 @@ MIN_ACK_TIMEOUT_S = 2.0
 ACK_TIMEOUT_INTERVALS = 2  # a heartbeat is sent one interval after the last sign of life: three in all
 MIN_NEWS_INTERVAL_S = 0.1  # so that load progress does not become a flood
 DEFAULT_HEARTBEAT_S = 2.0
-OVERSLEPT_S = 0.5  # a timer that is so late: this process was stopped, not the other one
 STEADY_S = 2.0  # a session that lasted so long was no failed attempt
 UNUSED_S = 3.0  # without a step, until nobody would miss this worker
 PROBE_INTERVAL_S = 2.0
@@ -255,7 +255,7 @@ class Registration:
         """Tell the state, get the answer."""
         self._lifecycle.changed.clear()
         message = self._message(address)
-        response = await patiently(_ask(call, message), timeout_s)
+        response = await _answer_within(_ask(call, message), timeout_s)
         async with self._told:
             self._told_state = message.state
             self._told.notify_all()
@@ -296,18 +296,13 @@ async def answers(scheduler: str) -> bool:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def patiently(work: Awaitable[T], timeout_s: float) -> T:
-    """The result of `work`; TimeoutError if it takes longer. Time in which this very process was stopped is no sign of
-    the other one: then the wait starts anew."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
+async def _answer_within(asking: Awaitable[T], timeout_s: float) -> T:
+    """The scheduler's answer; TimeoutError if it does not come in time."""
+    task = asyncio.ensure_future(asking)
     try:
-        while True:
-            due = loop.time() + timeout_s
-            if (await asyncio.wait([task], timeout=timeout_s))[0]:
-                return task.result()
-            if loop.time() - due < OVERSLEPT_S:
-                raise TimeoutError
+        if not await wait_for_peer(task, timeout_s=timeout_s):
+            raise TimeoutError
+        return task.result()
     finally:
         await cancel(task)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
 from worker_svc import registration as registration_module
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
-from worker_svc.registration import Registration, answers, patiently, preference
+from worker_svc.registration import Registration, answers, preference
 
 HEARTBEAT_S = 0.05
 
@@ -351,14 +350,3 @@ async def test_nobody_answers_where_nobody_listens_or_all_is_frozen() -> None:
     frozen = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with frozen:
         assert not await answers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}")
-
-
-async def test_time_in_which_the_worker_was_stopped_itself_does_not_count() -> None:
-    loop, answer = asyncio.get_running_loop(), asyncio.Event()
-    waiting = asyncio.ensure_future(patiently(answer.wait(), 0.3))
-    await asyncio.sleep(0)
-    time.sleep(0.9)  # noqa: ASYNC251 -- as SIGSTOP would
-    loop.call_later(0.1, answer.set)
-    assert await waiting
-    with pytest.raises(TimeoutError):
-        await patiently(asyncio.Event().wait(), 0.05)

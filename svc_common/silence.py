@@ -1,0 +1,65 @@
+"""When a peer that sends nothing counts as lost.
+
+Silence counts only while this process runs: after a SIGSTOP, a suspended machine or a long pause, the peer's messages
+may be there and unread. A timer that fires late shows such a gap, and the silence then counts from that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+LATE_FRACTION = 0.25  # of the timeout: a timer that fires less late than this is late from load, not from a stop
+
+
+class SilenceWatch:
+    """Tells whether a peer has been silent for `timeout_s`. It reads no clock: times come in as `now`, in seconds.
+
+    while not watch.is_silent(loop.time()):
+        await asyncio.sleep(watch.pause_s(loop.time()))
+        watch.woke(loop.time())
+    """
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self._heard_at = now
+        self._wakes_at = now
+
+    @property
+    def deadline(self) -> float:
+        """When the peer counts as lost unless it is heard before."""
+        return self._heard_at + self.timeout_s
+
+    def heard(self, now: float) -> None:
+        """The peer has sent something."""
+        self._heard_at = now
+
+    def is_silent(self, now: float) -> bool:
+        """The peer has been silent for `timeout_s`."""
+        return now >= self.deadline
+
+    def pause_s(self, now: float, at_most_s: float = math.inf) -> float:
+        """How long to sleep until the next look: until the deadline, but at most `at_most_s`."""
+        pause_s = min(at_most_s, max(0.0, self.deadline - now))
+        self._wakes_at = now + pause_s
+        return pause_s
+
+    def woke(self, now: float) -> bool:
+        """Call it after each such sleep. True if this process was stopped meanwhile: silence then counts from `now`."""
+        was_stopped = now - self._wakes_at > LATE_FRACTION * self.timeout_s
+        if was_stopped:
+            self._heard_at = now
+        return was_stopped
+
+
+async def wait_for_peer(*futures: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Whether one of `futures` is done within `timeout_s`. Time in which this process was stopped does not count."""
+    loop = asyncio.get_running_loop()
+    watch = SilenceWatch(timeout_s, loop.time())
+    while not watch.is_silent(loop.time()):
+        pause_s = watch.pause_s(loop.time())
+        if (await asyncio.wait(futures, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            return True
+        watch.woke(loop.time())
+    return False
