@@ -11,7 +11,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.text.bundle import BundleError, ModelText, SamplingDefaults, Tokenizer, model_text_from_files
+from gateway_svc.text.bundle import BundleError, ModelText, Tokenizer, model_text_from_files
 from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class BundleCache:
     """Text sides by bundle digest, shared by all schedulers of this gateway."""
 
     def __init__(self) -> None:
-        self._texts: dict[bytes, ModelText] = {b"": ModelText(None, SamplingDefaults())}
+        self._texts: dict[bytes, ModelText] = {b"": ModelText(None)}
         self._locks: dict[bytes, asyncio.Lock] = {}
 
     async def get(self, digest: bytes, fetch: Callable[[], Awaitable[bytes]]) -> ModelText:
@@ -117,7 +117,5 @@ def describe_model(model: ServedModel) -> None:
         log.warning("model %r has no tokenizer.json: it takes and gives token ids only", model.name)
     elif not text.tokenizer.has_chat_template:
         log.warning("model %r has no chat template: prompt.chat will be refused", model.name)
-    if text.defaults.unserved:
-        log.warning(
-            "model %r: not applied from generation_config.json: %s", model.name, ", ".join(text.defaults.unserved)
-        )
+    if text.unserved:
+        log.warning("model %r: not applied from generation_config.json: %s", model.name, ", ".join(text.unserved))

@@ -1,12 +1,11 @@
-"""Every field of a request, checked before anything is spent on it.
+"""Checks a request before any work is done for it.
 
-A message names the field by its path, its value, the limit, and what to do. Fields that this server does not serve
-are refused with UNIMPLEMENTED when they ask for something; their neutral values are harmless and accepted.
+Types, ranges and fields that are not served follow from `request_fields`; what depends on the prompt, the model or
+another field is checked here. A message names the field by its path, its value, the limit, and what to do.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,16 +15,11 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel
+from request_fields import checks
 from svc_common.errors import InvalidRequestError, UnimplementedError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 ROLES = ("system", "user", "assistant", "tool")
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 256
-MAX_SALT_BYTES = 128
-MAX_TENANT_BYTES = 128
-MAX_PRIORITY = 1000
 MAX_MESSAGES = 10_000  # of a chat
 MAX_CONTINUATION_IDS = 4 << 20  # of all samples together
 MAX_TOKENIZE_BYTES = 4 << 20
@@ -53,13 +47,14 @@ class GenerationPlan:
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
-    """What can be said without knowing the model. Raises InvalidRequestError or UnimplementedError."""
+    """Check what does not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
-    _check_unserved(request)
-    _check_sampling(request.sampling)
-    _check_stop(request.stop)
-    _check_scheduling(request.scheduling)
+    try:
+        checks.check_fields(request)
+    except checks.FieldError as error:
+        kind = UnimplementedError if error.is_unserved else InvalidRequestError
+        raise kind(str(error), field=error.field) from None
 
 
 def check_request_id(request_id: str) -> None:
@@ -140,23 +135,9 @@ def plan_generation(
 
 
 def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
-    """Every served field: the request's, else the model's generation_config, else the protocol's default."""
-    announced, bundled = model.info.default_sampling, model.text.defaults
-
-    def pick(name: str, default: float) -> float:
-        for source in (asked, announced):
-            if source.HasField(name):  # type: ignore[arg-type]
-                return float(getattr(source, name))
-        value = getattr(bundled, name)
-        return default if value is None else float(value)
-
+    """Every served field: the request's, else the model's, else the default."""
     return types.SamplingParams(
-        temperature=pick("temperature", 1.0),
-        top_p=pick("top_p", 1.0),
-        top_k=int(pick("top_k", 0)),
-        min_p=pick("min_p", 0.0),
-        seed=asked.seed if asked.HasField("seed") else drawn_seed,
-        n=asked.n if asked.HasField("n") else 1,
+        **checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed),
     )
 
 
@@ -229,77 +210,6 @@ def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
         if message.role not in ROLES:
             shown = message.role[:MAX_ID_CHARS_SHOWN]
             raise _invalid(f"prompt.chat.messages[{i}].role", f"is {shown!r}; must be one of {', '.join(ROLES)}")
-
-
-def _check_unserved(request: pb.GenerateRequest) -> None:
-    sampling, stop, output = request.sampling, request.stop, request.output
-    asked = {
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.beam_width": sampling.beam_width != 0,
-        "sampling.json_schema": bool(sampling.json_schema),
-        "sampling.regex": bool(sampling.regex),
-        "sampling.grammar": bool(sampling.grammar),
-        "stop.min_tokens": stop.min_tokens != 0,
-        "output.logprobs": output.HasField("logprobs"),
-        "output.prompt_logprobs": output.HasField("prompt_logprobs"),
-        "adapter": bool(request.adapter),
-        "media": bool(request.media),
-    }
-    for field, is_asked in asked.items():
-        if is_asked:
-            raise UnimplementedError(f"{field} is not served by this version; leave it unset", field=field)
-
-
-def _check_sampling(sampling: types.SamplingParams) -> None:
-    if sampling.HasField("temperature"):
-        _check_number("sampling.temperature", sampling.temperature, 0, 2)
-    if sampling.HasField("min_p"):
-        _check_number("sampling.min_p", sampling.min_p, 0, 1)
-    if sampling.HasField("top_p"):
-        _check_number("sampling.top_p", sampling.top_p, 0, 1)
-        if sampling.top_p == 0:
-            raise _invalid("sampling.top_p", "is 0; must be a number above 0 and at most 1")
-    if sampling.HasField("n") and sampling.n < 1:
-        raise _invalid("sampling.n", "is 0; must be at least 1")
-
-
-def _check_number(field: str, value: float, low: float, high: float) -> None:
-    if math.isnan(value) or not low <= value <= high:
-        raise _invalid(field, f"is {value:g}; must be a number from {low:g} to {high:g}")
-
-
-def _check_stop(stop: types.StopParams) -> None:
-    if len(stop.stop) > MAX_STOPS:
-        raise _invalid("stop.stop", f"has {len(stop.stop)} strings; at most {MAX_STOPS} are allowed")
-    for i, text in enumerate(stop.stop):
-        if not text:
-            raise _invalid(f"stop.stop[{i}]", "is empty; leave it out or give at least one character")
-        if len(text) > MAX_STOP_CHARS:
-            raise _invalid(f"stop.stop[{i}]", f"has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed")
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _invalid(
-            "stop.stop_token_ids", f"has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
-        )
-
-
-def _check_scheduling(scheduling: pb.SchedulingParams) -> None:
-    if not -MAX_PRIORITY <= scheduling.priority <= MAX_PRIORITY:
-        raise _invalid(
-            "scheduling.priority", f"is {scheduling.priority}; must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
-    _check_bytes("scheduling.cache_salt", scheduling.cache_salt, MAX_SALT_BYTES)
-    _check_bytes("scheduling.tenant_id", scheduling.tenant_id, MAX_TENANT_BYTES)
-    if scheduling.determinism not in types.Determinism.values():
-        raise _invalid("scheduling.determinism", f"is {scheduling.determinism}; this server knows 0 to 2")
-
-
-def _check_bytes(field: str, text: str, limit: int) -> None:
-    size = len(text.encode())
-    if size > limit:
-        raise _invalid(field, f"has {size} bytes; at most {limit} are allowed")
 
 
 def _check_determinism(asked: int, model: ServedModel) -> None:

@@ -5,7 +5,6 @@ Hot messages are columns: one `tobytes` or `frombuffer` per column, nothing per 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 from prefix_index.hashing import model_salt
+from request_fields import checks
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -43,18 +43,6 @@ REASON_TO_PROTO = {
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
 }
 REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items()}
-
-# Fields that a later version serves; a request that sets one must hear of it.
-UNSERVED_SAMPLING = (
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "beam_width",
-    "json_schema",
-    "regex",
-    "grammar",
-)
-MAX_TEMPERATURE = 2.0
 
 
 class WireError(Exception):
@@ -164,7 +152,7 @@ def group_from_proto(
         raise InvalidRequestError(
             f"request_id has {len(submit.request_id)} characters; use 1 to {MAX_REQUEST_ID_CHARS}", field="request_id"
         )
-    _check_sampling(submit.sampling)
+    _check_fields(submit)
     prompt = _prompt(submit.prompt_token_ids, info.vocab_size)
     stop = _stop_condition(submit.stop, info.vocab_size)
     n = submit.sampling.n if submit.sampling.HasField("n") else 1
@@ -225,31 +213,19 @@ def _tenant_id(tenant_id: str) -> str:
     return tenant_id
 
 
-def _check_sampling(sampling: types_pb2.SamplingParams) -> None:
-    for name in UNSERVED_SAMPLING:
-        if sampling.HasField(name):  # type: ignore[arg-type]
-            raise UnimplementedError(f"sampling.{name} is not served yet; leave it unset", field=f"sampling.{name}")
-    if sampling.logit_bias:
-        raise UnimplementedError("sampling.logit_bias is not served yet; leave it unset", field="sampling.logit_bias")
-    _check_number(sampling.temperature, 0.0, MAX_TEMPERATURE, "sampling.temperature")
-    _check_number(sampling.min_p, 0.0, 1.0, "sampling.min_p")
-    _check_number(sampling.top_p, 0.0, 1.0, "sampling.top_p")
-    if sampling.HasField("top_p") and sampling.top_p == 0.0:
-        raise InvalidRequestError("sampling.top_p is 0; must be above 0 and at most 1", field="sampling.top_p")
-    if not sampling.HasField("seed"):
+def _check_fields(submit: scheduler_pb2.Submit) -> None:
+    try:
+        checks.check_fields(submit)
+    except checks.FieldError as error:
+        kind = UnimplementedError if error.is_unserved else InvalidRequestError
+        raise kind(str(error), field=error.field) from None
+    if not submit.sampling.HasField("seed"):
         raise InvalidRequestError("sampling.seed is unset; the gateway draws one", field="sampling.seed")
-
-
-def _check_number(value: float, low: float, high: float, field: str) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequestError(f"{field} is {value:g}; must be from {low:g} to {high:g}", field=field)
 
 
 def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopCondition:
     if not stop.HasField("max_tokens"):
         raise InvalidRequestError("stop.max_tokens is unset; the gateway fills it in", field="stop.max_tokens")
-    if stop.min_tokens:
-        raise UnimplementedError("stop.min_tokens is not served yet; leave it unset", field="stop.min_tokens")
     if any(token_id >= vocab_size for token_id in stop.stop_token_ids):
         raise InvalidRequestError(
             f"stop.stop_token_ids holds {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from request_fields.checks import default_sampling
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import U32, Bools, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.generation_config import default_sampling, eos_token_ids
+from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary

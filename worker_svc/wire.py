@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
+from request_fields import checks
+from request_fields.fields import sampling_params
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.batch import (
     EMPTY,
@@ -20,14 +22,12 @@ from worker_svc.engine.batch import (
     RowError,
     RowErrorCode,
     RowOpen,
-    SamplingParams,
     StepBatch,
     StepOutput,
 )
 from worker_svc.engine.config import EngineInfo
 
 HASH_BYTES = 16
-DEFAULT_SAMPLING = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
@@ -135,21 +135,9 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         prompt_len=row_open.prompt_len,
         block_table=u32_from_bytes(f"{field}.block_table", row_open.block_table),
         num_computed_tokens=row_open.num_computed_tokens,
-        sampling=_sampling_from_proto(row_open.sampling),
+        sampling=sampling_params(checks.values_set(row_open.sampling)),
         sample_index=row_open.sample_index,
         fork_of_row=fork_of_row,
-    )
-
-
-def _sampling_from_proto(given: types_pb2.SamplingParams) -> SamplingParams:
-    """What is unset counts as the API's default: one row that lacks a field must not fail a whole step."""
-    default = DEFAULT_SAMPLING
-    return SamplingParams(
-        temperature=given.temperature if given.HasField("temperature") else default.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p if given.HasField("top_p") else default.top_p,
-        min_p=given.min_p,
-        seed=given.seed,
     )
 
 
@@ -185,16 +173,13 @@ def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32) -> work
 
 def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.ModelInfo:
     """What a gateway must know of the model. `bundle_digest` is empty if the folder has no bundle."""
-    sampling = info.default_sampling
     return types_pb2.ModelInfo(
         model=info.model,
         revision=info.revision,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
-        default_sampling=types_pb2.SamplingParams(
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
-        ),
+        default_sampling=types_pb2.SamplingParams(**checks.defaults_of_model(info.default_sampling)),
         bundle_digest=bundle_digest,
         block_size=info.block_size,
         max_num_blocks=info.num_blocks,

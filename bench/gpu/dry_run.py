@@ -23,7 +23,8 @@ from triton.runtime.driver import driver
 
 from bench.gpu import model
 from bench.gpu.report import Report
-from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, choice, memory, runner
 

@@ -316,7 +316,7 @@ def _rope(report: Report, num_rows: int) -> None:
 
 def _sampler(report: Report, num_rows: int, vocab: int) -> None:
     """Tokens against the specification in numpy, for a few rows; times for all."""
-    from worker_svc.engine.batch import SamplingParams
+    from request_fields.fields import SamplingParams
     from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 
     logits = (3 * torch.randn(num_rows, vocab, device=report.device)).to(report.dtype)

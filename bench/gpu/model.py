@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from bench.gpu.report import Report, relative_error
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
+from request_fields.fields import SamplingParams
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import DeviceRunner
 

@@ -20,7 +20,8 @@ import numpy as np
 from bench.gpu.model import load, make_checkpoint, model_of
 from bench.gpu.report import Report
 from bench.workloads import Request, Workload, nano
-from worker_svc.engine.batch import EMPTY, RowOpen, SamplingParams, StepBatch, StepOutput
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import EMPTY, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 ROOT = Path(__file__).resolve().parents[2]

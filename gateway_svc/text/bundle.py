@@ -5,7 +5,7 @@
     special_tokens_map.json      special tokens of older checkpoints
     chat_template.jinja          wins over the one in tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
-    generation_config.json       sampling defaults
+    generation_config.json       settings that are not served; the worker reads the sampling defaults
 
 Everything is read as transformers reads it, so that ids are the same.
 """
@@ -13,7 +13,6 @@ Everything is read as transformers reads it, so that ids are the same.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 from gateway_svc.text.chat import ChatMessages, ChatTemplate, ChatTemplateError
 from gateway_svc.text.detokenizer import Detokenizer, DetokenizerFactory
+from request_fields.checks import unserved_settings
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
@@ -35,28 +35,17 @@ class BundleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What generation_config.json says about sampling. None: it says nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    unserved: tuple[str, ...] = ()  # settings of the checkpoint that this server does not apply
-
-
-@dataclass(frozen=True, slots=True)
 class ModelText:
     """What a bundle holds. `tokenizer` is None for a checkpoint without tokenizer.json."""
 
     tokenizer: Tokenizer | None
-    defaults: SamplingDefaults
+    unserved: tuple[str, ...] = ()  # settings of generation_config.json that ask for a field that is not served
 
 
 def model_text_from_files(files: Mapping[str, bytes]) -> ModelText:
     """Build everything from file names and bytes. Raises BundleError."""
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
-    return ModelText(tokenizer, _sampling_defaults(_json_object(files, "generation_config.json")))
+    return ModelText(tokenizer, tuple(unserved_settings(_json_object(files, "generation_config.json"))))
 
 
 class Tokenizer:
@@ -215,30 +204,3 @@ def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> 
         except UnicodeDecodeError as error:
             raise BundleError(f"{name} is not UTF-8: {error}") from None
     return sources
-
-
-def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
-    top_k = _number(config, "top_k", -1, 2**32 - 1)
-    return SamplingDefaults(
-        temperature=0.0 if config.get("do_sample") is False else _number(config, "temperature", 0, 2),
-        top_p=_number(config, "top_p", 0, 1) or None,
-        top_k=None if top_k is None else max(int(top_k), 0),
-        min_p=_number(config, "min_p", 0, 1),
-        unserved=tuple(_unserved(config)),
-    )
-
-
-def _number(config: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = config.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise BundleError(f"generation_config.json: {name} is {value!r}; it must be a number")
-    if not low <= value <= high:
-        raise BundleError(f"generation_config.json: {name} is {value}; it must be from {low:g} to {high:g}")
-    return value
-
-
-def _unserved(config: Mapping[str, Any]) -> list[str]:
-    neutral = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "num_beams": 1}
-    return [f"{key}={config[key]}" for key, value in neutral.items() if config.get(key) not in (None, value)]

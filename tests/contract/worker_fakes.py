@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
+from request_fields.fields import SamplingParams
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
 from worker_svc.engine.batch import (
@@ -20,7 +21,6 @@ from worker_svc.engine.batch import (
     RowError,
     RowErrorCode,
     RowOpen,
-    SamplingParams,
     StepBatch,
     StepOutput,
 )

@@ -8,7 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from worker_svc.engine.batch import RowOpen, SamplingParams, StepBatch
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.gpu import parallel
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import FIRST_PIECE, LENGTH, Group

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from request_fields.fields import SamplingParams
 from tests.gpu.builders import DEVICE, ints
-from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import noise, sample, threshold
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds

@@ -12,6 +12,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.fields import SamplingParams
+
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
@@ -20,17 +22,6 @@ EMPTY: U32 = np.empty(0, dtype=np.uint32)
 
 class BadBatchError(ValueError):
     """Columns that contradict each other or the pool. Nothing was applied; the whole step is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a row picks its tokens. A temperature below 1e-5 is greedy; top_k 0, top_p 1 and min_p 0 mean off."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int  # 64 bits unsigned
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch, make_backend
 from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.generation_config import default_sampling, eos_token_ids
+from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
 from worker_svc.engine.model import DecoderModel, WeightLoader

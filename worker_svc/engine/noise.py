@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.batch import SamplingParams
+from request_fields.fields import SamplingParams
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]

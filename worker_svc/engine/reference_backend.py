@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from request_fields.fields import SamplingParams
 from worker_svc.engine.backend import (
     I64,
     U32,
@@ -20,7 +21,6 @@ from worker_svc.engine.backend import (
     RotaryTable,
     SamplingColumns,
 )
-from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.linear import Int8Linear, PackedLinear, RowRules
 from worker_svc.engine.noise import sample_token

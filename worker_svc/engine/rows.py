@@ -6,16 +6,15 @@ step at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
+from request_fields.checks import FieldError, check_sampling
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 
 NO_BLOCK = -1
-MAX_SEED = 2**64
 MAX_TOP_K = 2**31 - 1
 
 
@@ -299,15 +298,8 @@ class RowTable:
 
 
 def _sampling_refusal(item: RowOpen) -> str | None:
-    sampling = item.sampling
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        return f"temperature must be a number from 0 up, got {sampling.temperature}"
-    if sampling.top_k < 0:
-        return f"top_k must be 0 (off) or more, got {sampling.top_k}"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p must be above 0 and at most 1, got {sampling.top_p}"
-    if not 0 <= sampling.min_p <= 1:
-        return f"min_p must be from 0 to 1, got {sampling.min_p}"
-    if not 0 <= sampling.seed < MAX_SEED:
-        return f"seed must fit 64 bits, got {sampling.seed}"
+    try:
+        check_sampling(item.sampling)
+    except FieldError as error:
+        return str(error)
     return None

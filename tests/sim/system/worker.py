@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
-from worker_svc.engine.batch import RowError, RowErrorCode, SamplingParams, StepBatch, StepOutput
+from worker_svc.engine.batch import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from worker_svc.engine.batch import U32, RowError, RowOpen, SamplingParams, StepBatch, StepOutput
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import U32, RowError, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

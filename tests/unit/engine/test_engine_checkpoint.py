@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MistralConfig
 
+from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.checkpoint import CheckpointError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels

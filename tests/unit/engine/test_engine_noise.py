@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from request_fields.fields import SamplingParams
 from tests.unit.engine.driver import seeded
 from worker_svc.engine.backend import SamplingColumns, make_backend
-from worker_svc.engine.batch import SamplingParams
 from worker_svc.engine.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
 
 # Philox4x32-10, the vectors that its authors publish (Random123, kat_vectors).

@@ -14,7 +14,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc import validation
 from gateway_svc.models import ServedModel, read_bundle
 from gateway_svc.prompts import prompt_token_ids
-from gateway_svc.text.bundle import ModelText, SamplingDefaults
+from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError, QuireError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
 
@@ -189,22 +189,21 @@ def test_the_pool_limits_before_the_model(bundle: bytes, model: ServedModel) -> 
 
 
 def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> None:
-    text = ModelText(None, SamplingDefaults(temperature=0.5, top_k=20, top_p=0.8))
-    info = make_info(bundle, default_sampling=SP(top_p=0.7))
-    sampling = plan({"sampling": SP(top_k=5)}, ServedModel(info, text)).sampling
+    info = make_info(bundle, default_sampling=SP(temperature=0.5, top_k=20, top_p=0.7, seed=3, n=2))
+    sampling = plan({"sampling": SP(top_k=5)}, ServedModel(info, ModelText(None))).sampling
     assert (sampling.temperature, sampling.top_k, round(sampling.top_p, 3), sampling.min_p) == (0.5, 5, 0.7, 0)
     assert (sampling.seed, sampling.n) == (99, 1)
 
 
 def test_an_explicit_zero_is_no_default(bundle: bytes) -> None:
-    text = ModelText(None, SamplingDefaults(temperature=0.5, top_k=20))
-    sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, ServedModel(make_info(bundle), text)).sampling
+    model = ServedModel(make_info(bundle, default_sampling=SP(temperature=0.5, top_k=20)), ModelText(None))
+    sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, model).sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fields", [{"prompt": pb.Prompt(text="x")}, {"prompt": chat()}, {"stop": ST(stop=["x"])}])
 def test_a_model_without_tokenizer_takes_ids_only(fields: dict[str, Any]) -> None:
-    model = ServedModel(make_info(), ModelText(None, SamplingDefaults()))
+    model = ServedModel(make_info(), ModelText(None))
     assert not plan({}, model).wants_text
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         plan(fields, model)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from quire_client.demo import demo_model_dir
 
-from worker_svc.engine.batch import EMPTY, RowErrorCode, RowOpen, SamplingParams, StepBatch, StepOutput
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import EMPTY, RowErrorCode, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
 from worker_svc.sim_tokens import (

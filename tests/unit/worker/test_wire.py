@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
+from request_fields.fields import SamplingParams
 from svc_common.errors import InvalidRequestError
 from tests.contract.worker_fakes import make_info
-from worker_svc.engine.batch import RowError, RowErrorCode, SamplingParams, StepOutput
+from worker_svc.engine.batch import RowError, RowErrorCode, StepOutput
 from worker_svc.wire import (
     ROW_ERROR_CODES,
     blocks_to_proto,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from request_fields.fields import SamplingParams
 from worker_svc.engine.backend import I32, I64
-from worker_svc.engine.batch import SamplingParams, StepBatch
+from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.gpu.kernels.prepare import TABLE
 from worker_svc.engine.rows import MAX_TOP_K, RowTable
 

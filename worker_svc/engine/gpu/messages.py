@@ -12,7 +12,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from worker_svc.engine.batch import U32, RowOpen, SamplingParams, StepBatch
+from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import U32, RowOpen, StepBatch
 from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.generation_config import default_sampling, eos_token_ids
+from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute

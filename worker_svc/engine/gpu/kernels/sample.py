@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.batch import SamplingParams
+from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
 from worker_svc.engine.gpu.kernels.threshold import load_z
 from worker_svc.engine.gpu.parallel import ALONE, Group

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.batch import SamplingParams
+from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import keep_threshold
 

@@ -1,0 +1,214 @@
+"""One row per request field: what validation, defaults, wire packing, docs, SDK options and flags derive from.
+
+To add a sampling parameter: the proto field, a row of `FIELDS` and an attribute of `SamplingParams` here, the sampler
+of each backend, and the SDK's `GenerateOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from typing import Any
+
+MAX_UINT32 = 2**32 - 1
+
+
+class Kind(Enum):
+    """Type of a field's value, named as in the protocol."""
+
+    FLOAT = "float"
+    INT32 = "int32"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    BOOL = "bool"
+    ENUM = "enum"
+    STRING = "string"
+    STRINGS = "list of strings"
+    TOKEN_IDS = "list of token ids"
+    BLOBS = "list of bytes"
+    BIASES = "map of token id to float"
+
+
+NUMBERS = (Kind.FLOAT, Kind.INT32, Kind.UINT32, Kind.UINT64)
+
+
+class Side(Flag):
+    """The services that apply a field. NOWHERE: refused with UNIMPLEMENTED, unless it has its `off` value."""
+
+    NOWHERE = 0
+    GATEWAY = auto()
+    SCHEDULER = auto()
+    WORKER = auto()
+
+
+class Resume(Enum):
+    """How a Continuation rebuilds the state that a field needs."""
+
+    STATELESS = "no state: a function of logits and output position"
+    COUNTED = "from the number of output tokens"
+    REPLAYED = "by replaying the output"
+    PER_REQUEST = "sent again with the request"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One request field. Limits that are None do not exist."""
+
+    path: str  # message and field in GenerateRequest: sampling.top_p
+    kind: Kind
+    doc: str
+    applied_by: Side = Side.NOWHERE
+    resume: Resume = Resume.PER_REQUEST
+    default: Any = None  # used when neither the request nor the model sets it; None: `doc` says what happens
+    off: Any = None  # of a field that is not served: the value that asks for nothing
+    low: int | None = None
+    high: int | None = None
+    excludes_low: bool = False
+    max_items: int | None = None
+    max_chars: int | None = None  # of each string of a list
+    max_bytes: int | None = None
+    config_key: str = ""  # of generation_config.json: its value is the model's default
+    config_off: Any = None  # the value that means "off" there; becomes `default`
+    has_flag: bool = False  # `quire generate` and `quire chat` have a flag for it
+    sdk_option: str = ""  # keyword option of the SDK, where it is not the field's name
+
+    @property
+    def message(self) -> str:
+        """The field of GenerateRequest that holds it; empty for a field of GenerateRequest itself."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def option(self) -> str:
+        """Its name as a keyword option of the SDK."""
+        return self.sdk_option or self.name
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.applied_by)
+
+    @property
+    def allowed(self) -> str:
+        """The range of a number, in words; empty without one."""
+        if self.high is None:
+            return "" if self.low is None else f"at least {self.low}"
+        return f"above {self.low} and at most {self.high}" if self.excludes_low else f"from {self.low} to {self.high}"
+
+
+FIELDS = (
+    Field(
+        "sampling.temperature", Kind.FLOAT, "Divides the logits. 0 is greedy.",
+        Side.WORKER, Resume.STATELESS, default=1.0, low=0, high=2, config_key="temperature", has_flag=True,
+    ),
+    Field(
+        "sampling.top_p", Kind.FLOAT, "Keep the smallest set of tokens whose probability reaches top_p. 1 is off.",
+        Side.WORKER, Resume.STATELESS, default=1.0, low=0, high=1, excludes_low=True, config_key="top_p", config_off=0,
+        has_flag=True,
+    ),
+    Field(
+        "sampling.top_k", Kind.UINT32, "Keep the k most likely tokens. 0 is off.",
+        Side.WORKER, Resume.STATELESS, default=0, low=0, high=MAX_UINT32, config_key="top_k", config_off=-1,
+        has_flag=True,
+    ),
+    Field(
+        "sampling.min_p", Kind.FLOAT,
+        "Drop tokens less likely than min_p times the most likely one. Applied before top_k and top_p. 0 is off.",
+        Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1, config_key="min_p", has_flag=True,
+    ),
+    Field(
+        "sampling.seed", Kind.UINT64,
+        "The same seed gives the same tokens. Unset: the gateway draws one and returns it in Accepted.",
+        Side.GATEWAY | Side.WORKER, Resume.STATELESS, low=0, high=2**64 - 1, has_flag=True,
+    ),
+    Field(
+        "sampling.n", Kind.UINT32, "Samples of one prompt; the prompt is computed once.",
+        Side.GATEWAY | Side.SCHEDULER, default=1, low=1,
+    ),
+    Field("sampling.repetition_penalty", Kind.FLOAT, "", off=1.0, config_key="repetition_penalty", config_off=1),
+    Field("sampling.frequency_penalty", Kind.FLOAT, "", off=0.0, config_key="frequency_penalty", config_off=0),
+    Field("sampling.presence_penalty", Kind.FLOAT, "", off=0.0, config_key="presence_penalty", config_off=0),
+    Field("sampling.logit_bias", Kind.BIASES, ""),
+    Field("sampling.beam_width", Kind.UINT32, "", off=0, config_key="num_beams", config_off=1),
+    Field("sampling.json_schema", Kind.STRING, "", off=""),
+    Field("sampling.regex", Kind.STRING, "", off=""),
+    Field("sampling.grammar", Kind.STRING, "", off=""),
+    Field(
+        "stop.max_tokens", Kind.UINT32,
+        "Output tokens at most. 0 computes the prompt and returns no token. Unset: the rest of the model's length.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True,
+    ),
+    Field("stop.min_tokens", Kind.UINT32, "", off=0),
+    Field(
+        "stop.stop", Kind.STRINGS, "Strings that end the output. The text is cut before the match.",
+        Side.GATEWAY, Resume.REPLAYED, max_items=16, max_chars=256, has_flag=True,
+    ),
+    Field(
+        "stop.stop_token_ids", Kind.TOKEN_IDS,
+        "Token ids that end the output. The id stays in token_ids and is left out of the text.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, max_items=256,
+    ),
+    Field(
+        "stop.ignore_eos", Kind.BOOL, "Continue past the model's end-of-sequence ids.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, default=False, has_flag=True,
+    ),
+    Field(
+        "stop.include_stop_in_output", Kind.BOOL, "Keep the matched stop string in the text.",
+        Side.GATEWAY, Resume.REPLAYED, default=False,
+    ),
+    Field("output.text", Kind.BOOL, "Send text.", Side.GATEWAY, Resume.REPLAYED, default=True, sdk_option="send_text"),
+    Field("output.token_ids", Kind.BOOL, "Send token ids.", Side.GATEWAY, default=True, sdk_option="send_token_ids"),
+    Field(
+        "output.skip_special_tokens", Kind.BOOL, "Leave special tokens out of the text.",
+        Side.GATEWAY, Resume.REPLAYED, default=True,
+    ),
+    Field("output.logprobs", Kind.UINT32, ""),
+    Field("output.prompt_logprobs", Kind.UINT32, ""),
+    Field(
+        "scheduling.priority", Kind.INT32, "Requests with a lower number run first.",
+        Side.SCHEDULER, default=0, low=-1000, high=1000,
+    ),
+    Field(
+        "scheduling.cache_salt", Kind.STRING, "Requests with different salts share no cached blocks.",
+        Side.SCHEDULER, default="", max_bytes=128,
+    ),
+    Field(
+        "scheduling.determinism", Kind.ENUM, "`exact` is refused where workers run `best_effort`. Unset: either.",
+        Side.GATEWAY, low=0, high=2,
+    ),
+    Field(
+        "scheduling.tenant_id", Kind.STRING, "The tenant whose share of the workers the request uses.",
+        Side.SCHEDULER, default="", max_bytes=128,
+    ),
+    Field("adapter", Kind.STRING, "", off=""),
+    Field("media", Kind.BLOBS, ""),
+)  # fmt: skip
+
+BY_PATH = {field.path: field for field in FIELDS}
+
+
+def served(message: str) -> dict[str, Field]:
+    """The served fields of one message of GenerateRequest, by name, in the order of the table."""
+    return {field.name: field for field in FIELDS if field.is_served and field.message == message}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What a worker's sampler reads of a row: the typed form of the `sampling` rows that Side.WORKER applies."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+SAMPLER_FIELDS = {name: field for name, field in served("sampling").items() if Side.WORKER in field.applied_by}
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Values by field name; one that is missing takes the field's default, and seed 0."""
+    return SamplingParams(**{name: given.get(name, field.default or 0) for name, field in SAMPLER_FIELDS.items()})
