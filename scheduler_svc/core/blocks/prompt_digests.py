@@ -1,4 +1,4 @@
-"""Block digests of prompts, computed only where a prompt differs from a former one that began alike."""
+"""Block digests of prompts, computed only from the block where a prompt differs from an earlier one."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ from prefix_index.hashing import extend_digests, root_digest
 
 U32 = npt.NDArray[np.uint32]
 
-MAX_TOKENS = 1 << 22  # of all prompts that are remembered: about 40 MB with their digests
+MAX_BYTES = 40 << 20  # of memory for remembered prompts
+ENTRY_BYTES = 424  # of an entry without tokens and digests: array, tuple, dict slots right after the dict has grown
+DIGEST_BYTES = 72  # of one digest: a bytes object of 16 and its reference
 
 
 class PromptDigests:
-    """Remembers, for each first block, the newest prompt that began with it.
+    """Remembers, for each distinct first block, the newest prompt that begins with it, within `max_bytes` of memory.
 
-    Comparing tokens costs a hundredth of digesting them. Most prompts that are cached begin like the one before: the
-    same system prompt, the same template, the same conversation one turn earlier.
+    Comparing tokens costs a hundredth of hashing them. Most prompts with cached blocks share their beginning with the
+    previous one: the same system prompt, the same template, the same conversation one turn earlier.
     """
 
-    def __init__(self, root_salt: bytes) -> None:
+    def __init__(self, root_salt: bytes, max_bytes: int = MAX_BYTES) -> None:
         self._root_salt = root_salt
-        self._former: OrderedDict[bytes, tuple[U32, list[bytes]]] = OrderedDict()  # by the first digest, oldest first
-        self._num_tokens = 0
+        self._max_bytes = max_bytes
+        # By first digest, oldest first.
+        self._entries: OrderedDict[bytes, tuple[U32, tuple[bytes, ...]]] = OrderedDict()
+        self._num_bytes = 0
 
     def extend(self, digests: list[bytes], token_ids: U32, root_key: bytes, block_size: int) -> None:
         """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
         root = root_digest(self._root_salt, block_size, root_key)
-        if not digests and len(token_ids) >= block_size:
-            extend_digests(digests, root, token_ids[:block_size], block_size)
-            self._copy_common(digests, token_ids, block_size)
-            self._remember(token_ids, digests)
+        if digests or len(token_ids) < block_size:
+            extend_digests(digests, root, token_ids, block_size)
+            return
+        extend_digests(digests, root, token_ids[:block_size], block_size)
+        self._copy_common(digests, token_ids, block_size)
         extend_digests(digests, root, token_ids, block_size)
+        self._remember(token_ids, digests)
 
     def _copy_common(self, digests: list[bytes], token_ids: U32, block_size: int) -> None:
-        former = self._former.get(digests[0])
-        if former is None:
+        entry = self._entries.get(digests[0])
+        if entry is None:
             return
-        tokens, known = former
+        tokens, known = entry
         length = min(len(tokens), len(token_ids))
         differs = tokens[:length] != token_ids[:length]
         first = int(differs.argmax())
@@ -47,9 +53,17 @@ class PromptDigests:
         digests += known[1 : num_common // block_size]
 
     def _remember(self, token_ids: U32, digests: list[bytes]) -> None:
-        former = self._former.pop(digests[0], None)
-        self._former[digests[0]] = (token_ids, digests)
-        self._num_tokens += len(token_ids) - (len(former[0]) if former else 0)
-        while self._num_tokens > MAX_TOKENS:
-            _, (tokens, _) = self._former.popitem(last=False)
-            self._num_tokens -= len(tokens)
+        """Store a prompt in place of the one with the same first block, and evict the oldest beyond the limit."""
+        replaced = self._entries.pop(digests[0], None)
+        if replaced is not None:
+            self._num_bytes -= _num_bytes(*replaced)
+        entry = token_ids, tuple(digests)  # a copy: the sequence appends the digests of its output to its own list
+        self._entries[digests[0]] = entry
+        self._num_bytes += _num_bytes(*entry)
+        while self._num_bytes > self._max_bytes:
+            _, evicted = self._entries.popitem(last=False)
+            self._num_bytes -= _num_bytes(*evicted)
+
+
+def _num_bytes(token_ids: U32, digests: tuple[bytes, ...]) -> int:
+    return ENTRY_BYTES + token_ids.nbytes + DIGEST_BYTES * len(digests)

@@ -1,11 +1,13 @@
-"""PromptDigests: what is copied from a former prompt is what would have been computed."""
+"""PromptDigests: digests copied from an earlier prompt equal computed ones, and memory is bounded."""
+
+import gc
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from prefix_index.hashing import extend_digests, root_digest
-from scheduler_svc.core.blocks import prompt_digests
-from scheduler_svc.core.blocks.prompt_digests import PromptDigests
+from scheduler_svc.core.blocks.prompt_digests import DIGEST_BYTES, ENTRY_BYTES, PromptDigests
 
 BLOCK_SIZE = 4
 
@@ -32,7 +34,7 @@ def test_prompts_that_share_any_number_of_tokens() -> None:
             assert remembered(memo, prompt, root_key) == computed(prompt, root_key)
 
 
-def test_a_sequence_that_has_grown_goes_on_where_it_was() -> None:
+def test_digests_of_a_grown_sequence_are_appended() -> None:
     memo, tokens = PromptDigests(b"salt"), np.arange(30, dtype=np.uint32)
     digests = remembered(memo, tokens[:10])
     memo.extend(digests, tokens, b"", BLOCK_SIZE)
@@ -40,9 +42,36 @@ def test_a_sequence_that_has_grown_goes_on_where_it_was() -> None:
     assert remembered(memo, tokens) == computed(tokens)
 
 
-def test_the_oldest_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_digests, "MAX_TOKENS", 20)
-    memo = PromptDigests(b"salt")
+def test_the_oldest_prompts_are_evicted() -> None:
+    two_entries = 2 * (ENTRY_BYTES + 8 * 4 + 2 * DIGEST_BYTES)
+    memo = PromptDigests(b"salt", two_entries)
     for first in range(10):
         remembered(memo, np.full(8, first, dtype=np.uint32))
-    assert len(memo._former) == 2
+    assert len(memo._entries) == 2
+
+
+def test_a_prompt_larger_than_the_limit_is_not_kept() -> None:
+    memo, prompt = PromptDigests(b"salt", 1000), np.arange(4000, dtype=np.uint32)
+    assert remembered(memo, prompt) == computed(prompt)
+    assert not memo._entries
+    assert memo._num_bytes == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 50])
+def test_memory_stays_within_the_limit_at_any_length_of_prompts(num_blocks: int) -> None:
+    limit = 400_000
+    memo = PromptDigests(b"salt", limit)
+    root_digest(b"salt", BLOCK_SIZE, b"")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            tokens = np.arange(num_blocks * BLOCK_SIZE, dtype=np.uint32) + number
+            digests: list[bytes] = []
+            memo.extend(digests, np.frombuffer(tokens.tobytes(), dtype=np.uint32), b"", BLOCK_SIZE)
+            digests += [number.to_bytes(16, "little")] * 50  # the sequence generates
+        del digests, tokens
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert limit / 2 < used <= limit
