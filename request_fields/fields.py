@@ -143,7 +143,8 @@ FIELDS = (
     ),
     Field("stop.min_tokens", Kind.UINT32, "", off=0),
     Field(
-        "stop.stop", Kind.STRINGS, "Strings that end the output. The text is cut before the match.",
+        "stop.stop", Kind.STRINGS,
+        "A string that ends the output; several may be given. The text is cut before the match.",
         Side.GATEWAY, Resume.REPLAYED, max_items=16, max_chars=256, has_flag=True,
     ),
     Field(

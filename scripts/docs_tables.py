@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md and docs/metrics.md from the code. `--check`: only say whether they fit.
+"""Writes the generated tables of docs/ from the code. `--check`: only report those that are out of date.
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`; everything around it is written by hand.
 """
@@ -17,6 +17,7 @@ import scheduler_svc.metrics
 import scheduler_svc.server
 import worker_svc.metrics
 import worker_svc.server
+from request_fields.fields import FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 
@@ -71,6 +72,43 @@ def metrics_rows(specs: Sequence[Spec]) -> Iterator[list[str]]:
         yield [f"`{PREFIX}{spec.name}`", spec.kind, spec.unit, labels, spec.meaning, compat]
 
 
+def field_rows() -> Iterator[list[str]]:
+    """One row per request field that is served."""
+    for field in FIELDS:
+        if field.is_served:
+            yield [
+                f"`{field.path}`",
+                f"`{field.option}`",
+                f"`--{field.option.replace('_', '-')}`" if field.has_flag or field.name == "n" else "",
+                field.kind.value,
+                _default_of_field(field),
+                _limits_of(field),
+                ", ".join((side.name or "").lower() for side in field.applied_by),
+                field.resume.value,
+                field.doc,
+            ]
+
+
+def _default_of_field(field: Field) -> str:
+    default = "" if field.default in (None, "") else f"`{str(field.default).lower()}`"
+    return f"generation_config, else {default}" if field.config_key else default
+
+
+def _limits_of(field: Field) -> str:
+    limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
+    limits += [f"at most {field.max_items} items"] if field.max_items else []
+    limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
+    limits += [f"at most {field.max_bytes} bytes"] if field.max_bytes else []
+    return ", ".join(limits)
+
+
+def unserved_rows() -> Iterator[list[str]]:
+    """One row per field of the protocol that is refused."""
+    for field in FIELDS:
+        if field.applied_by is Side.NOWHERE:
+            yield [f"`{field.path}`", field.kind.value, "" if field.off in (None, "") else f"`{field.off:g}`"]
+
+
 def written() -> dict[Path, str]:
     """The pages as they should be."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
@@ -78,7 +116,10 @@ def written() -> dict[Path, str]:
     tables = {"settings": settings} | {
         f"metrics of {service}": table(head, metrics_rows(specs)) for service, specs in SPECS.items()
     }
-    pages = [ROOT / "docs" / name for name in ("configuration.md", "metrics.md")]
+    head = ("field", "SDK option", "flag", "type", "default", "limits", "applied by", "rebuilt on resume", "meaning")
+    tables["request fields"] = table(head, field_rows())
+    tables["fields not served"] = table(("field", "type", "value that is accepted"), unserved_rows())
+    pages = [ROOT / "docs" / name for name in ("configuration.md", "metrics.md", "request-fields.md")]
     return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}
 
 

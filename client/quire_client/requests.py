@@ -12,6 +12,7 @@ from quire.v1 import types_pb2
 
 from quire_client.errors import invalid
 from quire_client.types import Message
+from request_fields.fields import FIELDS, Field, Kind
 
 MessageLike = Message | Mapping[str, str] | tuple[str, str]
 Messages = str | Iterable[MessageLike]
@@ -66,8 +67,7 @@ class GenerateOptions(ChatOptions, total=False):
     stall_timeout_s: float | None
 
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
-STOP = ("max_tokens", "ignore_eos", "include_stop_in_output")
+LISTS = (Kind.STRINGS, Kind.TOKEN_IDS)
 CHAT = frozenset(ChatOptions.__annotations__)
 CALL = frozenset({"timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not for the server
 KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
@@ -87,22 +87,21 @@ def generate_request(
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
     _assign(request, "model", options)
     _assign(request, "request_id", options)
-    for name in SAMPLING:
-        _assign(request.sampling, name, options)
-    for name in STOP:
-        _assign(request.stop, name, options)
-    stop = options.get("stop", ())
-    _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop)
-    _extend(request.stop, "stop_token_ids", options.get("stop_token_ids", ()))
-    _assign(request.output, "text", options, "send_text")
-    _assign(request.output, "token_ids", options, "send_token_ids")
-    _assign(request.output, "skip_special_tokens", options)
-    _assign(request.scheduling, "priority", options)
-    _assign(request.scheduling, "cache_salt", options)
-    _assign(request.scheduling, "tenant_id", options)
-    if "determinism" in options:
-        request.scheduling.determinism = _determinism(options["determinism"])
+    for field in FIELDS:
+        if field.is_served and options.get(field.option) is not None:
+            _set_field(getattr(request, field.message), field, options)
     return request
+
+
+def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) -> None:
+    """Set one served field to its option."""
+    value = options[field.option]
+    if field.kind in LISTS:
+        _extend(message, field.name, [value] if isinstance(value, str) else value)
+    elif field.kind is Kind.ENUM:
+        setattr(message, field.name, _determinism(value))
+    else:
+        _assign(message, field.name, options, field.option)
 
 
 def prompt_message(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire_client.channel import DEFAULT_TARGET
+from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
 examples:
@@ -324,14 +325,18 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the model's own)")
     add = group.add_argument
     add("--model", default="", metavar="NAME", help="model (default: the gateway's only one)")
-    add("--max-tokens", type=_at_least(0), metavar="N", help="output tokens at most (default: the rest of the length)")
-    add("--temperature", type=_number, metavar="T", help="0 is greedy; up to 2")
-    add("--top-p", type=_number, metavar="P", help="smallest set of tokens that reaches this probability; 1 is off")
-    add("--top-k", type=_at_least(0), metavar="K", help="the K likeliest tokens; 0 is off")
-    add("--min-p", type=_number, metavar="P", help="drop tokens less likely than P times the likeliest; 0 is off")
-    add("--seed", type=_at_least(0), metavar="N", help="the same seed gives the same tokens")
-    add("--stop", action="append", metavar="TEXT", help="end before this text (may be given again)")
-    add("--ignore-eos", action="store_true", help="go on past the model's end of answer")
+    for field in FIELDS:
+        if field.has_flag:
+            add(f"--{field.option.replace('_', '-')}", help=field.doc, **_value_of(field))
+
+
+def _value_of(field: Field) -> dict[str, Any]:
+    """How argparse reads the value of a request field."""
+    if field.kind is Kind.BOOL:
+        return {"action": "store_true"}
+    if field.kind is Kind.STRINGS:
+        return {"action": "append", "metavar": "TEXT"}
+    return {"type": _number, "metavar": "X"} if field.kind is Kind.FLOAT else {"type": _at_least(0), "metavar": "N"}
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

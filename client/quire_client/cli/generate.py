@@ -12,20 +12,10 @@ from quire_client.cli.security import tls_option
 from quire_client.requests import GenerateOptions
 from quire_client.sync import Client, GenerateStream
 from quire_client.types import GenerateResult, Sample
+from request_fields.fields import FIELDS
 
 CONNECT_TIMEOUT_S = 2.0
-SAMPLING_FLAGS = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "stop",
-    "ignore_eos",
-)
+OPTIONS = ("model", "n", *(field.option for field in FIELDS if field.has_flag))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +49,7 @@ def connect(args: argparse.Namespace) -> Client:
 
 def sampling_options(args: argparse.Namespace) -> GenerateOptions:
     """Options for the flags that were given; the others are left to the model."""
-    given = {name: getattr(args, name, None) for name in SAMPLING_FLAGS}
+    given = {name: getattr(args, name, None) for name in OPTIONS}
     return cast(GenerateOptions, {name: value for name, value in given.items() if _is_given(value)})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
+from quire_client.requests import GenerateOptions
 
 from request_fields import checks
 from request_fields.fields import BY_PATH, FIELDS, SAMPLER_FIELDS, Kind, SamplingParams, sampling_params
@@ -52,6 +53,10 @@ def test_types_are_those_of_the_protocol() -> None:
 
 def test_the_samplers_parameters_are_those_of_the_table() -> None:
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(SAMPLER_FIELDS)
+
+
+def test_the_sdk_has_an_option_for_every_served_field() -> None:
+    assert {field.option for field in FIELDS if field.is_served} <= set(GenerateOptions.__annotations__)
 
 
 def test_served_fields_are_described_and_others_have_no_default() -> None:
