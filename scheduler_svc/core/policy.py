@@ -17,25 +17,54 @@ def ceil_div(a: int, b: int) -> int:
 def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
     """Most blocks that these sequences will ever hold together, if each ends after `remaining` more tokens.
 
-    The peak is reached just before one of them ends: when the one with the k-th longest rest ends, exactly the k
-    longest are alive and each has grown by that rest. Full reservation would count every maximum at once and waste the
-    pool; no foresight admits too much and preempts. `saved_blocks` are shared with others and counted there.
-    Source: the future-peak admission of LightLLM, with block rounding.
+    The peak is reached in the last step of one of them: in that of the k-th longest rest, exactly the k longest are
+    alive and each has grown as far as that one. Full reservation would count every maximum at once and waste the pool;
+    no foresight admits too much and preempts. `saved_blocks` are shared with others and counted there.
+    Source: the future-peak admission of LightLLM, with the blocks of each sequence counted exactly.
     """
+    if not len(remaining):
+        return 0
     order = np.argsort(-remaining, kind="stable")
-    rest = remaining[order]
-    alive = np.arange(1, len(rest) + 1)
-    tokens = np.cumsum(num_tokens[order]) + alive * (rest + block_size - 1)
-    return int((tokens // block_size - np.cumsum(saved_blocks[order])).max(initial=0))
+    growth = _growth(remaining[order])
+    last = num_tokens[order] - 1  # position of the newest token
+    num_now = np.cumsum(last // block_size + 1 - saved_blocks[order])
+    num_whole = np.arange(1, len(order) + 1) * (growth // block_size)
+    num_more = count_within(block_size - last % block_size, growth % block_size, block_size)
+    return int((num_now + num_whole + num_more).max())
 
 
 def reserved_blocks(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
-    """What these sequences could hold if none ended before all have grown: never less than `projected_peak`, and known
+    """What these sequences would hold if none ended before all have grown: never less than `projected_peak`, and known
     without sorting them.
     """
-    return int(num_tokens.sum() + remaining.sum() + len(remaining) * (block_size - 1)) // block_size - int(
-        saved_blocks.sum()
-    )
+    return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size - saved_blocks).sum())
+
+
+def _growth(remaining: I64) -> I64:
+    """Tokens that still get KV after those known now: the last one that is sampled needs none."""
+    return np.maximum(remaining - 1, 0)
+
+
+def count_within(values: I64, limits: I64, top: int) -> I64:
+    """For each k, how many of the first k + 1 `values` are at most `limits[k]`. Values are from 1 to `top`."""
+    n = len(values)
+    if n <= PART:
+        return ((values <= limits[:, None]) & EARLIER[:n, :n]).sum(axis=1, dtype=np.int64)
+    num_parts = -(-n // PART)
+    v, k = np.full((2, num_parts, PART), top, dtype=np.int64)
+    v.flat[:n], k.flat[:n] = values, limits
+    parts = np.arange(num_parts)[:, None]
+    width = top + 1
+    histograms = np.bincount((parts * width + v).ravel(), minlength=num_parts * width).reshape(num_parts, width)
+    up_to = histograms.cumsum(axis=1)  # [num_parts, limit]
+    before = (up_to.cumsum(axis=0) - up_to)[parts, k]
+    within = ((v[:, None, :] <= k[:, :, None]) & EARLIER).sum(axis=2)
+    counts: I64 = (before + within).ravel()[:n]
+    return counts
+
+
+PART = 32  # values compared one by one; those of earlier parts are counted by histograms
+EARLIER = np.tri(PART, dtype=np.bool_)  # [k, i]: i is at most k
 
 
 def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.bool_], mean_output: float) -> I64:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scheduler_svc.core.policy import (
     best_place,
     ceil_div,
+    count_within,
     expected_remaining,
     first_token_wait_s,
     held_tokens,
@@ -16,26 +17,38 @@ from scheduler_svc.core.policy import (
     is_worth_leaving,
     placement_scores,
     projected_peak,
+    reserved_blocks,
     virtual_arrival,
 )
 from scheduler_svc.core.queue.pace import Pace
 
-SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=8)
+SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=80)
 
 
 @given(SEQS, st.integers(1, 16))
-def test_projected_peak_is_never_below_what_really_happens_and_never_far_above(
+def test_projected_peak_equals_the_peak_of_a_step_by_step_simulation(
     seqs: list[tuple[int, int]], block_size: int
 ) -> None:
-    tokens, rest = (np.array(column, dtype=np.int64) for column in zip(*seqs, strict=True))
-    peak = projected_peak(tokens, rest, np.zeros(len(seqs), dtype=np.int64), block_size)
-    real = max(sum(ceil_div(n + t, block_size) for n, r in seqs if r >= t) for t in range(int(rest.max()) + 1))
-    assert real <= peak <= real + len(seqs)
+    tokens, remaining = (np.array(column, dtype=np.int64) for column in zip(*seqs, strict=True))
+    saved = np.zeros(len(seqs), dtype=np.int64)
+    simulated = max(
+        sum(ceil_div(known + step, block_size) for known, left in seqs if left > step or step == 0)
+        for step in range(max(1, int(remaining.max())))  # step 0 computes what is known; the last sample needs no KV
+    )
+    assert projected_peak(tokens, remaining, saved, block_size) == simulated
+    assert reserved_blocks(tokens, remaining, saved, block_size) >= simulated
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=150))
+def test_count_within_equals_a_count_one_by_one(pairs: list[tuple[int, int]]) -> None:
+    values, limits = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+    counts = [int((values[: k + 1] <= limit).sum()) for k, limit in enumerate(limits)]
+    assert count_within(values, limits, 9).tolist() == counts
 
 
 def test_projected_peak_sees_that_short_ones_end_first() -> None:
     tokens, rest = np.array([100, 100]), np.array([900, 10])
-    assert projected_peak(tokens, rest, np.zeros(2, dtype=np.int64), 1) == 1000  # not 1,110: the short one is gone then
+    assert projected_peak(tokens, rest, np.zeros(2, dtype=np.int64), 1) == 999  # not 1,108: the short one is gone then
 
 
 def test_projected_peak_counts_shared_blocks_once() -> None:
