@@ -152,7 +152,10 @@ def make_arguments() -> argparse.ArgumentParser:
         help="tokens of their prompts and expected answers; beyond it requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
-        "--watermark", type=in_range(float, 0.0, 0.5), default=0.01, help="part of a pool that admissions leave free"
+        "--watermark",
+        type=in_range(float, 0.0, 0.5),
+        default=0.01,
+        help="fraction of a pool that admissions leave free, in whole blocks",
     )
     parser.add_argument(
         "--aging-s",

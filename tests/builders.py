@@ -1,4 +1,6 @@
-"""What a test of the scheduler core needs, one line each: `make_scheduler()`, `make_group(10)`, `make_capacity()`."""
+"""What a test of the scheduler core needs, one line each: `make_scheduler()`, `make_group(10)`, `make_capacity()`,
+`run_to_end(scheduler)`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
@@ -68,3 +70,16 @@ def make_group(
         outputs=[np.array(list(output), dtype=np.uint32) for output in outputs],
         **fields,
     )
+
+
+def run_to_end(scheduler: Scheduler) -> int:
+    """Answer every step until no request is left, each sample with token 9. Returns the number of steps."""
+    in_flight: list[StepBatch] = []
+    num_steps = 0
+    while scheduler.has_work:
+        in_flight += scheduler.schedule(0.0)
+        batch = in_flight.pop(0)
+        rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
+        scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 0.0)
+        num_steps += 1
+    return num_steps

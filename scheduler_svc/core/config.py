@@ -13,7 +13,7 @@ class SchedulerConfig:
 
     max_waiting: int = 1024  # sequences that may wait before new requests are refused
     max_waiting_tokens: int = 4 << 20  # tokens of their prompts and expected answers
-    watermark: float = 0.01  # part of a pool that admissions leave free
+    watermark: float = 0.01  # fraction of a pool that admissions leave free, rounded down to whole blocks
     aging_s: float = 2.0  # a sequence passed over for longer lets nobody pass any more where it could run
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
     aging_tokens_per_s: float = 1000.0  # uncached tokens that a second of waiting makes up for; inf: order of arrival

@@ -49,7 +49,8 @@ def count_within(values: I64, limits: I64, top: int) -> I64:
     """For each k, how many of the first k + 1 `values` are at most `limits[k]`. Values are from 1 to `top`."""
     n = len(values)
     if n <= PART:
-        return ((values <= limits[:, None]) & EARLIER[:n, :n]).sum(axis=1, dtype=np.int64)
+        few: I64 = ((values <= limits[:, None]) & EARLIER[:n, :n]).sum(axis=1)
+        return few
     num_parts = -(-n // PART)
     v, k = np.full((2, num_parts, PART), top, dtype=np.int64)
     v.flat[:n], k.flat[:n] = values, limits

@@ -51,7 +51,7 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
 
 
 def fits_beside(
-    table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float, max_blocks: float
+    table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float, max_blocks: int
 ) -> bool:
     """Rows of a worker, a newcomer and the samples that will fork off it will never hold more blocks together.
 

@@ -159,7 +159,8 @@ class WorkerState:
 
     def _fits(self, seq: Sequence, saved: int, watermark: float, mean_output: float) -> bool:
         """Beside rows that are no less urgent, once all have grown."""
-        max_blocks = self.capacity.num_blocks * (1 - watermark)
+        num_blocks = self.capacity.num_blocks
+        max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
         return fits_beside(self.rows, seq, seq.data.num_tokens, saved, mean_output, max_blocks)
 
     def would_fit_beside_urgent(self, seq: Sequence, watermark: float, mean_output: float) -> bool:

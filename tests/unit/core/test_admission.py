@@ -4,12 +4,12 @@ import random
 from itertools import permutations
 
 import numpy as np
+import pytest
 
-from scheduler_svc.core.policy import projected_peak, reserved_blocks
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from scheduler_svc.core.steps.admission import Need, fits_beside
 from scheduler_svc.core.steps.rows import RowTable
-from tests.builders import make_capacity, make_group, make_scheduler
+from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 
 BLOCK_SIZE = 4
 
@@ -48,13 +48,27 @@ def test_who_covers_another_fits_nowhere_where_the_other_does_not() -> None:
     assert num_refused > 20
 
 
-def test_what_is_reserved_is_never_less_than_the_peak() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        tokens, remaining = rng.integers(1, 60, (2, int(rng.integers(1, 9))))
-        saved = rng.integers(0, tokens // BLOCK_SIZE + 1)
-        reserved = reserved_blocks(tokens, remaining, saved, BLOCK_SIZE)
-        assert reserved >= projected_peak(tokens, remaining, saved, BLOCK_SIZE)
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_sequences_that_fill_the_pool_exactly_run_together(pipeline_depth: int) -> None:
+    sizes = make_capacity(
+        num_blocks=12,
+        block_size=256,
+        max_num_batched_tokens=2048,
+        max_model_len=1024,
+        pipeline_depth=pipeline_depth,
+    )
+    scheduler = make_scheduler(sizes)
+    for i in range(6):  # 257 + 256 tokens: two blocks each, because the last token needs no KV
+        scheduler.add_group(make_group(range(1000 * i, 1000 * i + 257), f"r{i}", max_tokens=256, ignore_eos=True), 0.0)
+    assert run_to_end(scheduler) == 256
+    assert scheduler.stats().preemptions == 0
+
+
+def test_the_watermark_of_a_small_pool_is_no_block() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=2, block_size=16))
+    for name in "ab":
+        scheduler.add_group(make_group(8, name, max_tokens=8, ignore_eos=True), 0.0)
+    assert run_to_end(scheduler) == 8
 
 
 def test_nobody_is_tried_who_needs_as_much_as_one_who_was_refused() -> None:
