@@ -15,7 +15,10 @@ from typing import Any
 import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 
-from prefix_index.index import MemoryPrefixIndex, PrefixEvent, PrefixIndex, RedisPrefixIndex, make_owner
+from prefix_index.changes import PrefixChanges
+from prefix_index.index import NoPrefixIndex, PrefixIndex
+from prefix_index.keys import make_owner
+from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
@@ -235,10 +238,10 @@ def build(args: argparse.Namespace) -> Parts:
     return Parts(step_loop, index, gateways, pool, dialer)
 
 
-def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixEvent]]) -> PrefixIndex:
-    """The index in Redis, or in memory when there is none. Raises ValueError for a bad --redis."""
+def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
+    """The index in Redis, if --redis is set. Raises ValueError for a malformed URL."""
     if not args.redis:
-        return MemoryPrefixIndex()
+        return NoPrefixIndex()
     try:
         return RedisPrefixIndex(args.redis, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
     except ValueError:

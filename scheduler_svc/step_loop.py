@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from prefix_index.changes import PrefixChanges
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
@@ -36,7 +37,6 @@ from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
     Load,
-    PrefixEvent,
     SchedulerStats,
     StepBatch,
     StepOutput,
@@ -209,7 +209,7 @@ class StepLoop:
             await self._wake.wait()
             self._wake.clear()
             started_at = loop.time()
-            await self._turn()
+            self._turn()
             self.times.note_turn(started_at, loop.time())
             if not self.has_work:
                 self._idle.set()
@@ -259,7 +259,7 @@ class StepLoop:
             return 0
         return self._scheduler.worker_stats(worker_id).rows_used
 
-    def cached_prefixes(self) -> list[PrefixEvent]:
+    def cached_prefixes(self) -> list[PrefixChanges]:
         """Everything that the prefix index should hold now."""
         return [] if self._scheduler is None else self._scheduler.cached_prefixes()
 
@@ -269,7 +269,7 @@ class StepLoop:
         self._inbox.append(fact)
         self._wake.set()
 
-    async def _turn(self) -> None:
+    def _turn(self) -> None:
         now = asyncio.get_running_loop().time()
         inbox, self._inbox = self._inbox, []
         for apply in inbox:
@@ -283,7 +283,8 @@ class StepLoop:
         self._route()
         if self._draining:
             self._release_drained(self._scheduler, now)
-        await self._index.publish(self._scheduler.take_prefix_events())
+        if changes := self._scheduler.take_prefix_events():
+            self._index.publish(changes)
 
     def _set_alarm(self, at: float) -> None:
         """Take a turn then, though nothing else may happen."""
@@ -428,7 +429,12 @@ class StepLoop:
             return self._scheduler
         if self._scheduler is not None and (self._workers or self._scheduler.has_work):
             raise WorkerMismatchError("the worker's model differs from the one that is served")
-        config = replace(self._config, eos_token_ids=facts.eos_token_ids, root_salt=facts.root_salt)
+        config = replace(
+            self._config,
+            eos_token_ids=facts.eos_token_ids,
+            root_salt=facts.root_salt,
+            publishes_prefixes=self._index.is_shared,
+        )
         self._scheduler, self._facts = Scheduler(config), facts
         return self._scheduler
 

@@ -29,6 +29,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     reuse_bonus: float = 2.0  # how much longer a prefix block stays that was ever hit, in turnovers of its pool
     prefix_caching: bool = True  # off: no request shares what another has computed
+    publishes_prefixes: bool = True  # off: there is no prefix index, and no events are made for one
     root_salt: bytes = b""  # enters every hash chain: model revision, dtype
 
     def __post_init__(self) -> None:

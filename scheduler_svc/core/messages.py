@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -135,15 +134,6 @@ class Deltas:
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
     owner: int | None = None  # if all columns are known to be this one's
-
-
-class PrefixEvent(NamedTuple):
-    """A block became a cached prefix on a worker, or stopped being one. A tuple, because each block makes one."""
-
-    worker_id: str
-    worker_epoch: int
-    digest: bytes
-    is_cached: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,48 +1,47 @@
-"""What a prefix index must hear: blocks that became cached prefixes of a worker, or ceased to be."""
+"""What a prefix index must learn: blocks that became cached prefixes of a worker, or stopped being ones."""
 
 from __future__ import annotations
 
-from scheduler_svc.core.messages import PrefixEvent
+from prefix_index.changes import Holder, PrefixChanges
 from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 class PrefixEvents:
-    """Asks only those workers to which something has happened."""
+    """Collects the changes of the workers to which something has happened. When it is off, it costs nothing."""
 
-    def __init__(self) -> None:
-        self._changed: dict[str, WorkerState] = {}
-        self._events: list[PrefixEvent] = []  # of workers that are gone
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on
+        self._touched: dict[str, WorkerState] = {}
+        self._of_gone: list[PrefixChanges] = []
 
     def note(self, worker: WorkerState) -> None:
-        """It may have events."""
-        self._changed[worker.capacity.worker_id] = worker
+        """The worker may have changes."""
+        if self._is_on:
+            self._touched[worker.capacity.worker_id] = worker
 
     def leave(self, worker: WorkerState) -> None:
-        """Whatever it held is gone with it."""
-        self._changed.pop(worker.capacity.worker_id, None)
-        self._events += _events_of(worker)
-        self._events += _told(worker, worker.pool.cached_digests(), is_cached=False)
+        """The worker is gone, and with it every prefix that it held."""
+        if not self._is_on:
+            return
+        self._touched.pop(worker.capacity.worker_id, None)
+        evicted = [(digest, False) for digest in worker.pool.cached_digests()]
+        if events := worker.pool.take_events() + evicted:
+            self._of_gone.append(PrefixChanges(_holder(worker), events))
 
-    def take(self) -> list[PrefixEvent]:
-        """Since the last call, those of one worker in order."""
-        events, self._events = self._events, []
-        for worker in self._changed.values():
-            events += _events_of(worker)
-        self._changed.clear()
-        return events
-
-
-def cached_prefixes(worker: WorkerState) -> list[PrefixEvent]:
-    """Everything an index should hold now of this worker: for filling it again."""
-    return _told(worker, worker.pool.cached_digests(), is_cached=True)
-
-
-def _events_of(worker: WorkerState) -> list[PrefixEvent]:
-    worker_id, epoch = worker.capacity.worker_id, worker.capacity.worker_epoch
-    new = tuple.__new__  # what PrefixEvent(...) does, without a Python call for each: every block makes one
-    return [new(PrefixEvent, (worker_id, epoch, digest, is_cached)) for digest, is_cached in worker.pool.take_events()]
+    def take(self) -> list[PrefixChanges]:
+        """The changes since the last call; those of one worker in order."""
+        changes, self._of_gone = self._of_gone, []
+        for worker in self._touched.values():
+            if events := worker.pool.take_events():
+                changes.append(PrefixChanges(_holder(worker), events))
+        self._touched.clear()
+        return changes
 
 
-def _told(worker: WorkerState, digests: list[bytes], *, is_cached: bool) -> list[PrefixEvent]:
-    c = worker.capacity
-    return [PrefixEvent(c.worker_id, c.worker_epoch, digest, is_cached) for digest in digests]
+def cached_prefixes(worker: WorkerState) -> PrefixChanges:
+    """All cached prefixes of a worker: what fills an index that has lost its data."""
+    return PrefixChanges(_holder(worker), [(digest, True) for digest in worker.pool.cached_digests()])
+
+
+def _holder(worker: WorkerState) -> Holder:
+    return Holder(worker.capacity.worker_id, worker.capacity.worker_epoch)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
+from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import UnexpectedStepError
@@ -28,7 +29,6 @@ from scheduler_svc.core.messages import (
     Finished,
     Load,
     MigrationReason,
-    PrefixEvent,
     RowFailure,
     SchedulerStats,
     StepBatch,
@@ -70,7 +70,7 @@ class Scheduler:
         self._intake = Intake(config, self._requests, self._fleet, self._measures)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
-        self._prefix_events = PrefixEvents()
+        self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
         self._expired: list[Finished] = []
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
@@ -94,6 +94,7 @@ class Scheduler:
             next_step_id,
             prefix_caching=self.config.prefix_caching,
             reuse_bonus=self.config.reuse_bonus,
+            keeps_events=self.config.publishes_prefixes,
         )
         worker.adopt(blocks)
         self._workers[capacity.worker_id] = self._ready[capacity.worker_id] = worker
@@ -382,13 +383,13 @@ class Scheduler:
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    def take_prefix_events(self) -> list[PrefixEvent]:
+    def take_prefix_events(self) -> list[PrefixChanges]:
         """Blocks that became cached prefixes or ceased to be, since the last call."""
         return self._prefix_events.take()
 
-    def cached_prefixes(self) -> list[PrefixEvent]:
+    def cached_prefixes(self) -> list[PrefixChanges]:
         """Everything an index should hold now: for filling it again."""
-        return [event for worker in self._workers.values() for event in cached_prefixes(worker)]
+        return [cached_prefixes(worker) for worker in self._workers.values()]
 
     def load(self) -> Load:
         """What is queued and what runs now."""

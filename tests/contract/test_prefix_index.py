@@ -1,4 +1,4 @@
-"""One suite for every prefix index: in memory, and in a real Redis that is stopped, flushed, slow and started again."""
+"""The prefix index in a real Redis that is stopped, flushed, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
-from prefix_index.index import Holder, MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
-from scheduler_svc.core.messages import PrefixEvent
+from prefix_index.changes import Holder, PrefixChanges
+from prefix_index.redis_index import RedisPrefixIndex
+from prefix_index.search import PrefixSearch
 from tests.processes.redis_server import RedisServer
 
 DEADLINE_S = 60.0
@@ -27,12 +29,22 @@ def chain(count: int, name: str = "a") -> list[bytes]:
     return [md5(f"{name}{i}".encode()).digest() for i in range(count)]
 
 
-def cached(holder: Holder, digests: list[bytes]) -> list[PrefixEvent]:
-    return [PrefixEvent(*holder, digest, is_cached=True) for digest in digests]
+def cached(holder: Holder, digests: list[bytes]) -> list[PrefixChanges]:
+    return [PrefixChanges(holder, [(digest, True) for digest in digests])]
 
 
-def evicted(holder: Holder, digests: list[bytes]) -> list[PrefixEvent]:
-    return [PrefixEvent(*holder, digest, is_cached=False) for digest in digests]
+def evicted(holder: Holder, digests: list[bytes]) -> list[PrefixChanges]:
+    return [PrefixChanges(holder, [(digest, False) for digest in digests])]
+
+
+async def look_up(index: RedisPrefixIndex, digests: list[bytes]) -> dict[Holder, int]:
+    """How many leading blocks each live worker holds, as readers find them; empty while the server is away."""
+    search = PrefixSearch(index._redis, index._prefix)
+    try:
+        held = await search.leading_blocks(digests)
+        return {holder: held[holder] for holder in await search.owners(held)}
+    except (RedisError, OSError):
+        return {}
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -41,13 +53,13 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def comes_to(index: PrefixIndex, digests: list[bytes], expected: dict[Holder, int]) -> None:
+async def comes_to(index: RedisPrefixIndex, digests: list[bytes], expected: dict[Holder, int]) -> None:
     """Wait until a lookup gives `expected`: publishing happens behind the caller's back."""
     found: dict[Holder, int] | None = None
 
     async def is_expected() -> bool:
         nonlocal found
-        found = await index.lookup(digests)
+        found = await look_up(index, digests)
         return found == expected
 
     try:
@@ -56,7 +68,7 @@ async def comes_to(index: PrefixIndex, digests: list[bytes], expected: dict[Hold
         raise AssertionError(f"lookup gives {found}, not {expected}") from None
 
 
-async def state_is(index: PrefixIndex, expected: str) -> None:
+async def state_is(index: RedisPrefixIndex, expected: str) -> None:
     async def is_expected() -> bool:
         return index.state() == expected
 
@@ -78,8 +90,8 @@ class Redis:
         self._cleanup = cleanup
         self.num_snapshots = 0
 
-    def index(self, owner: str = "s0", held: list[PrefixEvent] | None = None, **options: Any) -> RedisPrefixIndex:
-        def snapshot() -> list[PrefixEvent]:
+    def index(self, owner: str = "s0", held: list[PrefixChanges] | None = None, **options: Any) -> RedisPrefixIndex:
+        def snapshot() -> list[PrefixChanges]:
             self.num_snapshots += 1
             return held or []
 
@@ -99,87 +111,78 @@ async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
         yield Redis(redis_server, cleanup)
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def index(request: pytest.FixtureRequest) -> AsyncIterator[PrefixIndex]:
-    if request.param == "redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
-        server.stop()
-        server.start()
-        async with AsyncExitStack() as cleanup:
-            yield Redis(server, cleanup).index()
-        return
-    memory = MemoryPrefixIndex()
-    yield memory
-    await memory.close()
+@pytest.fixture
+async def index(redis: Redis) -> RedisPrefixIndex:
+    return redis.index()
 
 
-# -- what every index does -------------------------------------------------------------------------------------------
+# -- entries and holders ---------------------------------------------------------------------------------------------
 
 
-async def test_knows_nothing_at_first(index: PrefixIndex) -> None:
-    assert await index.lookup([]) == {}
-    assert await index.lookup(chain(3)) == {}
+async def test_knows_nothing_at_first(index: RedisPrefixIndex) -> None:
+    assert await look_up(index, []) == {}
+    assert await look_up(index, chain(3)) == {}
 
 
-async def test_counts_leading_blocks_per_worker(index: PrefixIndex) -> None:
+async def test_counts_leading_blocks_per_worker(index: RedisPrefixIndex) -> None:
     digests = chain(6)
     index.register_worker(*W0, "127.0.0.1:1")
     index.register_worker(*W1, "127.0.0.1:2")
-    await index.publish(cached(W0, digests[:4]) + cached(W1, digests[:2]))
+    index.publish(cached(W0, digests[:4]) + cached(W1, digests[:2]))
     await comes_to(index, digests, {W0: 4, W1: 2})
     await comes_to(index, digests[:3], {W0: 3, W1: 2})
     await comes_to(index, chain(3, "other"), {})
     await comes_to(index, [*chain(1, "other"), *digests], {})
 
 
-async def test_a_gap_ends_the_prefix(index: PrefixIndex) -> None:
+async def test_a_gap_ends_the_prefix(index: RedisPrefixIndex) -> None:
     digests = chain(5)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
-    await index.publish(evicted(W0, digests[2:3]))
+    index.publish(cached(W0, digests))
+    index.publish(evicted(W0, digests[2:3]))
     await comes_to(index, digests, {W0: 2})
-    await index.publish(evicted(W0, digests[:1]))
+    index.publish(evicted(W0, digests[:1]))
     await comes_to(index, digests, {})
 
 
-async def test_eviction_concerns_one_worker_only(index: PrefixIndex) -> None:
+async def test_eviction_concerns_one_worker_only(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     for holder in (W0, W1):
         index.register_worker(*holder, "127.0.0.1:1")
-        await index.publish(cached(holder, digests))
-    await index.publish(evicted(W0, digests[1:]))
+        index.publish(cached(holder, digests))
+    index.publish(evicted(W0, digests[1:]))
     await comes_to(index, digests, {W0: 1, W1: 3})
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 500, 1025])
-async def test_finds_the_end_of_long_chains(index: PrefixIndex, count: int) -> None:
+async def test_finds_the_end_of_long_chains(index: RedisPrefixIndex, count: int) -> None:
     digests = chain(1100)
     index.register_worker(*W0, "127.0.0.1:1")
     index.register_worker(*W1, "127.0.0.1:2")
-    await index.publish(cached(W0, digests[:count]) + cached(W1, digests[: 1 + count // 3]))
+    index.publish(cached(W0, digests[:count]) + cached(W1, digests[: 1 + count // 3]))
     await comes_to(index, digests, {W0: count, W1: 1 + count // 3})
 
 
-async def test_another_life_of_a_worker_starts_from_nothing(index: PrefixIndex) -> None:
+async def test_another_life_of_a_worker_starts_from_nothing(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     index.register_worker(*W1, "127.0.0.1:1")
-    await index.publish(cached(W1, digests))
+    index.publish(cached(W1, digests))
     await comes_to(index, digests, {W1: 3})
     reborn = Holder("w1", 6)
     index.register_worker(*reborn, "127.0.0.1:1")
     await comes_to(index, digests, {})
-    await index.publish(cached(reborn, digests[:1]))
+    index.publish(cached(reborn, digests[:1]))
     await comes_to(index, digests, {reborn: 1})
     index.forget(*W1)  # late news of the former life
-    await index.publish(evicted(W1, digests[:1]))
+    index.publish(evicted(W1, digests[:1]))
     await asyncio.sleep(0.05)
     await comes_to(index, digests, {reborn: 1})
 
 
-async def test_a_forgotten_worker_counts_for_nothing(index: PrefixIndex) -> None:
+async def test_a_forgotten_worker_counts_for_nothing(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
+    index.publish(cached(W0, digests))
     await comes_to(index, digests, {W0: 3})
     index.forget(*W0)
     index.forget(*W0)
@@ -187,22 +190,20 @@ async def test_a_forgotten_worker_counts_for_nothing(index: PrefixIndex) -> None
     await comes_to(index, digests, {})
 
 
-async def test_the_newest_event_of_a_block_wins(index: PrefixIndex) -> None:
+async def test_the_newest_event_of_a_block_wins(index: RedisPrefixIndex) -> None:
     digests = chain(2)
     index.register_worker(*W0, "127.0.0.1:1")
     for _ in range(3):
-        await index.publish(cached(W0, digests))
-        await index.publish(evicted(W0, digests))
-    await index.publish(cached(W0, digests))
+        index.publish(cached(W0, digests))
+        index.publish(evicted(W0, digests))
+    index.publish(cached(W0, digests))
     await comes_to(index, digests, {W0: 2})
 
 
-async def test_epochs_of_schedulers_only_grow(index: PrefixIndex) -> None:
+async def test_epochs_of_schedulers_only_grow(index: RedisPrefixIndex) -> None:
     first = await index.next_scheduler_epoch()
-    index.note_scheduler_epoch(max(first, 40))
-    if first == 0:
-        assert index.state() == "memory"
-        return
+    assert 0 < first < 40
+    index.note_scheduler_epoch(40)
 
     async def is_above() -> bool:
         return await index.next_scheduler_epoch() > 40
@@ -210,14 +211,14 @@ async def test_epochs_of_schedulers_only_grow(index: PrefixIndex) -> None:
     await until(is_above)
 
 
-# -- what only Redis can do ------------------------------------------------------------------------------------------
+# -- several schedulers, leases, outages -----------------------------------------------------------------------------
 
 
 async def test_schedulers_see_each_other(redis: Redis) -> None:
     mine, other = redis.index("s0"), redis.index("s1")
     digests = chain(40)
     mine.register_worker(*W0, "127.0.0.1:1")
-    await mine.publish(cached(W0, digests))
+    mine.publish(cached(W0, digests))
     await comes_to(other, digests, {W0: 40})
     assert mine.state() == other.state() == "redis"
 
@@ -226,7 +227,7 @@ async def test_a_worker_taken_over_is_not_forgotten_by_its_former_scheduler(redi
     old, new = redis.index("s0"), redis.index("s1")
     digests = chain(2)
     old.register_worker(*W0, "127.0.0.1:1")
-    await old.publish(cached(W0, digests))
+    old.publish(cached(W0, digests))
     await comes_to(new, digests, {W0: 2})
     new.register_worker(*W0, "127.0.0.1:1")
     with redis.server.client() as client:
@@ -237,7 +238,7 @@ async def test_a_worker_taken_over_is_not_forgotten_by_its_former_scheduler(redi
         await until(is_taken_over)
     old.forget(*W0)
     old.register_worker(*W1, "127.0.0.1:1")  # written after the forget: shows that it was applied
-    await old.publish(cached(W1, digests[:1]))
+    old.publish(cached(W1, digests[:1]))
     await comes_to(new, digests, {W0: 2, W1: 1})
 
 
@@ -245,7 +246,7 @@ async def test_a_lease_that_nobody_renews_expires(redis: Redis) -> None:
     reader, gone = redis.index("s0"), redis.index("s1")
     digests = chain(2)
     gone.register_worker(*W0, "127.0.0.1:1")
-    await gone.publish(cached(W0, digests))
+    gone.publish(cached(W0, digests))
     await comes_to(reader, digests, {W0: 2})
     await gone.close()
     await comes_to(reader, digests, {})
@@ -255,10 +256,10 @@ async def test_a_lease_is_renewed(redis: Redis) -> None:
     index = redis.index(lease_ttl_s=2.0)
     digests = chain(2)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
+    index.publish(cached(W0, digests))
     await comes_to(index, digests, {W0: 2})
     await renewed(redis, b"quire:worker:w0", times=3)
-    assert await index.lookup(digests) == {W0: 2}
+    assert await look_up(index, digests) == {W0: 2}
 
 
 async def renewed(redis: Redis, key: bytes, times: int) -> None:
@@ -277,7 +278,7 @@ async def renewed(redis: Redis, key: bytes, times: int) -> None:
 async def test_every_key_expires_or_is_one_of_two_counters(redis: Redis) -> None:
     index = redis.index()
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, chain(5)))
+    index.publish(cached(W0, chain(5)))
     await index.next_scheduler_epoch()
     await comes_to(index, chain(5), {W0: 5})
     with redis.server.client() as client:
@@ -289,10 +290,10 @@ async def test_entries_are_refreshed_before_they_expire(redis: Redis) -> None:
     digests = chain(3)
     index = redis.index(held=cached(W0, digests), entry_ttl_s=2.0, lease_ttl_s=1.0)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
+    index.publish(cached(W0, digests))
     await comes_to(index, digests, {W0: 3})
     await renewed(redis, b"quire:prefix:" + digests[2], times=2)
-    assert await index.lookup(digests) == {W0: 3}
+    assert await look_up(index, digests) == {W0: 3}
     assert redis.num_snapshots >= 2
 
 
@@ -301,8 +302,7 @@ async def test_works_before_there_is_a_server_and_finds_it_later(redis: Redis) -
     index = redis.index()
     digests = chain(3)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
-    assert await index.lookup(digests) == {}
+    index.publish(cached(W0, digests))
     assert await index.next_scheduler_epoch() == 0
     assert index.state() == "redis (down)"
     redis.server.start()
@@ -315,13 +315,12 @@ async def test_a_restart_is_healed_from_the_snapshot(redis: Redis) -> None:
     held = cached(W0, digests[:600])
     index = redis.index(held=held)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(held)
+    index.publish(held)
     await comes_to(index, digests, {W0: 600})
     redis.server.stop()
     await state_is(index, "redis (down)")
     held += cached(W0, digests[600:])
-    await index.publish(held[600:])
-    assert await index.lookup(digests) == {}
+    index.publish(held[-1:])
     redis.server.start()
     await comes_to(index, digests, {W0: 700})
     assert await index.next_scheduler_epoch() > 0
@@ -333,8 +332,8 @@ async def test_a_flush_is_noticed_without_any_traffic(redis: Redis) -> None:
     two = redis.index("s1", held=cached(W1, digests[:5]))
     one.register_worker(*W0, "127.0.0.1:1")
     two.register_worker(*W1, "127.0.0.1:2")
-    await one.publish(cached(W0, digests))
-    await two.publish(cached(W1, digests[:5]))
+    one.publish(cached(W0, digests))
+    two.publish(cached(W1, digests[:5]))
     await comes_to(one, digests, {W0: 9, W1: 5})
     redis.server.flush()
     await comes_to(two, digests, {W0: 9, W1: 5})
@@ -344,10 +343,10 @@ async def test_evictions_during_an_outage_are_not_lost(redis: Redis) -> None:
     index = redis.index(timeout_s=0.1)
     digests = chain(4)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
+    index.publish(cached(W0, digests))
     await comes_to(index, digests, {W0: 4})
     with frozen(redis.server):
-        await index.publish(evicted(W0, digests[2:]))
+        index.publish(evicted(W0, digests[2:]))
         await state_is(index, "redis (down)")
     await comes_to(index, digests, {W0: 2})
 
@@ -365,25 +364,24 @@ def frozen(server: RedisServer) -> Iterator[None]:
 async def test_a_slow_server_holds_nobody_up(redis: Redis) -> None:
     index = redis.index(timeout_s=0.1)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, chain(2)))
+    index.publish(cached(W0, chain(2)))
     await comes_to(index, chain(2), {W0: 2})
-    with frozen(redis.server):  # whoever waits for it waits for ever
+    with frozen(redis.server):
         async with asyncio.timeout(DEADLINE_S):
-            assert await index.lookup(chain(2)) == {}
             assert await index.next_scheduler_epoch() == 0
             for i in range(100):
-                await index.publish(cached(W0, chain(20, str(i))))
+                index.publish(cached(W0, chain(20, str(i))))
     await comes_to(index, chain(20, "99"), {W0: 20})
 
 
 async def test_what_waits_is_bounded_and_healed_afterwards(redis: Redis) -> None:
     redis.server.stop()
-    held: list[PrefixEvent] = []
+    held: list[PrefixChanges] = []
     index = redis.index(held=held, max_pending=50)
     index.register_worker(*W0, "127.0.0.1:1")
     for i in range(100):
         held += cached(W0, chain(10, str(i)))
-        await index.publish(held[-10:])
+        index.publish(held[-1:])
         assert len(index._pending) <= 50
     redis.server.start()
     for i in (0, 50, 99):
@@ -392,16 +390,16 @@ async def test_what_waits_is_bounded_and_healed_afterwards(redis: Redis) -> None
 
 async def test_survives_being_stopped_and_started_again_and_again(redis: Redis) -> None:
     digests = chain(300)
-    held: list[PrefixEvent] = []
+    held: list[PrefixChanges] = []
     index = redis.index(held=held)
     index.register_worker(*W0, "127.0.0.1:1")
     for i in range(3):
         for digest in digests[100 * i : 100 * i + 100]:
             held += cached(W0, [digest])
-            await index.publish(held[-1:])
+            index.publish(held[-1:])
             await asyncio.sleep(0)
         redis.server.stop()
-        await index.lookup(digests)
+        await state_is(index, "redis (down)")
         redis.server.start()
     await comes_to(index, digests, {W0: 300})
 
@@ -420,16 +418,16 @@ async def test_what_a_server_takes_along_before_its_generation_is_known_is_writt
     monkeypatch.setattr(RedisPrefixIndex, "_write_generation", start_again)
     index = redis.index()
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, chain(2)))
+    index.publish(cached(W0, chain(2)))
     await comes_to(index, chain(2), {W0: 2})
 
 
 async def test_deployments_on_one_server_keep_apart(redis: Redis) -> None:
     one, two = redis.index("s0", namespace="one"), redis.index("s1", namespace="two")
     one.register_worker(*W0, "127.0.0.1:1")
-    await one.publish(cached(W0, chain(2)))
+    one.publish(cached(W0, chain(2)))
     await comes_to(one, chain(2), {W0: 2})
-    assert await two.lookup(chain(2)) == {}
+    assert await look_up(two, chain(2)) == {}
 
 
 @pytest.mark.parametrize("url", ["foo", "http://localhost:1", ""])

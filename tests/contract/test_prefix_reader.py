@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from prefix_index.index import RedisPrefixIndex, make_owner
+from prefix_index.keys import make_owner
 from prefix_index.reader import RedisPrefixReader
+from prefix_index.redis_index import RedisPrefixIndex
 from tests.contract.test_prefix_index import W0, W1, cached, chain
 from tests.processes.redis_server import RedisServer
 
@@ -68,8 +69,8 @@ async def test_tells_the_best_worker_of_each_scheduler(
     first, second = (publisher(redis_server, cleanup, epoch) for epoch in (SCHEDULER_A, SCHEDULER_B))
     first.register_worker(*W0, "127.0.0.1:1")
     second.register_worker(*W1, "127.0.0.1:2")
-    await first.publish(cached(W0, digests[:70]))
-    await second.publish(cached(W1, digests[:2]))
+    first.publish(cached(W0, digests[:70]))
+    second.publish(cached(W1, digests[:2]))
     await finds(reader, digests, {SCHEDULER_A: 70, SCHEDULER_B: 2})
     first.forget(*W0)
     await finds(reader, digests, {SCHEDULER_B: 2})
@@ -90,7 +91,7 @@ async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
     await until(lambda: reader.is_up)
     index = publisher(redis_server, cleanup, SCHEDULER_A)
     index.register_worker(*W0, "127.0.0.1:1")
-    await index.publish(cached(W0, digests))
+    index.publish(cached(W0, digests))
     await finds(reader, digests, {SCHEDULER_A: 3})
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from prefix_index.changes import Holder
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import DuplicateRequestError, NeverFitsError, QueueFullError, UnexpectedStepError
-from scheduler_svc.core.messages import EMPTY, Deltas, Finished, PrefixEvent, RowOpen, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOutput, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
@@ -369,33 +370,35 @@ class Cluster:
 
     def _follow_prefixes(self) -> None:
         """Apply prefix events like an index would, and doubt them."""
-        events = self.scheduler.take_prefix_events()
-        for event in events:
-            self._apply_event(event)
-        for event in events:
-            if event.is_cached and event.digest in self._published[event.worker_id]:
-                self._check_published(event)
+        changes = self.scheduler.take_prefix_events()
+        for change in changes:
+            for digest, is_cached in change.blocks:
+                self._apply_change(change.holder, digest, is_cached=is_cached)
+        for change in changes:
+            for digest, is_cached in change.blocks:
+                if is_cached and digest in self._published[change.holder.worker_id]:
+                    self._check_published(change.holder, digest)
 
-    def _apply_event(self, event: PrefixEvent) -> None:
-        held, worker = self._published[event.worker_id], self.workers.get(event.worker_id)
-        if event.is_cached == (event.digest in held):
-            raise Violation(f"worker {event.worker_id}: told twice that a prefix is cached={event.is_cached}")
-        if event.is_cached:
-            held.add(event.digest)
+    def _apply_change(self, holder: Holder, digest: bytes, *, is_cached: bool) -> None:
+        held, worker = self._published[holder.worker_id], self.workers.get(holder.worker_id)
+        if is_cached == (digest in held):
+            raise Violation(f"worker {holder.worker_id}: two changes in a row to cached={is_cached} of one prefix")
+        if is_cached:
+            held.add(digest)
             return
-        held.remove(event.digest)
-        if worker is None or event.digest in worker.duplicates:
+        held.remove(digest)
+        if worker is None or digest in worker.duplicates:
             return
-        if any(self.chains.parent.get(other) == event.digest for other in held):
-            raise Violation(f"worker {event.worker_id} evicts a block before the blocks that continue it")
+        if any(self.chains.parent.get(other) == digest for other in held):
+            raise Violation(f"worker {holder.worker_id} evicts a block before the blocks that continue it")
 
-    def _check_published(self, event: PrefixEvent) -> None:
-        worker = self.workers[event.worker_id]
-        if event.worker_epoch != worker.capacity.worker_epoch:
-            raise Violation(f"worker {event.worker_id}: an event of epoch {event.worker_epoch}")
-        holders = [block for block, content in enumerate(worker.content) if content == event.digest]
-        if not any(worker.fill_step[block] <= worker.num_acked for block in holders):
-            raise Violation(f"worker {event.worker_id}: published a prefix that no acknowledged step has computed")
+    def _check_published(self, holder: Holder, digest: bytes) -> None:
+        worker = self.workers[holder.worker_id]
+        if holder.worker_epoch != worker.capacity.worker_epoch:
+            raise Violation(f"worker {holder.worker_id}: a prefix change of epoch {holder.worker_epoch}")
+        blocks = [block for block, content in enumerate(worker.content) if content == digest]
+        if not any(worker.fill_step[block] <= worker.num_acked for block in blocks):
+            raise Violation(f"worker {holder.worker_id}: published a prefix that no acknowledged step has computed")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -437,8 +440,8 @@ class Cluster:
 
     def _check_index(self) -> None:
         held: dict[str, set[bytes]] = {name: set() for name in self.workers}
-        for event in self.scheduler.cached_prefixes():
-            held[event.worker_id].add(event.digest)
+        for change in self.scheduler.cached_prefixes():
+            held[change.holder.worker_id] |= {digest for digest, _ in change.blocks}
         if held != {name: self._published[name] for name in self.workers}:
             raise Violation("the prefix events do not add up to what is cached")
 

@@ -15,12 +15,12 @@ from random import Random
 import numpy as np
 import pytest
 
+from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, SchedulerError
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
-    PrefixEvent,
     RowFailure,
     StepBatch,
     StepOutput,
@@ -213,10 +213,10 @@ class Life:
                 if self.open.get(group.request_id) is group:
                     del self.open[group.request_id]
 
-    def _publish(self, events: list[PrefixEvent]) -> None:
-        for event in events:
-            entry = (event.worker_id, event.worker_epoch, event.digest)
-            if event.is_cached:
+    def _publish(self, changes: list[PrefixChanges]) -> None:
+        for holder, digest, is_cached in ((c.holder, *block) for c in changes for block in c.blocks):
+            entry = (*holder, digest)
+            if is_cached:
                 assert entry not in self.published, "a prefix was announced twice"
                 self.published.add(entry)
             else:
@@ -252,7 +252,7 @@ class Life:
             assert stats.rows_used == 0, f"rows leak on {stats}"
             assert not state.pool.refs.any(), f"references leak on {stats}"
             assert state.num_reserved_rows == 0, f"{state.num_reserved_rows} rows stay reserved on {stats}"
-        held = {(e.worker_id, e.worker_epoch, e.digest) for e in core.cached_prefixes()}
+        held = {(*change.holder, digest) for change in core.cached_prefixes() for digest, _ in change.blocks}
         assert held == self.published, "announced prefixes and cached blocks have drifted apart"
 
 

@@ -255,12 +255,13 @@ def most_recently_used_evicted_first(patch: Patch) -> None:
     wrap(patch, LruQueue, "take", take)
 
 
-@bug("told twice|do not add up|still published|no acknowledged step")
+@bug("two changes in a row|do not add up|still published|no acknowledged step")
 def evictions_not_announced(patch: Patch) -> None:
     def forget(original: Any, pool: BlockManager, blocks: list[int]) -> None:
         num_events = len(pool._events)
         original(pool, blocks)
-        del pool._events[num_events:]
+        while len(pool._events) > num_events:
+            pool._events.pop()
 
     wrap(patch, BlockManager, "forget", forget)
 

@@ -15,6 +15,7 @@ content.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -27,6 +28,7 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
+BlockEvent = tuple[bytes, bool]  # a digest, and whether its block became a cached prefix or stopped being one
 Fill = tuple[int, bytes]  # a block and the digest of what fills it
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
@@ -39,7 +41,13 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, reuse_bonus: float = 0.0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        reuse_bonus: float = 0.0,
+        keeps_events: bool = True,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
@@ -62,7 +70,7 @@ class BlockManager:
         self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory, for many at once
         self.commits: list[Fill] = []  # since the last `take_commits`
         self._has_lost_commits = False  # some may have been forgotten since
-        self._events: list[tuple[bytes, bool]] = []
+        self._events: deque[BlockEvent] = deque(maxlen=None if keeps_events else 0)
 
     # -- how much there is -------------------------------------------------------------------------------------------
 
@@ -188,9 +196,10 @@ class BlockManager:
         self._put_back(adopted)
         return len(fills)
 
-    def take_events(self) -> list[tuple[bytes, bool]]:
-        """(digest, is_cached) since the last call, in order."""
-        events, self._events = self._events, []
+    def take_events(self) -> list[BlockEvent]:
+        """Since the last call, in order; none if the pool keeps none."""
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def cached_digests(self) -> list[bytes]:

@@ -44,10 +44,15 @@ class WorkerState:
         *,
         prefix_caching: bool = True,
         reuse_bonus: float = 0.0,
+        keeps_events: bool = True,
     ) -> None:
         self.capacity = capacity
         self.pool = BlockManager(
-            capacity.num_blocks, capacity.block_size, prefix_caching=prefix_caching, reuse_bonus=reuse_bonus
+            capacity.num_blocks,
+            capacity.block_size,
+            prefix_caching=prefix_caching,
+            reuse_bonus=reuse_bonus,
+            keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
         self.in_flight: deque[InFlightStep] = deque()

@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from prefix_index.index import FORGET_WORKER, RAISE_COUNTER
+from prefix_index.redis_index import FORGET_WORKER, RAISE_COUNTER
 
 Value = bytes | set[bytes] | dict[str, bytes]
 

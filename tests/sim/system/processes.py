@@ -17,8 +17,9 @@ from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
-from prefix_index.index import MemoryPrefixIndex, PrefixIndex, RedisPrefixIndex
+from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.reader import RedisPrefixReader
+from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateway_links import Gateways
@@ -98,7 +99,7 @@ class SchedulerService(Service):
     def _build(self) -> None:
         world, epoch = self.world, self.world.rng.getrandbits(64)
         sizes = world.setup
-        index: PrefixIndex = MemoryPrefixIndex()
+        index: PrefixIndex = NoPrefixIndex()
         if sizes.uses_redis:
             index = RedisPrefixIndex(
                 "redis://nowhere",

@@ -272,11 +272,12 @@ def test_prefix_events_tell_what_an_index_should_hold() -> None:
     (batch,) = scheduler.schedule(0.0)
     assert scheduler.take_prefix_events() == []
     scheduler.update(answer(batch), 0.0)
-    events = scheduler.take_prefix_events()
-    assert [event.is_cached for event in events] == [True, True]
-    assert scheduler.cached_prefixes() == events
+    (changes,) = scheduler.take_prefix_events()
+    assert [is_cached for _, is_cached in changes.blocks] == [True, True]
+    assert scheduler.cached_prefixes() == [changes]
     scheduler.remove_worker("w", 0.0)
-    assert [event.is_cached for event in scheduler.take_prefix_events()] == [False, False]
+    (withdrawn,) = scheduler.take_prefix_events()
+    assert [is_cached for _, is_cached in withdrawn.blocks] == [False, False]
 
 
 def fail_all(scheduler: Scheduler, batch: StepBatch) -> list[tuple[str, FinishReason]]:

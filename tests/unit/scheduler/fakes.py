@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 
-from prefix_index.index import MemoryPrefixIndex
+from prefix_index.changes import PrefixChanges
+from prefix_index.index import NoPrefixIndex, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput
 from scheduler_svc.step_loop import ModelFacts, StepLoop
@@ -100,10 +101,22 @@ class FakeGateway:
         return {(f.group.handle, f.sample_index): f.reason.value for deltas in self.delivered for f in deltas.finished}
 
 
+class FakeIndex(NoPrefixIndex):
+    """A PrefixIndex with a reader: remembers what was published."""
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        self.published: list[PrefixChanges] = []
+
+    def publish(self, changes: Sequence[PrefixChanges]) -> None:
+        self.published += changes
+
+
 @asynccontextmanager
-async def running_loop(**config: object) -> AsyncIterator[StepLoop]:
+async def running_loop(index: PrefixIndex | None = None, **config: object) -> AsyncIterator[StepLoop]:
     """A step loop that runs; an exception in it fails the test."""
-    loop = StepLoop(SchedulerConfig(**config), MemoryPrefixIndex())  # type: ignore[arg-type]
+    loop = StepLoop(SchedulerConfig(**config), index or NoPrefixIndex())  # type: ignore[arg-type]
     task = asyncio.create_task(loop.run())
     try:
         yield loop

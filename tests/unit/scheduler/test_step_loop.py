@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from prefix_index.index import Holder
+from prefix_index.changes import Holder, PrefixChanges
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import StepOutput
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
@@ -15,7 +16,7 @@ from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
 from tests.unit.core.calls import count_calls
-from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle, until
+from tests.unit.scheduler.fakes import FakeGateway, FakeIndex, FakeWorker, running_loop, settle, until
 
 
 def submit(loop: StepLoop, owner: int, handle: int, **fields: object) -> None:
@@ -326,19 +327,34 @@ async def test_a_worker_that_differs_is_closed_with_the_reason() -> None:
         assert "block_size 8" in other.closed
 
 
-async def test_prefixes_are_published_and_forgotten_with_their_worker() -> None:
-    async with running_loop() as loop:
+async def test_prefixes_are_published_and_withdrawn_with_their_worker() -> None:
+    index = FakeIndex()
+    async with running_loop(index) as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()
         submit(loop, loop.attach(gateway), 1, prompt=9, max_tokens=1)
         await worker.answer_all()
-        digests = [event.digest for event in loop.cached_prefixes()]
-        assert len(digests) == 2
-        assert await loop._index.lookup(digests) == {Holder("w0", 1): 2}
+        (held,) = loop.cached_prefixes()
+        assert held.holder == Holder("w0", 1)
+        assert len(held.blocks) == 2
+        assert index.published == [held]
         loop.worker_lost(worker, "gone")
         await settle()
-        assert await loop._index.lookup(digests) == {}
+        assert index.published[1:] == [PrefixChanges(held.holder, [(digest, False) for digest, _ in held.blocks])]
         assert loop.cached_prefixes() == []
+
+
+async def test_without_readers_no_prefix_changes_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_calls(monkeypatch, BlockManager, "take_events")
+    async with running_loop() as loop:
+        worker = FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(FakeGateway()), 1, prompt=9, max_tokens=1)
+        await worker.answer_all()
+        assert len(loop.cached_prefixes()[0].blocks) == 2
+        loop.worker_lost(worker, "gone")
+        await settle()
+    assert not calls
 
 
 async def test_a_worker_that_drains_alone_finishes_what_it_runs() -> None:

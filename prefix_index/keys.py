@@ -1,0 +1,58 @@
+"""How the prefix index lies in Redis (commands of 6.2).
+
+    <namespace>:generation        string  written by the first scheduler that finds none; gone or changed: data was lost
+    <namespace>:scheduler_epoch   string  counter of leases
+    <namespace>:worker:<id>       hash    epoch, address, owner; expires when its scheduler stops renewing it
+    <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
+
+An entry whose epoch differs from the one in the worker's record is ignored, so a restarted worker needs no clean-up.
+"""
+
+from __future__ import annotations
+
+from prefix_index.changes import Holder
+
+EPOCH_BYTES = 8
+
+
+def generation_key(namespace: str) -> str:
+    """Names the data: another value means that the server lost what was written before."""
+    return f"{namespace}:generation"
+
+
+def epoch_key(namespace: str) -> str:
+    """The counter of leases."""
+    return f"{namespace}:scheduler_epoch"
+
+
+def worker_key(namespace: str, worker_id: str) -> str:
+    """The record of a worker."""
+    return f"{namespace}:worker:{worker_id}"
+
+
+def entry_key(namespace: str, digest: bytes) -> bytes:
+    """The set of a digest's holders."""
+    return b"%s:prefix:%s" % (namespace.encode(), digest)
+
+
+def member_of(holder: Holder) -> bytes:
+    """A holder as a member of these sets."""
+    return holder.worker_epoch.to_bytes(EPOCH_BYTES, "little") + holder.worker_id.encode()
+
+
+def holder_of(member: bytes) -> Holder:
+    """The reverse of `member_of`."""
+    return Holder(member[EPOCH_BYTES:].decode(), int.from_bytes(member[:EPOCH_BYTES], "little"))
+
+
+def make_owner(scheduler_id: str, scheduler_epoch: int) -> str:
+    """How a scheduler's process signs the records of its workers."""
+    return f"{scheduler_id}:{scheduler_epoch:016x}"
+
+
+def epoch_of_owner(owner: bytes | None) -> int:
+    """The scheduler epoch in such a signature; 0 if it is not one."""
+    try:
+        return int((owner or b"").rpartition(b":")[2], 16)
+    except ValueError:
+        return 0

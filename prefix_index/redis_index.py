@@ -1,0 +1,270 @@
+"""A scheduler's side of the prefix index in Redis: one task writes what the scheduler's workers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from prefix_index.changes import Holder, PrefixChanges
+from prefix_index.keys import entry_key, epoch_key, generation_key, member_of, worker_key
+from prefix_index.server import Availability, connect
+
+log = logging.getLogger(__name__)
+
+# Raises a counter to a value, never lowers it.
+RAISE_COUNTER = """
+if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+return 0"""
+# Deletes a worker's record unless another epoch or scheduler has taken it over.
+FORGET_WORKER = """
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
+if found[1] == ARGV[1] and found[2] == ARGV[2] then return redis.call('DEL', KEYS[1]) end
+return 0"""
+
+Entry = tuple[Holder, bytes]
+
+
+class RedisPrefixIndex:
+    """The index that several schedulers share. One task calls Redis; the methods here only fill its queue.
+
+    `snapshot` gives all that this scheduler's pools hold. It is published again after an outage that lost data, after a
+    flush, and before entries expire. Raises ValueError for a malformed URL.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        owner: str,
+        snapshot: Callable[[], Iterable[PrefixChanges]],
+        namespace: str = "quire",
+        timeout_s: float = 0.25,
+        lease_ttl_s: float = 15.0,
+        entry_ttl_s: float = 1800.0,
+        max_pending: int = 1 << 16,
+        batch_size: int = 512,
+        max_backoff_s: float = 2.0,
+    ) -> None:
+        self._redis = connect(url, timeout_s)
+        self._server = Availability("the prefix index is shared")
+        self._owner = owner
+        self._snapshot = snapshot
+        self._prefix = namespace
+        self._timeout_s = timeout_s
+        self._lease_ttl_s = lease_ttl_s
+        self._entry_ttl_s = entry_ttl_s
+        self._max_pending = max_pending
+        self._limit = max_pending
+        self._batch_size = batch_size
+        self._max_backoff_s = max_backoff_s
+        self._pending: dict[Entry, bool] = {}  # to write: the newest state per entry, cached or not
+        self._addresses: dict[Holder, str] = {}
+        self._dirty: dict[Holder, bool] = {}  # records to write (True) or to delete
+        self._epoch_floor = 0
+        self._generation: bytes | None = None
+        self._needs_snapshot = False
+        self._refresh_at = 0.0
+        self._renew_at = 0.0
+        self._is_closed = False
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """The server answers."""
+        return self._server.is_up
+
+    @property
+    def num_errors(self) -> int:
+        """Calls that the server did not answer."""
+        return self._server.num_errors
+
+    @property
+    def num_pending(self) -> int:
+        """Entries still to be written."""
+        return len(self._pending)
+
+    def start(self) -> None:
+        """Begin to call the server. To be called once, on the event loop."""
+        self._refresh_at = asyncio.get_running_loop().time() + self._entry_ttl_s / 3
+        self._task = asyncio.create_task(self._run())
+
+    # -- what the scheduler calls: nothing here waits ------------------------------------------------------------------
+
+    def publish(self, changes: Sequence[PrefixChanges]) -> None:
+        for change in changes:
+            for digest, is_cached in change.blocks:
+                entry = (change.holder, digest)
+                self._pending.pop(entry, None)
+                self._pending[entry] = is_cached
+        if len(self._pending) > self._limit:
+            self._pending.clear()
+            self._needs_snapshot = True
+        if changes:
+            self._wake.set()
+
+    def register_worker(self, worker_id: str, worker_epoch: int, address: str) -> None:
+        holder = Holder(worker_id, worker_epoch)
+        for stale in [h for h in self._addresses if h.worker_id == worker_id]:
+            del self._addresses[stale]
+        self._addresses[holder] = address
+        self._dirty[holder] = True
+        self._wake.set()
+
+    def forget(self, worker_id: str, worker_epoch: int) -> None:
+        holder = Holder(worker_id, worker_epoch)
+        if self._addresses.pop(holder, None) is None:
+            return
+        self._dirty[holder] = False
+        self._wake.set()
+
+    def note_scheduler_epoch(self, epoch: int) -> None:
+        self._epoch_floor = max(self._epoch_floor, epoch)
+        self._wake.set()
+
+    def state(self) -> str:
+        return "redis" if self._server.is_up else "redis (down)"
+
+    async def close(self) -> None:
+        # The flag as well, because the client swallows a cancellation that reaches it while it connects.
+        self._is_closed = True
+        self._wake.set()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._redis.aclose()
+
+    async def next_scheduler_epoch(self) -> int:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return int(await self._redis.incr(epoch_key(self._prefix)))
+        except (RedisError, OSError, TimeoutError, ValueError) as error:
+            self._server.went_down(error)
+            return 0
+
+    # -- the task that writes -----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff_s = 0.05
+        while not self._is_closed:
+            try:
+                await self._write_all()
+                backoff_s = 0.05
+            except (RedisError, OSError, TimeoutError) as error:
+                self._server.went_down(error)
+                await asyncio.sleep(backoff_s * (0.5 + random.random()))
+                backoff_s = min(self._max_backoff_s, backoff_s * 2)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_ttl_s / 3):
+                    await self._wake.wait()
+
+    async def _write_all(self) -> None:
+        """Write until nothing is left. At least one pass: it renews leases and detects a flush."""
+        self._wake.clear()
+        self._plan_renewals()
+        while True:
+            await self._write_batch()
+            if self._needs_snapshot:
+                self._load_snapshot()
+            if self._is_closed or not (self._pending or self._dirty):
+                return
+
+    def _plan_renewals(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._renew_at:
+            self._renew_at = now + self._lease_ttl_s / 4
+            for holder in self._addresses:
+                self._dirty.setdefault(holder, True)
+        if now >= self._refresh_at:
+            self._refresh_at = now + self._entry_ttl_s / 3
+            self._needs_snapshot = True
+
+    def _load_snapshot(self) -> None:
+        """Write everything again. The snapshot is newer than the pending entries."""
+        self._needs_snapshot = False
+        cached = {(held.holder, digest): True for held in self._snapshot() for digest, _ in held.blocks}
+        self._pending |= cached
+        self._limit = max(self._max_pending, 2 * len(cached))
+        for holder in self._addresses:
+            self._dirty.setdefault(holder, True)
+
+    async def _write_batch(self) -> None:
+        """One pipeline. If it fails, its content goes back to the queue; newer states of the same entries win."""
+        entries = dict(zip(self._pending, range(self._batch_size), strict=False))
+        batch = {entry: self._pending.pop(entry) for entry in entries}
+        records, self._dirty = self._dirty, {}
+        try:
+            async with asyncio.timeout(self._timeout_s * 4):
+                generation = await self._execute(batch, records)
+            self._server.came_up()
+            # Until this server's generation is known, a restart that loses the batch would go unnoticed.
+            await self._check_generation(generation)
+        except BaseException:
+            self._pending = batch | self._pending
+            self._dirty = records | self._dirty
+            raise
+
+    async def _execute(self, batch: dict[Entry, bool], records: dict[Holder, bool]) -> bytes | None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(generation_key(self._prefix))
+        floor, self._epoch_floor = self._epoch_floor, 0
+        if floor:
+            pipeline.eval(RAISE_COUNTER, 1, epoch_key(self._prefix), str(floor))
+        for holder, is_here in records.items():
+            self._add_record(pipeline, holder, is_here=is_here)
+        for (holder, digest), is_cached in batch.items():
+            key = entry_key(self._prefix, digest)
+            if not is_cached:
+                pipeline.srem(key, member_of(holder))
+                continue
+            pipeline.sadd(key, member_of(holder))
+            pipeline.pexpire(key, int(self._entry_ttl_s * 1000))
+        try:
+            answers = await pipeline.execute()
+        except BaseException:
+            self.note_scheduler_epoch(floor)
+            raise
+        generation: bytes | None = answers[0]
+        return generation
+
+    def _add_record(self, pipeline: Any, holder: Holder, *, is_here: bool) -> None:
+        key = worker_key(self._prefix, holder.worker_id)
+        epoch = str(holder.worker_epoch)
+        if not is_here:
+            pipeline.eval(FORGET_WORKER, 1, key, epoch, self._owner)
+            return
+        address = self._addresses.get(holder)
+        if address is None:
+            return
+        pipeline.hset(key, mapping={"epoch": epoch, "address": address, "owner": self._owner})
+        pipeline.pexpire(key, int(self._lease_ttl_s * 1000))
+
+    async def _check_generation(self, found: bytes | None) -> None:
+        """A generation that is gone or new means that the server has lost its data since the last write."""
+        if found is not None and found == self._generation:
+            return
+        if found is None:
+            found = await self._write_generation()
+        if self._generation is not None:
+            log.warning("the prefix index was flushed; publishing everything again")
+            self._needs_snapshot = True
+        self._generation = found
+
+    async def _write_generation(self) -> bytes | None:
+        key = generation_key(self._prefix)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.set(key, f"{random.getrandbits(64):016x}", nx=True)
+        pipeline.get(key)
+        async with asyncio.timeout(self._timeout_s):
+            _, found = await pipeline.execute()
+        return found if isinstance(found, bytes) else None

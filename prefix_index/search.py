@@ -1,0 +1,78 @@
+"""Search in the prefix index in Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import redis.asyncio
+
+from prefix_index.changes import Holder
+from prefix_index.keys import entry_key, epoch_of_owner, holder_of, worker_key
+
+PROBES = 32  # positions per holder and round trip
+
+
+class PrefixSearch:
+    """Reads the index. Raises what the Redis client raises, and ValueError for a value that no scheduler wrote."""
+
+    def __init__(self, client: redis.asyncio.Redis, namespace: str) -> None:
+        self._redis = client
+        self._prefix = namespace
+
+    async def leading_blocks(self, digests: Sequence[bytes]) -> dict[Holder, int]:
+        """How many leading blocks each holder has.
+
+        A holder of block i nearly always has those before it, so a few probes suffice: each round asks for `PROBES`
+        positions inside the open range of every holder, and the ranges shrink by that factor.
+        """
+        ranges: dict[Holder, tuple[int, int]] = {}  # holds [0, low), does not hold block high
+        probes = _spread(0, len(digests))
+        is_first = True
+        while probes:
+            held = await self._members(digests, probes)
+            if is_first:
+                ranges = {holder: (0, len(digests)) for holder in held[0]}
+                is_first = False
+            ranges = {holder: _narrow(holder, span, probes, held) for holder, span in ranges.items()}
+            probes = sorted({p for low, high in ranges.values() if low < high for p in _spread(low, high)})
+        return {holder: low for holder, (low, _) in ranges.items() if low}
+
+    async def _members(self, digests: Sequence[bytes], probes: list[int]) -> dict[int, set[Holder]]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for probe in probes:
+            pipeline.smembers(entry_key(self._prefix, digests[probe]))
+        answers = await pipeline.execute()
+        return {p: {holder_of(m) for m in members} for p, members in zip(probes, answers, strict=True)}
+
+    async def owners(self, holders: Iterable[Holder]) -> dict[Holder, int]:
+        """The holders that are alive, each with the epoch of the scheduler that leases it (0: unknown)."""
+        asked = list(holders)
+        if not asked:
+            return {}
+        pipeline = self._redis.pipeline(transaction=False)
+        for holder in asked:
+            pipeline.hmget(worker_key(self._prefix, holder.worker_id), "epoch", "owner")
+        records = await pipeline.execute()
+        return {
+            holder: epoch_of_owner(owner)
+            for holder, (epoch, owner) in zip(asked, records, strict=True)
+            if epoch == b"%d" % holder.worker_epoch
+        }
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """Up to PROBES positions in [low, high), the first included."""
+    count = min(PROBES, high - low)
+    return [low + (high - low) * i // count for i in range(count)]
+
+
+def _narrow(holder: Holder, span: tuple[int, int], probes: list[int], held: dict[int, set[Holder]]) -> tuple[int, int]:
+    """The part of `span` that the probes inside it leave open."""
+    low, high = span
+    for probe in probes:
+        if not low <= probe < high:
+            continue
+        if holder not in held[probe]:
+            return low, probe
+        low = probe + 1
+    return low, high

@@ -1,0 +1,46 @@
+"""The Redis server as its two clients here see it: how it is called, and whether it answers."""
+
+from __future__ import annotations
+
+import logging
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+log = logging.getLogger(__name__)
+
+
+def connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    """A client that never retries by itself. Raises ValueError for a malformed URL."""
+    return redis.asyncio.Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+
+
+class Availability:
+    """Whether the server answers. Logs each change once."""
+
+    def __init__(self, news: str) -> None:
+        self.is_up = False
+        self.num_errors = 0  # calls that the server did not answer
+        self._news = news  # what it means that the server answers
+        self._has_warned = False
+
+    def went_down(self, error: BaseException) -> None:
+        """A call failed."""
+        self.num_errors += 1
+        if self.is_up or not self._has_warned:
+            log.warning("redis does not answer (%s); serving continues without it", str(error) or type(error).__name__)
+        self.is_up, self._has_warned = False, True
+
+    def came_up(self) -> None:
+        """A call succeeded."""
+        if not self.is_up:
+            log.info("redis answers; %s", self._news)
+        self.is_up = True
