@@ -1,6 +1,7 @@
 """Options of the whole suite."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ settings.register_profile(
     "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+# Dozens of processes import torch, and compiling its sources takes longer than the rest of the import. The first
+# process keeps the bytecode for the others.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is imported, and something else may import it first.

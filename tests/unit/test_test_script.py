@@ -1,33 +1,77 @@
-"""`scripts/test` hands on the verdict of the checks and of both halves of the tests, and names what failed last."""
+"""`scripts/test` returns the verdict of all its parts, shows progress, names failures last, and ends all it started."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 TOOLS = {"python", "ruff", "buf", "lint-imports", "mypy"}
+
+
+def start_script(folder: Path, body: str) -> subprocess.Popen[str]:
+    """The script with tools that run `body`, a piece of shell that finds its own command line in $line."""
+    for tool in TOOLS:
+        command = folder / tool
+        command.write_text(f'#!/bin/bash\nline=" {tool} $* "\n{body}\n')
+        command.chmod(0o755)
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([ROOT / "scripts/test", folder], env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize(
     ("failing", "verdict"),
     [("nothing", 0), ("tests/sim", 3), ("--ignore=tests/sim", 3), ("mypy", 3)],
-    ids=["all-pass", "what-computes-fails", "the-rest-fails", "a-check-fails"],
+    ids=["all-pass", "computed-fails", "services-fail", "check-fails"],
 )
 def test_the_verdict_is_that_of_all_parts(tmp_path: Path, failing: str, verdict: int) -> None:
-    for tool in TOOLS:
-        command = tmp_path / tool
-        command.write_text(
-            f'#!/bin/sh\ncase " {tool} $* " in *" {failing} "*) echo "FAILED {failing}"; exit 3;; esac\n'
-        )
-        command.chmod(0o755)
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    run = subprocess.run([ROOT / "scripts/test", tmp_path], env=environment, capture_output=True, text=True)
-    assert run.returncode == verdict, run.stderr
-    assert run.stdout.endswith(f"FAILED {failing}\n") == bool(verdict)
+    with start_script(
+        tmp_path, f'[[ $line == *" {failing} "* ]] && echo "FAILED {failing}" && exit 3; exit 0'
+    ) as script:
+        output, errors = script.communicate(timeout=60)
+    assert script.returncode == verdict, errors
+    assert output.endswith(f"FAILED {failing}\n") == bool(verdict)
     assert {path.name for path in tmp_path.iterdir()} == TOOLS, "the logs are left behind"
+
+
+def test_progress_and_failures_are_shown_and_summaries_come_last(tmp_path: Path) -> None:
+    lines = [
+        "[gw0] [  7%] FAILED tests/test_a.py::test_b",
+        "[gw1] [  8%] PASSED tests/test_hidden.py::test_c",
+        "=== FAILURES ===",
+        "the reason",
+        "=== short test summary info ===",
+        "FAILED tests/test_a.py::test_b",
+        "=== 1 failed, 1 passed in 2.5s ===",
+    ]
+    body = f"""[[ $line == *" tests/sim "* ]] || exit 0; printf '%s\\n' {shlex.join(lines)}; exit 1"""
+    with start_script(tmp_path, body) as script:
+        output, _ = script.communicate(timeout=60)
+    assert "s  computed   7% FAILED tests/test_a.py::test_b\n" in output
+    assert "s  computed FAILED\n" in output
+    assert "s  services passed\n" in output
+    assert "the reason" in output
+    assert "test_hidden" not in output
+    assert output.splitlines()[-2:] == ["FAILED tests/test_a.py::test_b", "=== 1 failed, 1 passed in 2.5s ==="]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signal.Signals) -> None:
+    body = '[[ $line == *"gen_protos"* ]] && exit 0\nsleep 300 & wait'
+    with start_script(tmp_path, body) as script:
+        parent = psutil.Process(script.pid)
+        while sum(child.name() == "sleep" for child in parent.children(recursive=True)) < 3:
+            assert script.poll() is None
+        children = parent.children(recursive=True)
+        script.send_signal(number)
+        script.communicate(timeout=60)
+    assert script.returncode == 130
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert {path.name for path in tmp_path.iterdir()} == TOOLS
