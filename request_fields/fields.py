@@ -7,7 +7,7 @@ of each backend, and the SDK's `GenerateOptions`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, Flag, auto
 from typing import Any
 
@@ -198,7 +198,7 @@ def served(message: str) -> dict[str, Field]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a worker's sampler reads of a row: the typed form of the `sampling` rows that Side.WORKER applies."""
+    """What a worker's sampler reads of a row: the typed form of the `sampling` fields that Side.WORKER applies."""
 
     temperature: float
     top_k: int
@@ -207,7 +207,8 @@ class SamplingParams:
     seed: int
 
 
-SAMPLER_FIELDS = {name: field for name, field in served("sampling").items() if Side.WORKER in field.applied_by}
+# By attribute of SamplingParams, in that order: it is the order of columns and records that hold them.
+SAMPLER_FIELDS = {attribute.name: BY_PATH[f"sampling.{attribute.name}"] for attribute in fields(SamplingParams)}
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:

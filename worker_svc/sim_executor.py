@@ -194,8 +194,8 @@ class SimRunner:
 
     def _sample(self, rows: I64, positions: I64) -> U32:
         columns = self._rows.sampling_columns(rows, positions)
-        is_greedy = columns.temperature < GREEDY_BELOW
-        seeds, sample_indices = np.where(is_greedy, 0, columns.seeds), np.where(is_greedy, 0, columns.sample_indices)
+        is_greedy = columns["temperature"] < GREEDY_BELOW
+        seeds, sample_indices = (np.where(is_greedy, 0, columns[name]) for name in ("seed", "sample_index"))
         keys = mix((columns.positions.astype(np.uint64) << np.uint64(32)) | sample_indices.astype(np.uint64))
         draws = mix(self._histories.digests[rows, positions] ^ mix(seeds.astype(np.uint64) ^ keys))
         token_ids: U32 = self._printable[draws % np.uint64(len(self._printable))]

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
 from worker_svc.engine.backend import HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, prepare, rms_norm, rope_store
+from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, prepare, record, rms_norm, rope_store
 
 EPS = 1e-6
 
@@ -159,7 +159,7 @@ def test_rows_of_a_linear_do_not_know_each_other(dtype):
 def run_prepare(num_rows, block_size=4, padding=6):
     """Three of four lines in use, a bucket of `padding` more tokens and two more rows."""
     generator = torch.Generator().manual_seed(1)
-    state = torch.randint(0, 99, (5, prepare.TABLE + 40), generator=generator).int().to(DEVICE)
+    state = torch.randint(0, 99, (5, record.TABLE + 40), generator=generator).int().to(DEVICE)
     rows, starts, contexts = [4, 0, 2], [0, 1, 134, 137], [9, 3, 0]
     known = torch.randint(0, 99, (137 + padding,), generator=generator).int()
     known[[0, 133, 136]] = -1

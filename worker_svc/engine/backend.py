@@ -6,8 +6,9 @@ A backend computes; it decides nothing. Every operation works on all tokens of a
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
-F32 = npt.NDArray[np.float32]
 
 
 class BackendUnavailableError(RuntimeError):
@@ -45,15 +45,15 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How each of S rows of logits is sampled."""
+    """How each of S rows of logits is sampled: a line of the row table's columns for each."""
 
-    temperature: F32
-    top_k: I32
-    top_p: F32
-    min_p: F32
-    seeds: npt.NDArray[np.uint64]
-    sample_indices: U32
-    positions: U32  # output positions
+    params: Mapping[str, npt.NDArray[Any]]  # one column per field of SamplingParams, and `sample_index`: [max_num_seqs]
+    rows: I64  # [S] lines of these columns
+    positions: U32  # [S] output positions
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """One parameter of the S rows."""
+        return self.params[name][self.rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ _SIGNATURES = {
     "quire_qk_norm_rope_store": [_INT, *[_POINTER] * 10, *[_LONG] * 5, _FLOAT, _INT],
     "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
-    "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 9, _INT],
+    "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_forward": [_POINTER] * 4,
@@ -57,6 +58,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_kv_is_paired.argtypes = [_INT, _LONG]
     library.quire_forward_workspace.argtypes = [_POINTER]
     library.quire_forward_workspace.restype = _LONG
+    library.quire_sampling_columns.argtypes = []
+    library.quire_sampling_columns.restype = ctypes.c_char_p
     library.quire_linear_supports.argtypes = [_INT]
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
@@ -96,6 +99,8 @@ class CpuBackend:
         self._threads = threads
         self._row_rules = RowRules() if determinism == "exact" else None
         self._addresses: _Addresses | None = None
+        self._column_names = self._kernels.quire_sampling_columns().decode().split()
+        self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
 
     def _addresses_of(self, batch: ForwardBatch) -> _Addresses:
         if self._addresses is None or self._addresses.batch is not batch:
@@ -216,15 +221,18 @@ class CpuBackend:
             logits.data_ptr(),
             n,
             vocab,
-            address_of(columns.temperature),
-            address_of(columns.top_k),
-            address_of(columns.top_p),
-            address_of(columns.min_p),
-            address_of(columns.seeds),
-            address_of(columns.sample_indices),
+            self._columns_of(columns.params),
+            address_of(columns.rows),
             address_of(columns.positions),
             address_of(tokens),
             address_of(status),
             self._threads,
         )
         return tokens, status != 0
+
+    def _columns_of(self, params: Mapping[str, npt.NDArray[Any]]) -> ctypes.Array[ctypes.c_void_p]:
+        """The columns' addresses in the order of the kernel. A row table keeps its columns, so this is done once."""
+        if self._columns is None or self._columns[0] is not params:
+            addresses = [address_of(params[name]) for name in self._column_names]
+            self._columns = params, (_POINTER * len(addresses))(*addresses)
+        return self._columns[1]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import SAMPLER_FIELDS, sampling_params
 from worker_svc.engine.backend import (
     I64,
     U32,
@@ -105,15 +105,10 @@ class ReferenceBackend:
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
         tokens, is_bad = np.zeros(len(logits), np.uint32), np.zeros(len(logits), np.bool_)
+        given = {name: columns[name].tolist() for name in (*SAMPLER_FIELDS, "sample_index")}
         for i, row in enumerate(logits.float().numpy()):
-            params = SamplingParams(
-                temperature=float(columns.temperature[i]),
-                top_k=int(columns.top_k[i]),
-                top_p=float(columns.top_p[i]),
-                min_p=float(columns.min_p[i]),
-                seed=int(columns.seeds[i]),
-            )
-            token = sample_token(row, params, int(columns.sample_indices[i]), int(columns.positions[i]))
+            params = sampling_params({name: column[i] for name, column in given.items()})
+            token = sample_token(row, params, given["sample_index"][i], int(columns.positions[i]))
             tokens[i], is_bad[i] = token or 0, token is None
         return tokens, is_bad
 

@@ -7,15 +7,24 @@ step at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from request_fields.checks import FieldError, check_sampling
+from request_fields.fields import SAMPLER_FIELDS, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 
 NO_BLOCK = -1
-MAX_TOP_K = 2**31 - 1
+COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
+
+
+def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
+    """A column per sampling parameter, by its name, and `sample_index`."""
+    columns = {name: np.zeros(num_rows, COLUMN_TYPES[field.kind]) for name, field in SAMPLER_FIELDS.items()}
+    return columns | {"sample_index": np.zeros(num_rows, np.uint32)}
 
 
 class RowErrors:
@@ -56,12 +65,7 @@ class RowTable:
         self._num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_k: I32 = np.zeros(max_num_seqs, np.int32)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._sample_indices: U32 = np.zeros(max_num_seqs, np.uint32)
+        self._sampling = sampling_columns(max_num_seqs)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # opens of each row so far
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # only good for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -123,7 +127,7 @@ class RowTable:
         return None
 
     def _open_one(self, item: RowOpen) -> None:
-        row, sampling = item.row, item.sampling
+        row = item.row
         history = item.token_ids
         if item.fork_of_row is not None:
             history = self._tokens[item.fork_of_row, : item.prompt_len]
@@ -136,12 +140,9 @@ class RowTable:
         self.tables[row, : len(item.block_table)] = item.block_table
         self.tables[row, len(item.block_table) :] = NO_BLOCK
         self.table_lens[row] = len(item.block_table)
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = min(sampling.top_k, MAX_TOP_K)
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seeds[row] = sampling.seed
-        self._sample_indices[row] = item.sample_index
+        for name in SAMPLER_FIELDS:
+            self._sampling[name][row] = getattr(item.sampling, name)
+        self._sampling["sample_index"][row] = item.sample_index
 
     # Table changes
 
@@ -268,15 +269,7 @@ class RowTable:
 
     def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
         """Parameters for sampling the token at sequence position `positions` of each row."""
-        return SamplingColumns(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            sample_indices=self._sample_indices[rows],
-            positions=(positions - self._prompt_lens[rows]).astype(np.uint32),
-        )
+        return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Keys and values of each row now reach up to that sequence position."""

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from tests.unit.engine.driver import seeded
 from worker_svc.engine.backend import SamplingColumns, make_backend
 from worker_svc.engine.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
+from worker_svc.engine.rows import sampling_columns
 
 # Philox4x32-10, the vectors that its authors publish (Random123, kat_vectors).
 PHILOX_VECTORS = [
@@ -57,15 +58,12 @@ def kernels():
 
 
 def columns(params, sample_indices, positions):
-    return SamplingColumns(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        seeds=np.array([p.seed for p in params], np.uint64),
-        sample_indices=np.array(sample_indices, np.uint32),
-        positions=np.array(positions, np.uint32),
-    )
+    made = sampling_columns(len(params))
+    for i, row in enumerate(params):
+        for name in SAMPLER_FIELDS:
+            made[name][i] = getattr(row, name)
+    made["sample_index"][:] = sample_indices
+    return SamplingColumns(made, np.arange(len(params)), np.array(positions, np.uint32))
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_VECTORS)

@@ -31,6 +31,7 @@ from worker_svc.engine.gpu.kernels import (
     linear,
     noise,
     prepare,
+    record,
     rms_norm,
     rope_store,
     sample,
@@ -103,7 +104,7 @@ def variants(
         yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
     yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
-    constants = {"TABLE": prepare.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
+    constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
     for model in models:
         yield from _head_variants(model, SHAPES[model], dtype, dtype, pages)

@@ -1,23 +1,18 @@
-"""Open rows as they lie on the device: one record of int32 words per row, fed by deltas.
-
-word 0      last token that was sampled
-word 1-4    temperature, top_k, top_p, log(min_p): floats by their bits
-word 5-7    seed (low, high), sample index
-word 8-     block table
-"""
+"""Open rows as they lie on the device: one record of int32 words per row (`kernels/record.py`), fed by deltas."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import SAMPLER_FIELDS, Kind, SamplingParams
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.batch import StepBatch
-from worker_svc.engine.gpu.kernels.prepare import TABLE
-from worker_svc.engine.rows import MAX_TOP_K, RowTable
+from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
+from worker_svc.engine.rows import RowTable
 
 HEAD_WORDS = TABLE
+MAX_INT32 = 2**31 - 1
 NO_DELTAS: I32 = np.empty((0, 2), np.int32)
 
 
@@ -28,12 +23,21 @@ def make_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> torc
 
 def sampling_words(params: SamplingParams, sample_index: int) -> I32:
     """The head of a row's record; its last token is 0."""
-    lowest = np.log(np.float64(np.float32(params.min_p))) if params.min_p > 0 else -np.inf
     words = np.zeros(HEAD_WORDS, np.int32)
-    words.view(np.float32)[[1, 3, 4]] = params.temperature, params.top_p, lowest
-    words[2] = min(params.top_k, MAX_TOP_K)
-    words.view(np.uint32)[5:8] = params.seed & 0xFFFFFFFF, params.seed >> 32, sample_index
+    for name, field in SAMPLER_FIELDS.items():
+        words[WORDS[name] :][: 1 + (field.kind is Kind.UINT64)] = _to_words(name, field.kind, getattr(params, name))
+    words.view(np.uint32)[WORDS["sample_index"]] = sample_index
     return words
+
+
+def _to_words(name: str, kind: Kind, value: float) -> I32:
+    if name == "min_p":
+        value = np.log(np.float64(np.float32(value))) if value > 0 else -np.inf
+    if kind is Kind.FLOAT:
+        return np.array([value], np.float32).view(np.int32)
+    if kind is Kind.UINT64:
+        return np.array([value], "<u8").view(np.int32)
+    return np.array([min(int(value), MAX_INT32)], np.int32)  # kernels compare signed words
 
 
 def changed_words(batch: StepBatch, rows: RowTable, stride: int) -> I32:

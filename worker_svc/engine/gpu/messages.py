@@ -12,7 +12,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import SAMPLER_FIELDS, SamplingParams
+from request_fields.fields import Kind as FieldKind
 from worker_svc.engine.batch import U32, RowOpen, StepBatch
 from worker_svc.engine.plan import HASH_BYTES
 
@@ -21,8 +22,9 @@ COLUMNS = (
     "copy_src", "copy_dst", "commit_blocks", "fork_rows", "fork_parents",
 )  # fmt: skip
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
-# row, parent (-1: none), prompt_len, computed, sample index, temperature, top_k, top_p, min_p, seed, tokens, blocks
-OPEN = struct.Struct("<IqIIIdqddQII")
+CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
+# row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, tokens, blocks
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}II")
 
 
 class Kind(IntEnum):
@@ -65,10 +67,9 @@ def _words(column: U32) -> bytes:
 
 def _open_to_bytes(item: RowOpen) -> bytes:
     parent = -1 if item.fork_of_row is None else item.fork_of_row
-    sampling = item.sampling
     return OPEN.pack(
         item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
-        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
+        *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
         len(item.token_ids), len(item.block_table),
     )  # fmt: skip
 

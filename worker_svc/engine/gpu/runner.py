@@ -32,6 +32,7 @@ from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import GraphError, make_recorder
+from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
@@ -40,7 +41,6 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
-from worker_svc.engine.noise import GREEDY_BELOW
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -304,8 +304,7 @@ class DeviceRunner:
 
     def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging) -> None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
-        asks = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
-        bucket = self._compute.bucket_of(plan, is_filtered=bool((asks & (columns.temperature >= GREEDY_BELOW)).any()))
+        bucket = self._compute.bucket_of(plan, is_filtered=threshold.is_needed(columns))
         known = np.where(token_ids == PENDING, -1, token_ids)
         deltas = self._buffer.upload(
             staging,

@@ -263,21 +263,29 @@ float threshold_for(const float* z, int64_t n, float lowest, int64_t need, const
   return std::max(lowest, from_order_key(prefix));
 }
 
-struct RowSampling {
-  float temperature, top_p, min_p;
-  int32_t top_k;
+// How rows are sampled, one column per parameter; kColumnNames has the names of request_fields in this order.
+struct SamplingColumns {
+  const float* temperature;
+  const uint32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const uint64_t* seed;
+  const uint32_t* sample_index;
 };
+const char* const kColumnNames = "temperature top_k top_p min_p seed sample_index";
 
 // The smallest value that min_p, top_k and top_p (in this order) let through.
-float keep_threshold(const float* z, int64_t vocab, float top, const RowSampling& s) {
+float keep_threshold(const float* z, int64_t vocab, float top, const SamplingColumns& s, int64_t row) {
+  const float top_p = s.top_p[row], min_p = s.min_p[row];
+  const int64_t top_k = s.top_k[row];
   float lowest = kNegInf;
-  if (s.min_p > 0.f) lowest = top + float(log(double(s.min_p)));
-  if (s.top_k > 0 && s.top_k < vocab) {
+  if (min_p > 0.f) lowest = top + float(log(double(min_p)));
+  if (top_k > 0 && top_k < vocab) {
     int64_t left = 0;
     for (int64_t i = 0; i < vocab; i++) left += z[i] >= lowest;
-    if (left > s.top_k) lowest = threshold_for(z, vocab, lowest, s.top_k, [](int64_t) { return int64_t(1); });
+    if (left > top_k) lowest = threshold_for(z, vocab, lowest, top_k, [](int64_t) { return int64_t(1); });
   }
-  if (!(s.top_p < 1.f)) return lowest;
+  if (!(top_p < 1.f)) return lowest;
   std::vector<int64_t> mass(vocab);
   int64_t total = 0;
   for (int64_t i = 0; i < vocab; i++) {
@@ -285,7 +293,7 @@ float keep_threshold(const float* z, int64_t vocab, float top, const RowSampling
     mass[i] = z[i] >= lowest ? m : 0;
     total += mass[i];
   }
-  const int64_t need = int64_t(ceil(double(s.top_p) * double(total)));
+  const int64_t need = int64_t(ceil(double(top_p) * double(total)));
   return threshold_for(z, vocab, lowest, std::max<int64_t>(need, 1), [&](int64_t i) { return mass[i]; });
 }
 
@@ -386,24 +394,25 @@ template <typename T> bool greedy_token(const T* logits, int64_t vocab, uint32_t
 }
 
 template <typename T>
-void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const int32_t* top_k,
-            const float* top_p, const float* min_p, const uint64_t* seeds, const uint32_t* sample_indices,
+void sample(const T* logits, int64_t n, int64_t vocab, const SamplingColumns& columns, const int64_t* rows,
             const uint32_t* positions, uint32_t* tokens, uint8_t* status, int threads) {
   auto sample_rows = [&](int64_t first, int64_t last) {
     std::vector<float> z;
     for (int64_t i = first; i < last; i++) {
-      const bool is_greedy = temperature[i] < 1e-5f;
-      const T* row = logits + i * vocab;
+      const int64_t row = rows[i];
+      const float temperature = columns.temperature[row];
+      const bool is_greedy = temperature < 1e-5f;
+      const T* row_logits = logits + i * vocab;
       uint32_t top_id = 0;
       if (!is_greedy) z.resize((vocab + 63) / 64 * 64);
-      const bool is_good = is_greedy ? greedy_token(row, vocab, top_id)
-                                     : scale_logits(row, vocab, temperature[i], z.data(), top_id);
+      const bool is_good = is_greedy ? greedy_token(row_logits, vocab, top_id)
+                                     : scale_logits(row_logits, vocab, temperature, z.data(), top_id);
       status[i] = is_good ? kSampled : kNotFinite;
       tokens[i] = top_id;
       if (!is_good || is_greedy) continue;
-      const RowSampling params{temperature[i], top_p[i], min_p[i], top_k[i]};
-      const float lowest = keep_threshold(z.data(), vocab, z[top_id], params);
-      const NoiseKey key{uint32_t(seeds[i]), uint32_t(seeds[i] >> 32), positions[i], sample_indices[i]};
+      const float lowest = keep_threshold(z.data(), vocab, z[top_id], columns, row);
+      const uint64_t seed = columns.seed[row];
+      const NoiseKey key{uint32_t(seed), uint32_t(seed >> 32), positions[i], columns.sample_index[row]};
       tokens[i] = gumbel_argmax(z.data(), vocab, top_id, lowest, key);
     }
   };
@@ -430,7 +439,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_
 
 extern "C" {
 
-int quire_abi_version() { return 6; }
+int quire_abi_version() { return 7; }
 
 void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
                         int64_t dim, float eps, int threads) {
@@ -462,16 +471,16 @@ void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64
   copy_blocks((char*)pool, src, dst, n, num_layers, num_blocks, block_bytes);
 }
 
-void quire_sample(int is_bf16, const void* logits, int64_t n, int64_t vocab, const float* temperature,
-                  const int32_t* top_k, const float* top_p, const float* min_p, const uint64_t* seeds,
-                  const uint32_t* sample_indices, const uint32_t* positions, uint32_t* tokens, uint8_t* status,
-                  int threads) {
+// The columns of quire_sample, in order.
+const char* quire_sampling_columns() { return kColumnNames; }
+
+// `columns` has the address of each column; row i of the logits is sampled with line rows[i] of these.
+void quire_sample(int is_bf16, const void* logits, int64_t n, int64_t vocab, const SamplingColumns* columns,
+                  const int64_t* rows, const uint32_t* positions, uint32_t* tokens, uint8_t* status, int threads) {
   if (is_bf16)
-    sample((const uint16_t*)logits, n, vocab, temperature, top_k, top_p, min_p, seeds, sample_indices, positions,
-           tokens, status, threads);
+    sample((const uint16_t*)logits, n, vocab, *columns, rows, positions, tokens, status, threads);
   else
-    sample((const float*)logits, n, vocab, temperature, top_k, top_p, min_p, seeds, sample_indices, positions, tokens,
-           status, threads);
+    sample((const float*)logits, n, vocab, *columns, rows, positions, tokens, status, threads);
 }
 
 // Random words and noise of single ids: what the test vectors check.

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TABLE, WORDS
+
 BLOCK = 128
-LAST_TOKEN = 0  # word of a row's record
-TABLE = 8  # where its block table starts
 
 
 @triton.jit(do_not_specialize=["num_tokens_padded"])
@@ -32,7 +32,7 @@ def prepare_kernel(
         last = tl.load(start_ptr + batch_row + 1)
         context = tl.load(context_ptr + batch_row)
         state = state_ptr + tl.load(row_ptr + batch_row).to(tl.int64) * state_stride
-        sampled_last = tl.load(state)
+        sampled_last = tl.load(state + LAST_TOKEN)
         for begin in range(first, last, BLOCK):
             token = begin + tl.arange(0, BLOCK)
             is_token = token < last
@@ -73,7 +73,7 @@ def reference(
     for i, row in enumerate(rows):
         for token in range(starts[i], starts[i + 1]):
             position = contexts[i] + token - starts[i]
-            value = known[token] if known[token] >= 0 else int(state[row, LAST_TOKEN])
+            value = known[token] if known[token] >= 0 else int(state[row, WORDS["last_token"]])
             slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
             result.append((value, position, slot))
     return result

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
+from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, SAMPLE_INDEX, SEED_HIGH, SEED_LOW, TEMPERATURE
 from worker_svc.engine.gpu.kernels.threshold import load_z
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import sample_token
@@ -36,7 +37,7 @@ def chunk_scores_kernel(
     if row < 0:
         return
     state = state_ptr + row.to(tl.int64) * state_stride
-    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     is_greedy = temperature < 1e-5
     id = chunk * CHUNK + tl.arange(0, CHUNK)
     score = load_z(logits_ptr, stride, sample, vocab_size, id, tl.where(is_greedy, 1.0, temperature))
@@ -44,10 +45,10 @@ def chunk_scores_kernel(
     tl.store(bad_ptr + sample * chunks + chunk, tl.max(is_bad.to(tl.int32), 0))
     if not is_greedy:
         words = philox_words(
-            tl.load(state + 5),
-            tl.load(state + 6),
+            tl.load(state + SEED_LOW),
+            tl.load(state + SEED_HIGH),
             tl.load(position_ptr + sample),
-            tl.load(state + 7),
+            tl.load(state + SAMPLE_INDEX),
             first_id + chunk * CHUNK,
             CHUNK,
         )
@@ -68,7 +69,7 @@ def pick_kernel(
     if row < 0:
         return
     state = state_ptr + row.to(tl.int64) * state_stride
-    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     is_greedy = temperature < 1e-5
     temperature = tl.where(is_greedy, 1.0, temperature)
     chunk = tl.arange(0, CHUNKS)
@@ -86,7 +87,8 @@ def pick_kernel(
                 score = load_z(logits_ptr, stride, sample, vocab_size, id, temperature)
                 if not is_greedy:
                     words = philox_words(
-                        tl.load(state + 5), tl.load(state + 6), tl.load(position_ptr + sample), tl.load(state + 7),
+                        tl.load(state + SEED_LOW), tl.load(state + SEED_HIGH), tl.load(position_ptr + sample),
+                        tl.load(state + SAMPLE_INDEX),
                         first_id + index * CHUNK, CHUNK,
                     )  # fmt: skip
                     if FILTER:
@@ -104,7 +106,7 @@ def pick_kernel(
     else:
         tl.store(token_ptr + sample, token)
         tl.store(status_ptr + sample, is_bad.to(tl.int32))
-        tl.store(state, token)
+        tl.store(state + LAST_TOKEN, token)
 
 
 @triton.jit
@@ -121,7 +123,7 @@ def read_keys_kernel(
     token = tl.where(is_bad, 0, 0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
     tl.store(token_ptr + sample, token, mask=is_row)
     tl.store(status_ptr + sample, is_bad.to(tl.int32), mask=is_row)
-    tl.store(state_ptr + row.to(tl.int64) * state_stride, token, mask=is_row)
+    tl.store(state_ptr + row.to(tl.int64) * state_stride + LAST_TOKEN, token, mask=is_row)
 
 
 def sample(

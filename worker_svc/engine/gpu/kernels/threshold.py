@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import SamplingParams
+from worker_svc.engine.backend import SamplingColumns
+from worker_svc.engine.gpu.kernels.record import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P
 from worker_svc.engine.gpu.parallel import ALONE, Group
-from worker_svc.engine.noise import keep_threshold
+from worker_svc.engine.noise import GREEDY_BELOW, keep_threshold
 
 CHUNK = 4096
 TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; a digit's place is a number at run time: one kernel for all
@@ -68,7 +70,7 @@ def chunk_top_kernel(
     row = tl.load(row_ptr + sample)
     if row < 0:
         return
-    temperature = tl.load(state_ptr + row.to(tl.int64) * state_stride + 1).to(tl.float32, bitcast=True)
+    temperature = tl.load(state_ptr + row.to(tl.int64) * state_stride + TEMPERATURE).to(tl.float32, bitcast=True)
     if temperature < 1e-5:
         return
     z = load_z(logits_ptr, stride, sample, vocab_size, chunk * CHUNK + tl.arange(0, CHUNK), temperature)
@@ -82,11 +84,11 @@ def start_kernel(state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, chunks, 
     lowest = -float("inf")
     if row >= 0:
         state = state_ptr + row.to(tl.int64) * state_stride
-        if tl.load(state + 1).to(tl.float32, bitcast=True) >= 1e-5:
+        if tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True) >= 1e-5:
             chunk = tl.arange(0, CHUNKS)
             top = tl.max(tl.load(top_ptr + sample * chunks + chunk, mask=chunk < chunks, other=-float("inf")), 0)
             tl.store(top_ptr + sample * chunks, top)
-            lowest = top + tl.load(state + 4).to(tl.float32, bitcast=True)
+            lowest = top + tl.load(state + LOG_MIN_P).to(tl.float32, bitcast=True)
     tl.store(lowest_ptr + sample, lowest)
 
 
@@ -94,10 +96,10 @@ def start_kernel(state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, chunks, 
 def _is_searched(state, KIND: tl.constexpr):
     """Whether this row asks for this filter."""
     if KIND == 0:
-        is_on = tl.load(state + 2) > 0
+        is_on = tl.load(state + TOP_K) > 0
     else:
-        is_on = tl.load(state + 3).to(tl.float32, bitcast=True) < 1.0
-    return is_on & (tl.load(state + 1).to(tl.float32, bitcast=True) >= 1e-5)
+        is_on = tl.load(state + TOP_P).to(tl.float32, bitcast=True) < 1.0
+    return is_on & (tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True) >= 1e-5)
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -112,7 +114,7 @@ def digit_sums_kernel(
     state = state_ptr + row.to(tl.int64) * state_stride
     if not _is_searched(state, KIND):
         return
-    temperature = tl.load(state + 1).to(tl.float32, bitcast=True)
+    temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     z = load_z(logits_ptr, stride, sample, vocab_size, chunk * CHUNK + tl.arange(0, CHUNK), temperature)
     is_in = chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size
     order = _order(z)
@@ -153,10 +155,10 @@ def descend_kernel(
     if shift == TOP_SHIFT:
         total = tl.sum(sums, 0)
         if KIND == 0:
-            need = tl.load(state + 2).to(tl.int64)
+            need = tl.load(state + TOP_K).to(tl.int64)
             need = tl.where(need < total, need, 0)
         else:
-            part = tl.load(state + 3).to(tl.float32, bitcast=True).to(tl.float64) * total.to(tl.float64)
+            part = tl.load(state + TOP_P).to(tl.float32, bitcast=True).to(tl.float64) * total.to(tl.float64)
             need = tl.maximum(tl.ceil(part).to(tl.int64), 1)
         prefix = total * 0
     else:
@@ -172,6 +174,12 @@ def descend_kernel(
         flipped = prefix.to(tl.uint32).to(tl.int32, bitcast=True)
         bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
         tl.store(lowest_ptr + sample, bits.to(tl.float32, bitcast=True))
+
+
+def is_needed(columns: SamplingColumns) -> bool:
+    """Some of the rows asks for a filter."""
+    asks = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
+    return bool((asks & (columns["temperature"] >= GREEDY_BELOW)).any())
 
 
 def find_thresholds(

@@ -1,0 +1,31 @@
+"""Where a row's record on the device holds what, in int32 words. Floats are stored by their bits.
+
+    last sampled token | sampling parameters, in the order of SamplingParams | sample index | block table
+
+64-bit integers take two words, the low one first. `min_p` is stored as its logarithm.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import triton.language as tl
+
+from request_fields.fields import SAMPLER_FIELDS, Kind
+
+ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
+_SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}
+_SIZES["sample_index"] = 1
+
+WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each
+TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
+
+# Constants that kernels read.
+LAST_TOKEN = tl.constexpr(WORDS["last_token"])
+TEMPERATURE = tl.constexpr(WORDS["temperature"])
+TOP_K = tl.constexpr(WORDS["top_k"])
+TOP_P = tl.constexpr(WORDS["top_p"])
+LOG_MIN_P = tl.constexpr(WORDS["min_p"])
+SEED_LOW = tl.constexpr(WORDS["seed"])
+SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
+SAMPLE_INDEX = tl.constexpr(WORDS["sample_index"])
