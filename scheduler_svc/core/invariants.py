@@ -52,8 +52,8 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], fleet: F
     requests.waiting.check_invariants()
     requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
-    for seq in requests.waiting:
-        assert fleet.could_run(seq), f"sequence {seq.seq_id} is in line, and nobody here could run it"
+    for entry in requests.waiting:
+        assert fleet.could_run(entry.seq), f"sequence {entry.seq.seq_id} is in line, and nobody here could run it"
     for seq in requests.waiting.unschedulable:
         assert not fleet.could_run(seq), f"sequence {seq.seq_id} is unschedulable, and somebody could run it"
     for group in groups:

@@ -151,8 +151,8 @@ def is_too_late(first_token_wait: float, timeout_s: float) -> bool:
     return first_token_wait > DEADLINE_PART * timeout_s
 
 
-def held_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
-    """What a waiting sequence and the samples that will fork off it will have: known tokens, and answers of the usual
-    length. Counting max_tokens would fill the queue with tokens that nobody will ever see.
+def expected_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
+    """Tokens that a waiting sequence and the samples that will fork from it are expected to reach: the known tokens and
+    answers of mean length. Counting max_tokens would fill the queue with tokens that are never generated.
     """
     return num_known + num_samples * min(remaining, int(mean_output))

@@ -42,6 +42,7 @@ from scheduler_svc.core.queue.intake import Intake
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
@@ -101,8 +102,8 @@ class Scheduler:
         self._fleet.join(worker)
         self._prefix_events.note(worker)
         self._requests.sort_out()
-        for seq in self._waiting:
-            seq.forget_refusals()  # by an earlier life of this worker, perhaps
+        for entry in self._waiting:
+            entry.forget_refusals(capacity.worker_id)  # by this worker before a restart
         self._move_drained_rows()
 
     def remove_worker(self, worker_id: str, now: float) -> None:
@@ -173,10 +174,10 @@ class Scheduler:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
         touched = self._fleet.touched
-        while self._ready and (touched or self._waiting.num_in_line) and (new := self._schedule_once(now)):
+        while self._ready and (touched or self._waiting.num_schedulable) and (new := self._schedule_once(now)):
             batches += new
         touched.clear()
-        is_served = self._waiting.num_in_line and any(not worker.is_draining for worker in self._workers.values())
+        is_served = self._waiting.num_schedulable and any(not worker.is_draining for worker in self._workers.values())
         self._measures.look_at_queue(now, is_served=bool(is_served))
         return batches
 
@@ -210,7 +211,7 @@ class Scheduler:
                 del self._ready[name]
         return batches
 
-    def _schedule_worker(self, worker: WorkerState, candidates: list[Sequence], now: float) -> StepBatch | None:
+    def _schedule_worker(self, worker: WorkerState, candidates: list[QueueEntry], now: float) -> StepBatch | None:
         if not worker.rows.num_used and not candidates and not worker.has_news:
             return None
         self._note_change(worker)
@@ -233,22 +234,22 @@ class Scheduler:
         self._prefix_events.note(worker)
         self._fleet.touch(worker)
 
-    def _admit(self, worker: WorkerState, plan: StepPlan, candidates: list[Sequence], now: float) -> None:
+    def _admit(self, worker: WorkerState, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
         name = worker.capacity.worker_id
         num_refused = 0
-        for seq in candidates:
+        for entry in candidates:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 return
-            is_first = not seq.is_admitted_before
-            if worker.admit(seq, plan, self.config.watermark, self._measures.mean_output):
+            seq, is_first = entry.seq, not entry.seq.is_admitted_before
+            if worker.admit(entry, plan, self.config.watermark, self._measures.mean_output):
                 self._waiting.remove(seq)
                 self._count_hits(worker, seq, is_first)
                 if is_first:
                     seq.admitted_at = now
                 continue
-            seq.refused_by[name] = worker.room_version  # asked again when rows or blocks of this worker became free
+            entry.refused_by[name] = worker.room_version  # asked again when rows or blocks of this worker became free
             num_refused += 1
-            if self._requests.note_blocked(seq, now):
+            if self._requests.note_blocked(entry, now):
                 return
 
     def _count_hits(self, worker: WorkerState, seq: Sequence, is_first: bool) -> None:
@@ -261,49 +262,48 @@ class Scheduler:
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
-    def _place(self, now: float) -> dict[str, list[Sequence]]:
+    def _place(self, now: float) -> dict[str, list[QueueEntry]]:
         """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made.
 
         Ends when nobody could take more: a queue of thousands costs no more than one of a few.
         """
-        placed: dict[str, list[Sequence]] = {}
+        placed: dict[str, list[QueueEntry]] = {}
         is_mixed = len(self._requests.priorities) > 1
-        if not self._waiting.num_in_line or not (is_mixed or self._may_take_somebody()):
+        if not self._waiting.num_schedulable or not (is_mixed or self._may_take_somebody()):
             return placed
         self._fleet.begin(self._ready, is_mixed=is_mixed)
-        moved: list[tuple[Sequence, float]] = []
+        moved: list[tuple[QueueEntry, float]] = []
         num_passed = 0
-        for seq in self._waiting if self._fleet.num_takers else ():
-            choice = self._fleet.choose(seq, now, self._measures.prefill.per_s)
-            turn = self._requests.turn(seq)
-            if turn != seq.queue_key[2]:
-                moved.append((seq, turn))
+        for entry in self._waiting if self._fleet.num_takers else ():
+            choice = self._fleet.choose(entry, now, self._measures.prefill.per_s)
+            virtual_arrival = self._requests.virtual_arrival(entry)
+            if virtual_arrival != entry.key[2]:
+                moved.append((entry, virtual_arrival))
             if choice.is_now:
-                placed.setdefault(choice.worker.capacity.worker_id, []).append(seq)
+                placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
             else:
                 num_passed += 1
-            if self._is_stuck(seq, choice, now):
-                self._fleet.keep_for(seq)
+            if self._is_starved(entry, choice, now):
+                self._fleet.keep_for(entry)
             if not self._fleet.num_takers or num_passed > self.config.max_bypass:
                 break
-        for seq, turn in moved:
-            self._waiting.move(seq, turn)
+        for entry, virtual_arrival in moved:
+            self._waiting.move(entry, virtual_arrival)
         return placed
 
     def _may_take_somebody(self) -> bool:
         """Somebody who may come next has not been refused by every worker whose step is being made."""
         if not any(worker.num_free_rows > 0 for worker in self._ready.values()):
             return False
-        for seq in islice(self._waiting, self.config.max_bypass + 1):
-            num_rows = 1 + len(seq.forks)
+        for entry in islice(self._waiting, self.config.max_bypass + 1):
             for worker in self._ready.values():
-                if worker.num_free_rows >= num_rows and not worker.refuses(seq):
+                if worker.num_free_rows >= entry.num_rows and not worker.refuses(entry):
                     return True
         return False
 
-    def _is_stuck(self, seq: Sequence, choice: Choice, now: float) -> bool:
-        """It finds no room anywhere, for so long that nobody may pass it any more where it could run."""
-        return not choice.has_room and not choice.is_held and self._requests.note_blocked(seq, now)
+    def _is_starved(self, entry: QueueEntry, choice: Choice, now: float) -> bool:
+        """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""
+        return not choice.has_room and not choice.is_held and self._requests.note_blocked(entry, now)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

@@ -98,26 +98,12 @@ class Sequence:
     admitted_at: float | None = None  # first place in a step
     first_token_at: float | None = None  # the caller's note
     failed_on: str | None = None  # the worker where its row failed once: a second failure ends it
-    queue_key: tuple[int, bool, float, int] = (0, True, 0.0, 0)  # its order when it joined the queue
-    held_tokens: int = 0  # what the queue counts for it
-    blocked_since: float | None = None  # first time it was passed over for lack of room
-    refused_by: dict[str, int] = field(default_factory=dict)  # who had no room for it, at which room_version
-    crowded_by: dict[str, int] = field(default_factory=dict)  # who would not even without all that is less urgent
-    held_since: float | None = None  # first time it waited for room on the worker that suits it best
-    num_cached_at: I64 | None = None  # leading tokens cached on each worker, in the fleet's order
-    most_cached: int = 0  # the largest of these
-    looked_at: tuple[int, int, float] = (0, 0, 0.0)  # the fleet's version, its pass and the time of that
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
         if status not in TRANSITIONS[self.status]:
             raise IllegalTransitionError(f"sequence {self.seq_id}: {self.status.name} -> {status.name}")
         self.status = status
-
-    def forget_refusals(self) -> None:
-        """Everybody is asked again."""
-        self.refused_by.clear()
-        self.crowded_by.clear()
 
     def count_cached(self, num_cached: int) -> None:
         """It is admitted, with so many leading tokens cached."""

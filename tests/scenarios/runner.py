@@ -168,7 +168,7 @@ class Transcript:
         return " ".join(f"{block}:{refs[block]}" for block in np.flatnonzero(refs)) or "none"
 
     def do_queue(self) -> str:
-        waiting = self.scheduler._waiting
+        waiting = [entry.seq for entry in self.scheduler._waiting]
         return (
             "\n".join(f"{s.group.request_id}.{s.sample_index} output={s.data.output.tolist()}" for s in waiting)
             or "empty"

@@ -244,7 +244,7 @@ class Life:
         groups = core._requests.groups
         assert not groups, f"groups are left over: {list(groups)}"
         assert not self.open, f"requests without an end: {list(self.open)}"
-        assert core._waiting.held_tokens == 0, f"the queue counts {core._waiting.held_tokens} tokens and is empty"
+        assert core._waiting.expected_tokens == 0, f"an empty queue counts {core._waiting.expected_tokens} tokens"
         core._share.check_invariants(Counter())
         for state in core._workers.values():
             stats = state.stats()

@@ -16,6 +16,7 @@ from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.worker_state import WorkerState
 
@@ -145,27 +146,27 @@ class Fleet:
         self._pressure[i] = (self._filled[i] + used) / self._pool_tokens[i]
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
 
-    def choose(self, seq: Sequence, now: float, tokens_per_s: float | None) -> Choice:
-        """Where the sequence should go, now or later. Somebody here could run it: others are not in line."""
+    def choose(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Choice:
+        """Where the sequence should go, now or later. Some worker could run it, or it would be unschedulable."""
+        seq = entry.seq
         able = self._able(seq)
-        self._look_again(seq, now)
-        uncached = self._uncached(seq)
+        uncached = seq.data.num_tokens - self._look_again(entry, now)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
         best = best_place(scores, slack, self._pressure, able)
-        room = able & self._room(seq)
+        room = able & self._room(entry)
         is_held = False
         if not room[best] and np.count_nonzero(room):
             other = best_place(scores, slack, self._pressure, room)
-            is_held = self._holds(seq, int(uncached[other] - uncached[best]), now, tokens_per_s)
+            is_held = self._holds(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])
-        self._count_in(best, int(uncached[best]), 1 + len(seq.forks))
+        self._count_in(best, int(uncached[best]), entry.num_rows)
         return Choice(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
 
-    def keep_for(self, seq: Sequence) -> None:
-        """Who could run it takes nobody else in this pass."""
-        able = self._able(seq)
+    def keep_for(self, entry: QueueEntry) -> None:
+        """Reserve the eligible workers of a starved sequence: they take no other one in this pass."""
+        able = self._able(entry.seq)
         self._kept = able if self._kept is None else self._kept | able
         self._takes &= ~able
         self.num_takers = int(np.count_nonzero(self._takes))
@@ -180,10 +181,10 @@ class Fleet:
             self._takes[i] = False
             self.num_takers -= 1
 
-    def _holds(self, seq: Sequence, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
-        if seq.held_since is None:
-            seq.held_since = now
-        return not is_worth_leaving(extra_tokens, now - seq.held_since, tokens_per_s, self._config.leave_part)
+    def _holds(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
+        if entry.held_since is None:
+            entry.held_since = now
+        return not is_worth_leaving(extra_tokens, now - entry.held_since, tokens_per_s, self._config.leave_part)
 
     def _able(self, seq: Sequence) -> Bools:
         """Who could run it if nobody else were there."""
@@ -200,14 +201,14 @@ class Fleet:
             able[failed] = False  # elsewhere, if there is an elsewhere: it may have been the machine
         return able
 
-    def _room(self, seq: Sequence) -> Bools:
+    def _room(self, entry: QueueEntry) -> Bools:
         """Who has room for it: rows, and not too much prefill before it; or may take them from less urgent ones."""
-        room: Bools = self._free_rows >= 1 + len(seq.forks)
-        for i in self._still(seq.refused_by):
+        room: Bools = self._free_rows >= entry.num_rows
+        for i in self._still(entry.refused_by):
             room[i] = False
         if self._is_mixed:
-            room |= self._least_urgent > seq.group.priority
-            for i in self._still(seq.crowded_by):
+            room |= self._least_urgent > entry.seq.group.priority
+            for i in self._still(entry.crowded_by):
                 room[i] = False
         room &= self._load < self._max_pending
         if self._kept is not None:
@@ -221,34 +222,24 @@ class Fleet:
 
     # -- what is cached where -----------------------------------------------------------------------------------------
 
-    def look(self, seq: Sequence, now: float) -> None:
-        """See where it is cached: it joins the queue."""
+    def look(self, entry: QueueEntry, now: float) -> None:
+        """Look up where a sequence that joins the queue is cached."""
         if self._workers:
-            self._look_again(seq, now)
+            self._look_again(entry, now)
 
-    def num_uncached(self, seq: Sequence) -> int:
-        """Tokens to compute where most of it is cached, as of the last look."""
-        return seq.data.num_tokens - seq.most_cached
-
-    def _uncached(self, seq: Sequence) -> I64:
-        if seq.num_cached_at is None:
-            raise RuntimeError(f"nobody has looked where sequence {seq.seq_id} is cached: a bug in the fleet")
-        return seq.data.num_tokens - seq.num_cached_at
-
-    def _look_again(self, seq: Sequence, now: float) -> None:
-        """At everybody if that was long ago, else at those that could take it now."""
-        num_tokens = seq.data.num_tokens
-        version, last_pass, when = seq.looked_at
-        if seq.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
+    def _look_again(self, entry: QueueEntry, now: float) -> I64:
+        """Leading tokens cached on each worker: looked up on all if the last lookup is old, else on the ready ones."""
+        seq, num_tokens = entry.seq, entry.seq.data.num_tokens
+        version, last_pass, when = entry.cached_as_of
+        if entry.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
-            seq.num_cached_at, seq.most_cached = self._num_cached(seq.digests, num_tokens)
-            seq.looked_at = (self._version, self._pass, now)
-            return
-        if last_pass == self._pass - 1 and when == now:
-            return  # when it joined the queue, since when nothing has happened
-        for i in np.flatnonzero(self._is_ready).tolist():
-            seq.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
-        seq.most_cached = int(seq.num_cached_at.max())
+            entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, num_tokens)
+            entry.cached_as_of = (self._version, self._pass, now)
+        elif last_pass != self._pass - 1 or when != now:  # else it has just joined the queue
+            for i in np.flatnonzero(self._is_ready).tolist():
+                entry.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
+            entry.most_cached = int(entry.num_cached_at.max())
+        return entry.num_cached_at
 
     def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
         """On each worker, and the most of all. Most hold not even the first block."""

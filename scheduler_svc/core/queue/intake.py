@@ -15,8 +15,8 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import (
     DEADLINE_PART,
+    expected_tokens,
     first_token_wait_s,
-    held_tokens,
     is_queue_full,
     is_too_late,
     virtual_arrival,
@@ -70,18 +70,18 @@ class Intake:
         because its scheduler died: it has more room.
         """
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
-        num_waiting = queue.num_in_line
+        num_waiting = queue.num_schedulable
         if not num_waiting:
             return
         factor = RETURNING_FACTOR if group.takes_over else 1
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._config.max_waiting}; try later")
-        new = held_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
+        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
-        if is_queue_full(queue.held_tokens + new, queue.held_of(slot) + new, num_tenants, limit):
+        if is_queue_full(queue.expected_tokens + new, queue.expected_tokens_of(slot) + new, num_tenants, limit):
             raise QueueFullError(
-                f"requests of {queue.held_tokens} tokens wait, this one would add {new}, the limit is "
+                f"requests of {queue.expected_tokens} tokens wait, this one would add {new}, the limit is "
                 f"{self._config.max_waiting_tokens}; try later"
             )
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.step_plan import StepPlan
 from scheduler_svc.core.steps.worker_state import WorkerState
@@ -38,14 +39,15 @@ def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> boo
     return has_preempted
 
 
-def displace(worker: WorkerState, urgent: Sequence, requests: Requests, watermark: float, mean_output: float) -> None:
+def displace(worker: WorkerState, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
     """An urgent sequence that finds no room takes that of less urgent ones, if that is enough for it: else they would
     leave for nobody, and come back.
     """
+    urgent = entry.seq
     if _has_space(urgent, worker) or not _may_displace(urgent, worker):
         return
     if not worker.would_fit_beside_urgent(urgent, watermark, mean_output):
-        urgent.crowded_by[worker.capacity.worker_id] = worker.room_version
+        entry.crowded_by[worker.capacity.worker_id] = worker.room_version
         return
     while not _has_space(urgent, worker) and _may_displace(urgent, worker):
         _preempt_one(worker, requests)
@@ -64,5 +66,6 @@ def _preempt_one(worker: WorkerState, requests: Requests) -> None:
     victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
     seq = worker.preempt(victim)
     requests.requeue(seq)
-    if worker.in_flight:  # it must not take its blocks back, as cached ones, before they are free for whom it left
-        seq.refused_by[worker.capacity.worker_id] = worker.room_version
+    entry = requests.waiting.entry(seq)
+    if worker.in_flight and entry:  # else it could take its blocks back, as cached ones, before they are free
+        entry.refused_by[worker.capacity.worker_id] = worker.room_version

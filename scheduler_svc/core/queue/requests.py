@@ -9,9 +9,11 @@ from heapq import heapify, heappop, heappush
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
 from scheduler_svc.core.placement.fleet import Fleet
-from scheduler_svc.core.policy import held_tokens, virtual_arrival
-from scheduler_svc.core.queue.fairness import FairShare, WaitingQueue
+from scheduler_svc.core.policy import expected_tokens, virtual_arrival
+from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.pace import Measures
+from scheduler_svc.core.queue.waiting_queue import WaitingQueue
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_state import WorkerState
@@ -100,7 +102,7 @@ class Requests:
                 break
             unschedulable[seq] = now
         while self.patience_ends_at <= now:
-            group = next(iter(unschedulable or self.waiting)).group
+            group = next(self.waiting.sequences()).group
             ended += self.abort(group.request_id, FinishReason.ERROR, self._why_stranded(group))
         return ended
 
@@ -189,28 +191,27 @@ class Requests:
         """
         if self._workers:
             self._no_worker_since = math.inf
-        for seq in [*self.waiting, *self.waiting.unschedulable]:
+        for seq in list(self.waiting.sequences()):
             self._sort_out(seq)
 
     def _sort_out(self, seq: Sequence) -> None:
         if self._fleet.could_run(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
-            self._stand_in_line(seq)
+            self._join_queue(seq)
 
-    def _stand_in_line(self, seq: Sequence) -> None:
+    def _join_queue(self, seq: Sequence) -> None:
         if not self._fleet.could_run(seq):
-            seq.forget_refusals()
-            self.waiting.park(seq)
+            self.waiting.add_unschedulable(seq)
             return
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
-        held = held_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
-        seq.num_cached_at, seq.most_cached = None, 0
+        expected = expected_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
+        entry = QueueEntry(seq, expected)
         if seq.is_new:
-            self._fleet.look(seq, seq.group.arrival)
-        self.waiting.add(seq, held, self.turn(seq))
+            self._fleet.look(entry, seq.group.arrival)
+        self.waiting.add(entry, self.virtual_arrival(entry))
 
     def _enqueue(self, seq: Sequence) -> None:
-        self._stand_in_line(seq)
+        self._join_queue(seq)
         if seq.group.deadline < math.inf:
             self._note_deadline(seq)
 
@@ -220,16 +221,18 @@ class Requests:
             self._deadlines = list({entry for entry in self._deadlines if entry[2] in self.waiting})
             heapify(self._deadlines)
 
-    def turn(self, seq: Sequence) -> float:
-        """Its place in line. What was under way before comes by arrival alone: its work is mostly done."""
-        uncached = self._fleet.num_uncached(seq) if seq.is_new else 0
-        return virtual_arrival(seq.group.arrival, uncached, self._config.aging_tokens_per_s)
+    def virtual_arrival(self, entry: QueueEntry) -> float:
+        """An entry's place in the order. A sequence that has run before counts by arrival alone: its work is mostly
+        done.
+        """
+        uncached = entry.num_uncached if entry.seq.is_new else 0
+        return virtual_arrival(entry.seq.group.arrival, uncached, self._config.aging_tokens_per_s)
 
-    def note_blocked(self, seq: Sequence, now: float) -> bool:
-        """It was passed over. True once that lasted too long: then nobody passes it any more where it could run."""
-        if seq.blocked_since is None:
-            seq.blocked_since = now
-        return now - seq.blocked_since >= self._config.aging_s
+    def note_blocked(self, entry: QueueEntry, now: float) -> bool:
+        """A sequence was passed over for lack of room. True once it is starved: it has waited `aging_s` like that."""
+        if entry.blocked_since is None:
+            entry.blocked_since = now
+        return now - entry.blocked_since >= self._config.aging_s
 
 
 def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = "") -> Finished:

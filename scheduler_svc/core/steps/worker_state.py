@@ -12,6 +12,7 @@ from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
 from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.admission import Need, fits_beside
 from scheduler_svc.core.steps.decode_run import DecodeRun
@@ -137,10 +138,10 @@ class WorkerState:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, seq: Sequence, plan: StepPlan, watermark: float, mean_output: float) -> bool:
+    def admit(self, entry: QueueEntry, plan: StepPlan, watermark: float, mean_output: float) -> bool:
         """Give a waiting sequence a row, its blocks and its first tokens of this step; False if there is no room."""
-        bs = self.capacity.block_size
-        if self.num_free_rows < 1 + len(seq.forks) or self.refuses(seq):
+        seq, bs = entry.seq, self.capacity.block_size
+        if self.num_free_rows < entry.num_rows or self.refuses(entry):
             return False
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
@@ -151,7 +152,7 @@ class WorkerState:
             return self._refuse(seq, saved)
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         if not self._fits(seq, saved, watermark, mean_output):
-            seq.crowded_by[self.capacity.worker_id] = self.room_version
+            entry.crowded_by[self.capacity.worker_id] = self.room_version
             return self._refuse(seq, saved)
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
@@ -185,17 +186,17 @@ class WorkerState:
         self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
         return False
 
-    def refuses(self, seq: Sequence) -> bool:
+    def refuses(self, entry: QueueEntry) -> bool:
         """It was refused, or somebody was who needed no more, and no row or block has become free since."""
-        version = self.room_version
-        if seq.refused_by.get(self.capacity.worker_id) == version:
+        seq, version = entry.seq, self.room_version
+        if entry.refused_by.get(self.capacity.worker_id) == version:
             return True
         if self._refused is None or self._refused[0] != version or not seq.digests:
             return False
         num_tokens = seq.data.num_tokens
         if not self._refused[1].is_covered_by(Need.of(seq, num_tokens - self.num_cached(seq.digests, num_tokens))):
             return False
-        seq.refused_by[self.capacity.worker_id] = version
+        entry.refused_by[self.capacity.worker_id] = version
         return True
 
     def _open_row(
@@ -204,8 +205,7 @@ class WorkerState:
         row = self.rows.open(seq, token_ids, blocks, num_computed, limit)
         self._prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
-        seq.worker_id, seq.row, seq.blocked_since, seq.held_since = self.capacity.worker_id, row, None, None
-        seq.forget_refusals()
+        seq.worker_id, seq.row = self.capacity.worker_id, row
         plan.opens.append(
             RowOpen(
                 row=row,

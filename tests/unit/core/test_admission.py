@@ -6,6 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from scheduler_svc.core.steps.admission import Need, fits_beside
 from scheduler_svc.core.steps.rows import RowTable
@@ -79,7 +80,7 @@ def test_nobody_is_tried_who_needs_as_much_as_one_who_was_refused() -> None:
     worker = scheduler._workers["w0"]
     waiting = list(scheduler._waiting)
     assert waiting
-    assert all(worker.refuses(seq) for seq in waiting)
-    small = sequence(random.Random(0))
-    small.digests = [bytes(16)]
+    assert all(worker.refuses(entry) for entry in waiting)
+    small = QueueEntry(sequence(random.Random(0)), 0)
+    small.seq.digests = [bytes(16)]
     assert not worker.refuses(small)

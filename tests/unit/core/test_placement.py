@@ -58,14 +58,14 @@ def test_who_has_waited_is_not_passed_by_who_is_short() -> None:
     add(scheduler, "long", 50, now=0.0)
     add(scheduler, "soon", 10, now=3.0)
     add(scheduler, "late", 10, now=5.0)
-    assert [seq.group.request_id for seq in scheduler._waiting] == ["soon", "long", "late"]
+    assert [entry.seq.group.request_id for entry in scheduler._waiting] == ["soon", "long", "late"]
 
 
 def test_order_of_arrival_can_be_asked_for() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=1), aging_tokens_per_s=float("inf"))
     add(scheduler, "long", 50, now=0.0)
     add(scheduler, "short", 5, now=0.1)
-    assert [seq.group.request_id for seq in scheduler._waiting] == ["long", "short"]
+    assert [entry.seq.group.request_id for entry in scheduler._waiting] == ["long", "short"]
 
 
 def test_a_prefix_that_came_or_went_while_it_waited_changes_the_turn() -> None:

@@ -10,8 +10,8 @@ from scheduler_svc.core.policy import (
     ceil_div,
     count_within,
     expected_remaining,
+    expected_tokens,
     first_token_wait_s,
-    held_tokens,
     is_queue_full,
     is_too_late,
     is_worth_leaving,
@@ -84,8 +84,8 @@ def test_a_first_token_at_the_deadline_is_too_late() -> None:
 
 
 def test_answers_are_held_at_their_usual_length() -> None:
-    assert held_tokens(100, 4000, 2, 256.0) == 100 + 2 * 256
-    assert held_tokens(100, 10, 1, 256.0) == 110
+    assert expected_tokens(100, 4000, 2, 256.0) == 100 + 2 * 256
+    assert expected_tokens(100, 10, 1, 256.0) == 110
 
 
 def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:

@@ -119,7 +119,7 @@ def test_who_has_waited_too_long_keeps_no_worker_idle_that_it_cannot_use() -> No
     for batch in scheduler.schedule(0.0):
         scheduler.update(answer(batch, failures=(0,) if batch.worker_id == "w0" else ()), 0.0)
     batches = scheduler.schedule(0.0)
-    assert [seq.failed_on for seq in scheduler._waiting] == ["w0"]
+    assert [entry.seq.failed_on for entry in scheduler._waiting] == ["w0"]
     add(scheduler, "for either", 7000, 4, 4, 3.0)
     add(scheduler, "too", 7100, 4, 4, 3.0)
     for batch in batches:

@@ -1,0 +1,97 @@
+"""Fair shares of the work for tenants.
+
+The virtual token counter (VTC, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
+counter grows with the tokens computed for it, and the tenant with the lowest counter is served next. A tenant that
+returns is lifted to the lowest counter of the active ones, so that no tenant saves up credit while it is idle. Tenants
+that always have requests waiting get equal shares, whatever they ask for; a tenant that asks for less than its share
+hardly waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+INPUT_WEIGHT = 1  # per computed prompt token
+OUTPUT_WEIGHT = 2  # per generated token
+MAX_IDLE_TENANTS = 4096  # that keep their counters
+
+
+class FairShare:
+    """The tenants' counters. A tenant is active while it has a live request. Its slot is its index in columns."""
+
+    def __init__(self) -> None:
+        # [slots] weighted tokens, never below the floor of the tenant's last join
+        self.served: I64 = np.zeros(8, dtype=np.int64)
+        self.num_active = 0
+        self._slots: dict[str, int] = {}
+        self._names: list[str] = []
+        self._num_live: list[int] = []
+        self._idle: dict[int, None] = {}  # slots, longest idle first
+        self._floor = 0
+
+    def slot_of(self, tenant_id: str) -> int | None:
+        """The slot of a tenant, None if it is unknown."""
+        return self._slots.get(tenant_id)
+
+    def join(self, tenant_id: str) -> int:
+        """Count a new request of this tenant. Returns the tenant's slot."""
+        slot = self._slots.get(tenant_id)
+        if slot is None:
+            slot = self._new_slot(tenant_id)
+        if not self._num_live[slot]:
+            self._floor = self._lowest()
+            self.served[slot] = max(int(self.served[slot]), self._floor)
+            self.num_active += 1
+            self._idle.pop(slot, None)
+        self._num_live[slot] += 1
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """A request of this tenant has ended."""
+        self._num_live[slot] -= 1
+        if self._num_live[slot]:
+            return
+        self.num_active -= 1
+        self._idle[slot] = None
+        if not self.num_active:  # no active tenant to compare with: the next one starts at this one's counter
+            self._floor = max(self._floor, int(self.served[slot]))
+
+    def charge_prompt(self, slot: int, num_tokens: int) -> None:
+        """Charge a tenant for prompt tokens to compute."""
+        self.served[slot] += INPUT_WEIGHT * num_tokens
+
+    def charge_outputs(self, slot_of_row: I64, rows: I64) -> None:
+        """Charge one generated token of each row to the row's tenant."""
+        if not len(rows):
+            return
+        if self.num_active == 1:
+            self.served[slot_of_row[rows[0]]] += OUTPUT_WEIGHT * len(rows)
+            return
+        self.served += OUTPUT_WEIGHT * np.bincount(slot_of_row[rows], minlength=len(self.served))
+
+    def _lowest(self) -> int:
+        counters = [int(self.served[slot]) for slot, num_live in enumerate(self._num_live) if num_live]
+        return max(self._floor, min(counters, default=0))
+
+    def _new_slot(self, tenant_id: str) -> int:
+        if len(self._idle) >= MAX_IDLE_TENANTS:
+            slot = next(iter(self._idle))
+            del self._idle[slot], self._slots[self._names[slot]]
+            self._names[slot] = tenant_id
+        else:
+            slot = len(self._names)
+            self._names.append(tenant_id)
+            self._num_live.append(0)
+        if slot >= len(self.served):
+            self.served = np.concatenate((self.served, np.zeros(len(self.served), dtype=np.int64)))
+        self.served[slot] = 0
+        self._slots[tenant_id] = slot
+        return slot
+
+    def check_invariants(self, live: dict[int, int]) -> None:
+        """Raise AssertionError unless exactly these slots have so many live requests."""
+        assert {slot: n for slot, n in enumerate(self._num_live) if n} == live, "tenants and live requests disagree"
+        assert self.num_active == len(live), "the number of active tenants is wrong"

@@ -1,0 +1,168 @@
+"""The sequences that wait, in the order in which they are to be served."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
+
+from scheduler_svc.core.queue.fair_share import INPUT_WEIGHT, FairShare
+from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.sequence import Sequence
+
+_key = attrgetter("key")
+
+
+class WaitingQueue:
+    """Owns the entries of all waiting sequences.
+
+    Order: priority; then sequences that have run before, because their streams stall meanwhile; then the tenant that
+    was served least; then the virtual arrival, which a long prompt delays. With one tenant this is a sorted list.
+
+    A sequence that no present worker could run is unschedulable: it waits outside the order and delays no other one.
+    """
+
+    def __init__(self, share: FairShare) -> None:
+        self._share = share
+        self._entries: dict[Sequence, QueueEntry] = {}
+        self._by_tenant: dict[int, list[QueueEntry]] = {}  # slot -> entries sorted by key; no list is empty
+        self._tokens: defaultdict[tuple[int, int], int] = defaultdict(int)  # (slot, priority) -> tokens to compute
+        self._expected: defaultdict[int, int] = defaultdict(int)  # slot -> expected tokens
+        self.unschedulable: dict[Sequence, float] = {}  # -> since when, longest first; inf until `give_up` sets it
+        self.pending_tokens = 0  # to compute
+        self.expected_tokens = 0  # to compute and to generate
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self.unschedulable)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._entries or seq in self.unschedulable
+
+    @property
+    def num_schedulable(self) -> int:
+        return len(self._entries)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that wait: unschedulable sequences, then the others in order."""
+        yield from self.unschedulable
+        yield from (entry.seq for entry in self)
+
+    def entry(self, seq: Sequence) -> QueueEntry | None:
+        """The entry of a schedulable sequence."""
+        return self._entries.get(seq)
+
+    def num_tenants_with(self, slot: int | None) -> int:
+        """Number of tenants with waiting sequences, counting this one in any case."""
+        return len(self._by_tenant) + (slot not in self._by_tenant)
+
+    def num_of(self, slot: int | None) -> int:
+        """Waiting sequences of one tenant."""
+        return len(self._by_tenant[slot]) if slot in self._by_tenant else 0
+
+    def expected_tokens_of(self, slot: int | None) -> int:
+        """One tenant's fraction of `expected_tokens`."""
+        return self._expected.get(slot, 0) if slot is not None else 0
+
+    def add(self, entry: QueueEntry, virtual_arrival: float) -> None:
+        """Queue an entry in its tenant's order."""
+        seq = entry.seq
+        entry.key = (seq.group.priority, seq.is_new, virtual_arrival, seq.seq_id)
+        self._entries[seq] = entry
+        insort(self._by_tenant.setdefault(seq.group.tenant_slot, []), entry, key=_key)
+        self._count(entry, 1)
+
+    def add_unschedulable(self, seq: Sequence) -> None:
+        """Let a sequence wait outside the order."""
+        self.unschedulable[seq] = math.inf
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a waiting sequence out and drop its entry."""
+        if self.unschedulable.pop(seq, None) is not None:
+            return
+        entry = self._entries.pop(seq)
+        slot = seq.group.tenant_slot
+        entries = self._by_tenant[slot]
+        index = bisect_left(entries, entry.key, key=_key)
+        if entries[index] is not entry:
+            raise RuntimeError(f"sequence {seq.seq_id} is not where its key says: a bug in the queue")
+        del entries[index]
+        if not entries:
+            del self._by_tenant[slot]
+        self._count(entry, -1)
+
+    def move(self, entry: QueueEntry, virtual_arrival: float) -> None:
+        """Change an entry's place within its tenant's order."""
+        self.remove(entry.seq)
+        self.add(entry, virtual_arrival)
+
+    def _count(self, entry: QueueEntry, sign: int) -> None:
+        slot, num_tokens = entry.seq.group.tenant_slot, sign * entry.seq.data.num_tokens
+        self.pending_tokens += num_tokens
+        self.expected_tokens += sign * entry.num_expected_tokens
+        self._expected[slot] += sign * entry.num_expected_tokens
+        at = (slot, entry.seq.group.priority)
+        self._tokens[at] += num_tokens
+        if not self._tokens[at]:
+            del self._tokens[at]
+        if slot not in self._by_tenant:
+            del self._expected[slot]
+
+    def tokens_ahead(self, slot: int | None, priority: int, virtual_arrival: float | None = None) -> int:
+        """Tokens to compute before a new sequence of this tenant is served; without `virtual_arrival`, as its last.
+
+        These are the tokens of sequences at least as urgent; but while this tenant's own sequences are served, each
+        other tenant gets no more than the same amount.
+        """
+        urgent = [(owner, tokens) for (owner, level), tokens in self._tokens.items() if level <= priority]
+        if virtual_arrival is None or slot is None:
+            own = sum(tokens for owner, tokens in urgent if owner == slot)
+        else:
+            entries = self._by_tenant.get(slot, [])
+            end = bisect_left(entries, (priority, True, virtual_arrival, 0), key=_key)
+            own = sum(entry.seq.data.num_tokens for entry in entries[:end])
+        return min(sum(tokens for _, tokens in urgent), own * self.num_tenants_with(slot))
+
+    def __iter__(self) -> Iterator[QueueEntry]:
+        """All entries in order. Each one counts as served for those after it, so one pass sees the shares grow."""
+        if len(self._by_tenant) == 1:
+            return iter(next(iter(self._by_tenant.values())))
+        return self._merge()
+
+    def _merge(self) -> Iterator[QueueEntry]:
+        served = {slot: int(self._share.served[slot]) for slot in self._by_tenant}
+        heads = [(_rank(entries[0], served[slot]), slot, 0) for slot, entries in self._by_tenant.items()]
+        heapify(heads)
+        while heads:
+            _, slot, index = heads[0]
+            entries = self._by_tenant[slot]
+            yield entries[index]
+            served[slot] += INPUT_WEIGHT * entries[index].seq.data.num_tokens
+            if index + 1 == len(entries):
+                heappop(heads)
+                continue
+            heapreplace(heads, (_rank(entries[index + 1], served[slot]), slot, index + 1))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        waiting = [entry for entries in self._by_tenant.values() for entry in entries]
+        assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
+        assert len(waiting) == len(self._entries), "a sequence waits twice"
+        assert self.unschedulable.keys().isdisjoint(self._entries), "a sequence is unschedulable and in the order"
+        assert self.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
+        assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
+        assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"
+        assert sum(self._expected.values()) == self.expected_tokens, "expected tokens per tenant are wrong"
+        assert self._expected.keys() == self._by_tenant.keys(), "expected tokens of a tenant without sequences"
+        for slot, entries in self._by_tenant.items():
+            assert entries, "a tenant without entries"
+            assert entries == sorted(entries, key=_key), "the queue is out of order"
+            assert all(entry.seq.group.tenant_slot == slot for entry in entries), "an entry of another tenant"
+            assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an outdated key"
+
+
+def _rank(entry: QueueEntry, served: int) -> tuple[int, bool, int, float, int]:
+    priority, is_new, virtual_arrival, seq_id = entry.key
+    return (priority, is_new, served if is_new else 0, virtual_arrival, seq_id)

@@ -1,0 +1,133 @@
+"""WaitingQueue: the order of waiting sequences, with fair shares for tenants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from scheduler_svc.core.messages import EMPTY
+from scheduler_svc.core.queue.fair_share import FairShare
+from scheduler_svc.core.queue.waiting_queue import WaitingQueue
+from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceData
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.test_scheduler import answer
+
+
+class Waiting:
+    """A queue with requests of one sample each."""
+
+    def __init__(self) -> None:
+        self.share = FairShare()
+        self.queue = WaitingQueue(self.share)
+        self.num_made = 0
+
+    def add(self, name: str, tenant: str = "", size: int = 10, priority: int = 0, arrival: float = 0.0) -> Sequence:
+        group = make_group(size, name, priority=priority, tenant_id=tenant)
+        group.arrival, group.tenant_slot = arrival, self.share.join(tenant)
+        self.num_made += 1
+        seq = Sequence(group, 0, SequenceData(group.prompt, EMPTY), self.num_made)
+        self.queue.add(QueueEntry(seq, size), arrival)
+        return seq
+
+    def entry(self, seq: Sequence) -> QueueEntry:
+        entry = self.queue.entry(seq)
+        assert entry is not None
+        return entry
+
+    def names(self) -> list[str]:
+        self.queue.check_invariants()
+        return [entry.seq.group.request_id for entry in self.queue]
+
+
+def test_one_tenant_is_served_in_order_of_priority_and_arrival() -> None:
+    waiting = Waiting()
+    waiting.add("late", arrival=5.0)
+    waiting.add("early", arrival=1.0)
+    waiting.add("urgent", priority=-1, arrival=9.0)
+    preempted = waiting.add("preempted", arrival=7.0)
+    waiting.queue.remove(preempted)
+    preempted.is_admitted_before = True
+    waiting.queue.add(QueueEntry(preempted, 10), 7.0)
+    assert waiting.names() == ["urgent", "preempted", "early", "late"]
+
+
+def test_an_entry_can_move_and_tokens_ahead_follow() -> None:
+    waiting = Waiting()
+    long_one = waiting.add("long", size=50, arrival=3.0)
+    waiting.add("short", size=5, arrival=4.0)
+    waiting.add("urgent", size=7, priority=-1, arrival=9.0)
+    slot = waiting.share.slot_of("")
+    assert waiting.queue.tokens_ahead(slot, 0) == 62
+    assert waiting.queue.tokens_ahead(slot, 0, 3.5) == 57
+    waiting.queue.move(waiting.entry(long_one), 4.5)
+    assert waiting.names() == ["urgent", "short", "long"]
+    assert waiting.queue.tokens_ahead(slot, 0, 4.2) == 12
+
+
+def test_tenants_take_turns_however_much_one_asks_for() -> None:
+    waiting = Waiting()
+    for i in range(4):
+        waiting.add(f"a{i}", "a")
+    waiting.add("b0", "b", size=25)
+    waiting.add("b1", "b")
+    # Each served sequence counts: after the 25 tokens of b, a is served until it has had more.
+    assert waiting.names() == ["a0", "b0", "a1", "a2", "b1", "a3"]
+
+
+def test_priority_and_preempted_sequences_come_before_shares() -> None:
+    waiting = Waiting()
+    waiting.add("b", "b")
+    waiting.share.charge_prompt(waiting.add("a", "a", priority=-1).group.tenant_slot, 10_000)
+    back = waiting.add("a back", "a")
+    waiting.queue.remove(back)
+    back.is_admitted_before = True
+    waiting.queue.add(QueueEntry(back, 10), 0.0)
+    waiting.add("a new", "a")
+    assert waiting.names() == ["a", "a back", "b", "a new"]
+
+
+def test_random_changes_keep_the_books_balanced() -> None:
+    rng, waiting = random.Random(7), Waiting()
+    live: list[Sequence] = []
+    for step in range(2000):
+        if live and rng.random() < 0.48:
+            seq = live.pop(rng.randrange(len(live)))
+            assert seq in waiting.queue
+            waiting.queue.remove(seq)
+            assert seq not in waiting.queue
+            waiting.share.leave(seq.group.tenant_slot)
+        else:
+            tenant, size = rng.choice("abcdefgh"), rng.randint(1, 40)
+            live.append(waiting.add(f"{step}", tenant, size, rng.randint(-1, 1), float(step // 3)))
+        if step % 50 == 0:
+            waiting.queue.check_invariants()
+            waiting.share.check_invariants(Counter(seq.group.tenant_slot for seq in live))
+            assert {entry.seq for entry in waiting.queue} == {*live}
+            priorities = [entry.seq.group.priority for entry in waiting.queue]
+            assert priorities == sorted(priorities)
+
+
+def serve(scheduler: Scheduler, until_s: float) -> Counter[str]:
+    """Step every 10 ms; output tokens per tenant."""
+    served: Counter[str] = Counter()
+    now = 0.0
+    while now < until_s:
+        for batch in scheduler.schedule(now):
+            deltas = scheduler.update(answer(batch), now)
+            served.update(deltas.handles.tolist())
+        now += 0.01
+    return Counter({"ab"[handle]: count for handle, count in served.items()})
+
+
+def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=256), max_waiting=1000)
+    for i in range(400):
+        scheduler.add_group(make_group(8, f"a{i}", tenant_id="a", handle=0, ignore_eos=True), 0.0)
+    for i in range(100):
+        scheduler.add_group(make_group(8, f"b{i}", tenant_id="b", handle=1, ignore_eos=True), 0.0)
+    served = serve(scheduler, 2.0)
+    scheduler.check_invariants()
+    assert served["b"] > 300
+    assert abs(served["a"] - served["b"]) < 0.1 * served["a"]
