@@ -278,7 +278,7 @@ class Cluster:
         self._scheduler = policy.make(config)
         self._workers = {c.worker_id: Worker(c, s) for c, s in self._machines(workload, policy.is_pooled)}
         for worker in self._workers.values():
-            self._scheduler.add_worker(worker.capacity, 0.0)
+            self._scheduler.add_worker(worker.capacity)
         longest = max(len(a.output) for a in self._arrivals)
         self._outputs = np.zeros((len(self._arrivals), longest), dtype=np.uint32)
         for i, arrival in enumerate(self._arrivals):

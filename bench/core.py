@@ -37,7 +37,7 @@ def make_scheduler(num_seqs: int, block_size: int, num_workers: int = 1) -> Sche
     scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset({EOS}), max_waiting=10_000))
     for i in range(num_workers):
         scheduler.add_worker(
-            WorkerCapacity(f"w{i}", 1, num_seqs * 8192 // block_size, block_size, num_seqs, 1 << 20, 8192, 2), 0.0
+            WorkerCapacity(f"w{i}", 1, num_seqs * 8192 // block_size, block_size, num_seqs, 1 << 20, 8192, 2)
         )
     return scheduler
 

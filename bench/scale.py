@@ -41,7 +41,7 @@ class Cluster:
         num_blocks = num_rows * MAX_MODEL_LEN // BLOCK_SIZE
         for i in range(num_workers):
             capacity = WorkerCapacity(f"w{i}", 1, num_blocks, BLOCK_SIZE, num_rows, 8192, MAX_MODEL_LEN, 2)
-            self.scheduler.add_worker(capacity, 0.0)
+            self.scheduler.add_worker(capacity)
         self.now = 0.0
         self.step_ns: list[int] = []
         self.num_ended = 0

@@ -77,7 +77,7 @@ class DecodingCore:
         blocks = num_rows * ((prompt_len + MAX_TOKENS) // BLOCK_SIZE) * 21 // 20 + 1024
         self.capacity = worker or WorkerCapacity("w", 2, blocks, BLOCK_SIZE, num_rows, 1 << 24, 1 << 15, 2)
         self.core = Scheduler(SchedulerConfig(max_waiting=10_000, max_waiting_tokens=1 << 40))
-        self.core.add_worker(self.capacity, 0.0)
+        self.core.add_worker(self.capacity)
         rng = np.random.default_rng(0)
         for i in range(num_rows):
             prompt = rng.integers(3, 2000, prompt_len + i % BLOCK_SIZE, dtype=np.uint32)

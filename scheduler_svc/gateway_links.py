@@ -22,7 +22,8 @@ from quire.v1 import scheduler_pb2, types_pb2
 
 from scheduler_svc import wire
 from scheduler_svc.core.messages import Deltas
-from scheduler_svc.step_loop import RETRY_NO_WORKER_S, StepLoop
+from scheduler_svc.refusals import RETRY_NO_WORKER_S
+from scheduler_svc.step_loop import StepLoop
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError
 from svc_common.silence import SilenceWatch
 
@@ -297,7 +298,7 @@ class Gateways:
     def _submit(self, submit: scheduler_pb2.Submit, attached: Attached) -> None:
         try:
             if self.info is None:
-                raise UnavailableError("no worker has registered yet; try again soon", retry_after_s=RETRY_NO_WORKER_S)
+                raise UnavailableError("no worker has registered yet; retry soon", retry_after_s=RETRY_NO_WORKER_S)
             group = wire.group_from_proto(submit, self.info, owner=attached.owner, origin=attached.gateway_id)
         except QuireError as error:
             attached.outbox.reply(submit.handle, error)

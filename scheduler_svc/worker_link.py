@@ -56,7 +56,7 @@ class Step:
 
 
 class LeasedWorker:
-    """A worker that takes steps. Implements `step_loop.WorkerLink`."""
+    """A worker that takes steps. Implements `links.WorkerLink`."""
 
     def __init__(
         self,

@@ -39,13 +39,11 @@ def make_capacity(
     )
 
 
-def make_scheduler(
-    *workers: WorkerCapacity, eos_token_ids: Iterable[int] = (), now: float = 0.0, **config: Any
-) -> Scheduler:
+def make_scheduler(*workers: WorkerCapacity, eos_token_ids: Iterable[int] = (), **config: Any) -> Scheduler:
     """A scheduler that these workers have joined (one default worker if none is given)."""
     scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset(eos_token_ids), **config))
     for capacity in workers or (make_capacity(),):
-        scheduler.add_worker(capacity, now)
+        scheduler.add_worker(capacity)
     return scheduler
 
 

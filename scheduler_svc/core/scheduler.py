@@ -79,9 +79,7 @@ class Scheduler:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def add_worker(
-        self, capacity: WorkerCapacity, now: float, blocks: Iterable[CachedBlock] = (), next_step_id: int = 1
-    ) -> None:
+    def add_worker(self, capacity: WorkerCapacity, blocks: Iterable[CachedBlock] = (), next_step_id: int = 1) -> None:
         """A worker joins, with the prefixes that its pool already holds.
 
         Raises ValueError for sizes that cannot work, WorkerMismatchError if it differs from those before it.
@@ -106,7 +104,7 @@ class Scheduler:
             entry.forget_refusals(capacity.worker_id)  # by this worker before a restart
         self._move_drained_rows()
 
-    def remove_worker(self, worker_id: str, now: float) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         """A worker is lost: its sequences wait again, with their tokens."""
         worker = self._workers.pop(worker_id, None)
         if worker is None:
@@ -118,7 +116,7 @@ class Scheduler:
             self._requests.requeue(worker.preempt(row), MigrationReason.LOST)
         self._prefix_events.leave(worker)
 
-    def drain_worker(self, worker_id: str, now: float) -> None:
+    def drain_worker(self, worker_id: str) -> None:
         """The worker takes no new sequences; those it runs wait again, with their tokens, as soon as another worker
         could run them. Until then they go on where they are.
         """
@@ -155,11 +153,11 @@ class Scheduler:
         replaced = self._requests.abort(group.request_id, FinishReason.ABORTED, message)
         return _finishes(replaced + self._requests.add(group, now))
 
-    def abort_group(self, request_id: str, reason: FinishReason, now: float, message: str = "") -> Deltas:
+    def abort_group(self, request_id: str, reason: FinishReason, message: str = "") -> Deltas:
         """End a request in any state; its blocks are free once the steps that name them are answered."""
         return _finishes(self._requests.abort(request_id, reason, message))
 
-    def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason, now: float) -> Deltas:
+    def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason) -> Deltas:
         """End one sample: the gateway matched a stop string in its text."""
         group = self._requests.groups.get(request_id)
         live = [s for s in group.sequences if s.sample_index == sample_index and not s.is_finished] if group else []

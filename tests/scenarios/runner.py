@@ -71,7 +71,7 @@ class Transcript:
         max_len: str = "200",
     ) -> str:
         numbers = [int(n) for n in (blocks, block_size, rows, budget, max_len, depth)]
-        self.scheduler.add_worker(WorkerCapacity(worker_id, 1, *numbers), self.now)
+        self.scheduler.add_worker(WorkerCapacity(worker_id, 1, *numbers))
         self.in_flight[worker_id] = deque()
         return ""
 
@@ -134,18 +134,18 @@ class Transcript:
         return "\n".join(line for line in lines if line)
 
     def do_abort(self, request_id: str) -> str:
-        return self._deltas(self.scheduler.abort_group(request_id, FinishReason.ABORTED, self.now))
+        return self._deltas(self.scheduler.abort_group(request_id, FinishReason.ABORTED))
 
     def do_finish(self, request_id: str, sample: str) -> str:
-        return self._deltas(self.scheduler.finish_sample(request_id, int(sample), FinishReason.STOP, self.now))
+        return self._deltas(self.scheduler.finish_sample(request_id, int(sample), FinishReason.STOP))
 
     def do_remove(self, worker_id: str) -> str:
         del self.in_flight[worker_id]
-        self.scheduler.remove_worker(worker_id, self.now)
+        self.scheduler.remove_worker(worker_id)
         return ""
 
     def do_drain(self, worker_id: str) -> str:
-        self.scheduler.drain_worker(worker_id, self.now)
+        self.scheduler.drain_worker(worker_id)
         return ""
 
     def do_tick(self, seconds: str) -> str:

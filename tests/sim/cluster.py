@@ -175,7 +175,7 @@ class Cluster:
         """The client is gone."""
         self.trace.append(("abort", request.request_id))
         request.ended_by_us.update(range(request.n))
-        self._absorb(self.scheduler.abort_group(request.request_id, FinishReason.ABORTED, self.now))
+        self._absorb(self.scheduler.abort_group(request.request_id, FinishReason.ABORTED))
         if not request.is_done:
             raise Violation(f"{request.request_id} lives on after an abort")
 
@@ -183,7 +183,7 @@ class Cluster:
         """The gateway matched a stop string."""
         self.trace.append(("stop", request.request_id, sample))
         request.ended_by_us.add(sample)
-        self._absorb(self.scheduler.finish_sample(request.request_id, sample, FinishReason.STOP, self.now))
+        self._absorb(self.scheduler.finish_sample(request.request_id, sample, FinishReason.STOP))
         if request.finished[sample] is None:
             raise Violation(f"{request.request_id} sample {sample} lives on after it was stopped")
 
@@ -197,13 +197,13 @@ class Cluster:
             step_id = worker.queue[0].batch.step_id + 1 if worker.queue else worker.next_step_id
             output = StepOutput(worker.capacity.worker_id, step_id, EMPTY, EMPTY)
             self._must_refuse(UnexpectedStepError, lambda o=output: self.scheduler.update(o, self.now))
-            self._must_refuse(ValueError, lambda w=worker: self.scheduler.add_worker(w.capacity, self.now))
+            self._must_refuse(ValueError, lambda w=worker: self.scheduler.add_worker(w.capacity))
         for done in [request for request in self.requests.values() if request.is_done]:
-            self._absorb(self.scheduler.abort_group(done.request_id, FinishReason.ABORTED, self.now))
-            self._absorb(self.scheduler.finish_sample(done.request_id, 0, FinishReason.STOP, self.now))
+            self._absorb(self.scheduler.abort_group(done.request_id, FinishReason.ABORTED))
+            self._absorb(self.scheduler.finish_sample(done.request_id, 0, FinishReason.STOP))
         self._absorb(self.scheduler.update(StepOutput("stranger", 1, EMPTY, EMPTY), self.now))
-        self.scheduler.remove_worker("stranger", self.now)
-        self.scheduler.drain_worker("stranger", self.now)
+        self.scheduler.remove_worker("stranger")
+        self.scheduler.drain_worker("stranger")
 
     def _must_refuse(self, error: type[Exception], call: Callable[[], object]) -> None:
         try:
@@ -323,7 +323,7 @@ class Cluster:
         self._has_seen_worker = True
         self._told = {place: told for place, told in self._told.items() if place[0] != c.worker_id}
         self._published[c.worker_id] = set()
-        self.scheduler.add_worker(c, self.now, blocks, next_step_id=worker.next_step_id)
+        self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:
@@ -341,7 +341,7 @@ class Cluster:
     def _remove(self, worker: SymbolicWorker) -> None:
         name = worker.capacity.worker_id
         self.trace.append(("remove", name))
-        self.scheduler.remove_worker(name, self.now)
+        self.scheduler.remove_worker(name)
         del self.workers[name]
         self._follow_prefixes()
         if self._published.pop(name):
@@ -351,7 +351,7 @@ class Cluster:
         """The worker was asked to leave."""
         self.trace.append(("drain", worker.capacity.worker_id))
         worker.is_draining = True
-        self.scheduler.drain_worker(worker.capacity.worker_id, self.now)
+        self.scheduler.drain_worker(worker.capacity.worker_id)
 
     def restart_scheduler(self, order: Iterable[Request]) -> None:
         """kill -9: a new scheduler adopts the pools, then the gateways submit what is open, in this order."""

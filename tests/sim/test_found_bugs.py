@@ -100,6 +100,6 @@ def test_sizes_of_the_model_outlive_its_workers() -> None:
     story.request(range(8), 4)
     story.lose(story.worker)
     with pytest.raises(WorkerMismatchError, match="block_size 8"):
-        story.scheduler.add_worker(make_capacity("w", block_size=8, max_model_len=64), story.now)
+        story.scheduler.add_worker(make_capacity("w", block_size=8, max_model_len=64))
     with pytest.raises(WorkerMismatchError, match="max_model_len 65"):
-        story.scheduler.add_worker(make_capacity("w", block_size=4, max_model_len=65), story.now)
+        story.scheduler.add_worker(make_capacity("w", block_size=4, max_model_len=65))

@@ -133,9 +133,9 @@ class Life:
         rng, name = self.rng, self.rng.choice(list(self.open))
         if rng.random() < 0.6:
             self.met["aborted"] += 1
-            self._absorb(self.core.abort_group(name, FinishReason.ABORTED, self.now))
+            self._absorb(self.core.abort_group(name, FinishReason.ABORTED))
         else:
-            self._absorb(self.core.finish_sample(name, rng.randrange(3), FinishReason.STOP, self.now))
+            self._absorb(self.core.finish_sample(name, rng.randrange(3), FinishReason.STOP))
 
     def _shake_workers(self) -> None:
         rng, worker = self.rng, self.rng.choice(list(self.workers.values()))
@@ -143,7 +143,7 @@ class Life:
         kind = rng.choice(("lost", "reconnected", "drained", "drained"))
         self.met[kind] += 1
         if kind == "drained":
-            self.core.drain_worker(name, self.now)
+            self.core.drain_worker(name)
             return
         self._leave(worker)
         if kind == "reconnected":
@@ -151,7 +151,7 @@ class Life:
 
     def _leave(self, worker: Worker) -> None:
         del self.workers[worker.capacity.worker_id]
-        self.core.remove_worker(worker.capacity.worker_id, self.now)
+        self.core.remove_worker(worker.capacity.worker_id)
 
     def _join(self) -> None:
         rng = self.rng
@@ -168,7 +168,7 @@ class Life:
     def _add(self, worker: Worker, committed: dict[int, CachedBlock]) -> None:
         self.workers[worker.capacity.worker_id] = worker
         worker.committed = dict(committed)
-        self.core.add_worker(worker.capacity, self.now, list(committed.values()))
+        self.core.add_worker(worker.capacity, list(committed.values()))
 
     def _step(self) -> None:
         for batch in self.core.schedule(self.now):

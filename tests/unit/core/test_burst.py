@@ -17,7 +17,7 @@ class Driver:
 
     def __init__(self, burst_s: float, depth: int = 1, num_blocks: int = 256, max_num_seqs: int = 2) -> None:
         self.scheduler = Scheduler(SchedulerConfig(burst_s=burst_s, eos_token_ids=frozenset({9})))
-        self.scheduler.add_worker(WorkerCapacity("w", 1, num_blocks, 4, max_num_seqs, 64, 512, depth), 0.0)
+        self.scheduler.add_worker(WorkerCapacity("w", 1, num_blocks, 4, max_num_seqs, 64, 512, depth))
         self.now = 0.0
         self.in_flight: list[StepBatch] = []  # one for each message
 
@@ -108,7 +108,7 @@ def test_a_run_goes_on_when_a_row_is_aborted() -> None:
     driver.add("stays")
     driver.add("leaves")
     driver.warm_up()
-    driver.scheduler.abort_group("leaves", FinishReason.ABORTED, driver.now)
+    driver.scheduler.abort_group("leaves", FinishReason.ABORTED)
     assert [len(deltas.token_ids) for deltas in driver.answer()] == [1] * 4
     (message,) = driver.in_flight
     assert [(len(step.rows), step.is_decode) for step in (message, *message.then)] == [(1, True)] * 4

@@ -10,7 +10,7 @@ from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 def test_a_row_that_had_no_block_for_a_while_goes_on_where_it_was() -> None:
     scheduler = Scheduler(SchedulerConfig(watermark=0.0))
-    scheduler.add_worker(WorkerCapacity("w", 1, 16, 4, 1, 16, 64, pipeline_depth=4), 0.0)
+    scheduler.add_worker(WorkerCapacity("w", 1, 16, 4, 1, 16, 64, pipeline_depth=4))
     scheduler.add_group(SequenceGroup("r", np.array([5, 6, 7], np.uint32), StopCondition(20)), 0.0)
     in_flight = scheduler.schedule(0.0)  # contexts 0, 3, 4, 5
     worker = scheduler._workers["w"]

@@ -102,7 +102,7 @@ def test_a_request_waits_for_the_worker_that_holds_its_prefix_and_leaves_when_th
     batches = scheduler.schedule(0.0)
     assert "again" not in str(opened(batches))
     assert opened(batches) == {"w1" if home == "w0" else "w0": ["cold"]}
-    scheduler.abort_group("cold", FinishReason.ABORTED, 0.0)
+    scheduler.abort_group("cold", FinishReason.ABORTED)
     for at in (1.9, 2.1):
         for batch in batches:
             scheduler.update(answer(batch), at)

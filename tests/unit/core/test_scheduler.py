@@ -48,7 +48,7 @@ def capacity(worker_id: str = "w", **changes: int) -> WorkerCapacity:
 
 def make(config: SchedulerConfig | None = None, **changes: int) -> Scheduler:
     scheduler = Scheduler(config or SchedulerConfig())
-    scheduler.add_worker(capacity(**changes), 0.0)
+    scheduler.add_worker(capacity(**changes))
     return scheduler
 
 
@@ -97,25 +97,25 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_workers_must_agree_and_sizes_must_work() -> None:
     scheduler = make()
     with pytest.raises(WorkerMismatchError, match="block_size 8, but w has 4"):
-        scheduler.add_worker(capacity("x", block_size=8), 0.0)
+        scheduler.add_worker(capacity("x", block_size=8))
     with pytest.raises(WorkerMismatchError, match="max_model_len"):
-        scheduler.add_worker(capacity("x", max_model_len=32), 0.0)
+        scheduler.add_worker(capacity("x", max_model_len=32))
     with pytest.raises(ValueError, match="below max_num_seqs"):
-        scheduler.add_worker(capacity("x", max_num_batched_tokens=7), 0.0)
+        scheduler.add_worker(capacity("x", max_num_batched_tokens=7))
     with pytest.raises(ValueError, match="is here already"):
-        scheduler.add_worker(capacity("w"), 0.0)
+        scheduler.add_worker(capacity("w"))
 
 
 def test_workers_of_another_size_may_follow_when_nothing_is_left() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4)), 0.0)
-    scheduler.remove_worker("w", 0.0)
+    scheduler.remove_worker("w")
     with pytest.raises(WorkerMismatchError, match="block_size 8"):
-        scheduler.add_worker(capacity("x", block_size=8), 0.0)
-    scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
-    scheduler.add_worker(capacity("x", block_size=8, max_model_len=128), 0.0)
+        scheduler.add_worker(capacity("x", block_size=8))
+    scheduler.abort_group("a", FinishReason.ABORTED)
+    scheduler.add_worker(capacity("x", block_size=8, max_model_len=128))
     with pytest.raises(WorkerMismatchError, match="block_size 4, but x has 8"):
-        scheduler.add_worker(capacity("y", block_size=4, max_model_len=128), 0.0)
+        scheduler.add_worker(capacity("y", block_size=4, max_model_len=128))
     scheduler.add_group(group("b", range(70)), 0.0)
     scheduler.check_invariants()
 
@@ -130,7 +130,7 @@ def test_what_waits_no_more_is_forgotten_before_its_deadline() -> None:
                 scheduler.update(answer(batch), now)
     scheduler.add_group(group("waits", range(1, 5), timeout_s=5.0), now)
     assert len(scheduler._requests._deadlines) < 100
-    scheduler.remove_worker("w", now)
+    scheduler.remove_worker("w")
     scheduler.schedule(now + 6.0)
     assert [finished.group.request_id for finished in scheduler.take_expired().finished] == ["waits"]
 
@@ -211,14 +211,14 @@ def test_adopted_blocks_are_hits_after_a_comparison_of_tokens() -> None:
     extend_digests(digests, root_digest(b"model", 4, b""), u32(*range(8)), 4)
     scheduler = Scheduler(config)
     blocks = [CachedBlock(7, digests[0], u32(0, 1, 2, 3)), CachedBlock(3, digests[1], u32(4, 5, 6, 99))]
-    scheduler.add_worker(capacity(), 0.0, blocks)
+    scheduler.add_worker(capacity(), blocks)
     scheduler.add_group(group("a", range(9)), 0.0)
     (batch,) = scheduler.schedule(0.0)
     assert batch.opens[0].num_computed_tokens == 4  # block 3 holds other tokens than its digest says
     assert batch.opens[0].block_table[0] == 7
     scheduler.check_invariants()
     with pytest.raises(ValueError, match="block 99"):
-        scheduler.add_worker(capacity("x"), 0.0, [CachedBlock(99, digests[0], u32(0, 1, 2, 3))])
+        scheduler.add_worker(capacity("x"), [CachedBlock(99, digests[0], u32(0, 1, 2, 3))])
 
 
 def test_salts_keep_requests_apart() -> None:
@@ -247,14 +247,14 @@ def test_a_drained_worker_finishes_and_takes_nothing_new() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    scheduler.drain_worker("w", 0.0)
+    scheduler.drain_worker("w")
     scheduler.add_group(group("b", range(4), max_tokens=2), 0.0)
     scheduler.update(answer(batch), 0.0)
     (batch,) = scheduler.schedule(0.0)
     deltas = scheduler.update(answer(batch), 0.0)
     assert [f.group.request_id for f in deltas.finished] == ["a"]
     assert not any(len(batch.rows) for batch in scheduler.schedule(0.0))
-    scheduler.add_worker(capacity("late"), 0.0)
+    scheduler.add_worker(capacity("late"))
     batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
     assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("late", "b")]
 
@@ -275,7 +275,7 @@ def test_prefix_events_tell_what_an_index_should_hold() -> None:
     (changes,) = scheduler.take_prefix_events()
     assert [is_cached for _, is_cached in changes.blocks] == [True, True]
     assert scheduler.cached_prefixes() == [changes]
-    scheduler.remove_worker("w", 0.0)
+    scheduler.remove_worker("w")
     (withdrawn,) = scheduler.take_prefix_events()
     assert [is_cached for _, is_cached in withdrawn.blocks] == [False, False]
 
@@ -290,7 +290,7 @@ def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(6)), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    scheduler.add_worker(capacity("other"), 0.0)
+    scheduler.add_worker(capacity("other"))
     assert fail_all(scheduler, batch) == []
     batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
     assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("other", "a")]
@@ -303,7 +303,7 @@ def test_a_retry_waits_for_the_other_worker_but_not_for_one_that_is_gone() -> No
     scheduler = make()
     scheduler.add_group(group("a", range(6)), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    scheduler.add_worker(capacity("other", max_num_seqs=1), 0.0)
+    scheduler.add_worker(capacity("other", max_num_seqs=1))
     scheduler.add_group(group("b", range(50, 56)), 0.0)
     (busy,) = scheduler.schedule(0.0)
     assert (busy.worker_id, busy.opens[0].group.request_id) == ("other", "b")
@@ -311,7 +311,7 @@ def test_a_retry_waits_for_the_other_worker_but_not_for_one_that_is_gone() -> No
     (closing,) = scheduler.schedule(0.0)
     assert not len(closing.rows)  # w has room, but failed it
     scheduler.update(answer(closing), 0.0)
-    scheduler.remove_worker("other", 0.0)
+    scheduler.remove_worker("other")
     (batch,) = scheduler.schedule(0.0)
     assert [o.group.request_id for o in batch.opens] == ["a", "b"]
 
@@ -326,7 +326,7 @@ def test_a_queue_is_bounded_by_tokens_too() -> None:
     scheduler.add_group(group("second", range(10), max_tokens=1, takes_over=True), 0.0)  # it was accepted before
     scheduler.add_group(group("third", range(10), max_tokens=1, tenant_id="b"), 0.0)  # its share is free
     scheduler.check_invariants()
-    scheduler.abort_group("first", FinishReason.ABORTED, 0.0)
+    scheduler.abort_group("first", FinishReason.ABORTED)
     scheduler.add_group(group("fourth", range(10), max_tokens=1), 0.0)
     scheduler.check_invariants()
 
@@ -401,8 +401,8 @@ def test_a_drained_workers_row_stays_if_nobody_else_could_ever_hold_it() -> None
     scheduler.add_group(group("big", range(40), max_tokens=20), 0.0)
     scheduler.add_group(group("small", range(100, 104)), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    scheduler.add_worker(capacity("tiny", num_blocks=4), 0.0)
-    scheduler.drain_worker("w", 0.0)
+    scheduler.add_worker(capacity("tiny", num_blocks=4))
+    scheduler.drain_worker("w")
     scheduler.check_invariants()
     scheduler.update(answer(batch), 0.0)
     served = {b.worker_id: [o.group.request_id for o in b.opens] for b in scheduler.schedule(0.0)}
@@ -446,7 +446,7 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
     with pytest.raises(DuplicateRequestError):
         send("f", takes_over=True)  # f wakes up: its stream has ended, it does not know about its client yet
     assert send("g", takes_over=True) == [ord("g")]  # g lost its stream: it comes again on the next one
-    scheduler.abort_group("a", FinishReason.ABORTED, 0.0)
+    scheduler.abort_group("a", FinishReason.ABORTED)
     assert send("f", takes_over=True) == []  # g died: nobody has it
     scheduler.check_invariants()
 

@@ -41,8 +41,8 @@ def lose_the_big_one(num_streams: int) -> Scheduler:
         add(scheduler, f"long{i}", 100 * i, 40, 20, 0.0, tenant_id="a")
     for batch in scheduler.schedule(0.0):
         scheduler.update(answer(batch), 0.0)
-    scheduler.add_worker(SMALL, 0.1)
-    scheduler.remove_worker("big", 0.2)
+    scheduler.add_worker(SMALL)
+    scheduler.remove_worker("big")
     return scheduler
 
 
@@ -52,7 +52,7 @@ def test_what_no_worker_could_run_stands_in_nobodys_way() -> None:
         add(scheduler, f"short{i}", 7000 + 10 * i, 4, 4, 0.3, tenant_id=f"t{i}")
     assert run(scheduler, 1.0).keys() == {f"short{i}" for i in range(5)}
     assert scheduler.stats().num_waiting == 20
-    scheduler.add_worker(BIG, 2.0)
+    scheduler.add_worker(BIG)
     ended = run(scheduler, 2.0)
     assert {end.reason for end in ended.values()} == {FinishReason.LENGTH}
     assert len(ended) == 20
@@ -73,8 +73,8 @@ def test_what_no_worker_could_run_ends_when_none_comes_in_time() -> None:
 def test_a_worker_that_comes_and_goes_gives_all_patience_back() -> None:
     scheduler = lose_the_big_one(1)
     run(scheduler, 1.0)
-    scheduler.add_worker(BIG, 50.0)
-    scheduler.drain_worker("big", 50.0)
+    scheduler.add_worker(BIG)
+    scheduler.drain_worker("big")
     run(scheduler, 50.0)
     assert scheduler.patience_ends_at == 110.0
 
@@ -82,7 +82,7 @@ def test_a_worker_that_comes_and_goes_gives_all_patience_back() -> None:
 def test_without_any_worker_requests_end_together_and_later_ones_are_refused() -> None:
     scheduler = lose_the_big_one(1)
     run(scheduler, 1.0)
-    scheduler.remove_worker("small", 5.0)
+    scheduler.remove_worker("small")
     run(scheduler, 5.0)
     add(scheduler, "late", 7000, 4, 4, 64.0)
     assert not run(scheduler, 64.9)
@@ -93,20 +93,20 @@ def test_without_any_worker_requests_end_together_and_later_ones_are_refused() -
     with pytest.raises(NoWorkerError):
         add(scheduler, "later", 7000, 4, 4, 65.0)
     assert not scheduler.has_work
-    scheduler.add_worker(SMALL, 70.0)
+    scheduler.add_worker(SMALL)
     add(scheduler, "again", 7000, 4, 4, 70.0)
     assert run(scheduler, 70.0)["again"].reason is FinishReason.LENGTH
 
 
 def test_samples_that_no_worker_has_rows_for_come_back_when_there_are_fewer() -> None:
     scheduler = make_scheduler(make_capacity("wide"), make_capacity("narrow", max_num_seqs=2))
-    scheduler.remove_worker("wide", 0.0)
+    scheduler.remove_worker("wide")
     add(scheduler, "pair", 500, 4, 2, 0.0, n=2)
-    scheduler.add_worker(make_capacity("wide"), 0.0)
+    scheduler.add_worker(make_capacity("wide"))
     add(scheduler, "many", 900, 4, 2, 0.0, n=3)
-    scheduler.remove_worker("wide", 0.0)
+    scheduler.remove_worker("wide")
     assert run(scheduler, 1.0).keys() == {"pair"}
-    scheduler.finish_sample("many", 2, FinishReason.STOP, 2.0)
+    scheduler.finish_sample("many", 2, FinishReason.STOP)
     ended = run(scheduler, 2.0)
     assert ended["many"].reason is FinishReason.LENGTH
 

@@ -150,7 +150,7 @@ async def test_help_shows_every_default() -> None:
 async def test_a_bug_in_the_step_loop_ends_the_process_loudly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_: float) -> Any:
+    def broken() -> Any:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(server, "settle_gc", lambda: None)

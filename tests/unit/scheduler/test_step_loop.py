@@ -12,7 +12,8 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import StepOutput
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.step_loop import ModelFacts, RetryAdvice, StepLoop
+from scheduler_svc.refusals import RetryAdvice
+from scheduler_svc.step_loop import ModelFacts, StepLoop
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
 from tests.unit.core.calls import count_calls
