@@ -9,15 +9,15 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format protos clean
+.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format lock protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev $(wildcard protos/quire/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev constraints-dev.txt $(wildcard protos/quire/v1/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --upgrade pip
 	scripts/install_torch $(BIN) "$(TORCH)"
 	scripts/install_dev $(BIN)
 	$(BIN)/python scripts/gen_protos.py
@@ -69,6 +69,9 @@ format: $(STAMP)  ## format the code and regenerate the synchronous client
 	$(BIN)/python scripts/gen_sync.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+lock: $(STAMP)  ## update the locked versions: constraints-dev.txt and deploy/docker/constraints.txt
+	scripts/lock $(BIN) "$(TORCH)"
 
 protos: $(STAMP)  ## regenerate the stubs
 	$(BIN)/python scripts/gen_protos.py --force
