@@ -26,7 +26,8 @@ from bench.gpu.report import Report
 from request_fields.fields import SamplingParams
 from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import check, choice, memory, runner
+from worker_svc.engine.gpu import memory, runner
+from worker_svc.engine.gpu.checks import case
 
 KINDS: list[dict[str, Any]] = [
     {"dtype": "bfloat16"},
@@ -106,14 +107,6 @@ def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[i
     return 0, 1
 
 
-def compare(
-    attention: Any, shape: Any, *, block_size: int, dtype: torch.dtype, device: torch.device, **rest: Any
-) -> None:
-    """Launches the comparison; its result is nothing, as nothing is computed."""
-    for rows in (check.DECODE_ROWS, check.MIXED_ROWS):
-        check.error_of(attention, shape, rows, block_size, dtype, device, has_scaled_cache=rest["has_scaled_cache"])
-
-
 def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
     """How many kernels a worker of this kind compiles at its start, and which it compiles too late."""
     before, recorder = len(device.loaded), Recorder(device)
@@ -123,8 +116,8 @@ def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
         mock.patch.object(runner, "_choose_dtype", lambda config, *_: config.dtype),
         mock.patch.object(runner, "make_recorder", return_value=recorder),
         mock.patch.object(memory, "_measure", measure),
-        mock.patch.object(choice, "is_compiled", return_value=True),
-        mock.patch.object(choice, "check_attention", compare),
+        mock.patch.object(case.Setup, "is_compiled", True),
+        mock.patch.object(case, "find_fault", return_value=None),  # nothing is computed
     ):
         engine = runner.DeviceRunner(config)
     at_start = len(device.loaded)

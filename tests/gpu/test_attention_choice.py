@@ -16,7 +16,6 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import choice
-from worker_svc.engine.gpu.kernels import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -39,7 +38,7 @@ def test_flash_attention_matches_transformers(folder, monkeypatch):
 
 def test_flash_attention_needs_its_block_size(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    with pytest.raises(BackendUnavailableError, match=r"block_size that 256 divides, got 16.*--attention triton"):
+    with pytest.raises(BackendUnavailableError, match=r"a multiple of 256, got 16; use .*--attention triton"):
         load(folder, attention="flash")
 
 
@@ -82,9 +81,9 @@ def only_16_bits(*_, **__):
 
 
 @pytest.mark.parametrize(("name", "broken", "message"), [
-    ("flash_attn_with_kvcache", one_key_short, "disagrees with the reference: its error over .* is 0.* allowed is"),
-    ("flash_attn_varlen_func", aligned_to_the_top_left, "disagrees with the reference"),
-    ("flash_attn_varlen_func", only_16_bits, "failed when it was tried .*only support fp16.*use --attention triton"),
+    ("flash_attn_with_kvcache", one_key_short, r"flash-attn failed the start-up check \(.* difference of output is"),
+    ("flash_attn_varlen_func", aligned_to_the_top_left, "flash-attn failed the start-up check"),
+    ("flash_attn_varlen_func", only_16_bits, "failed in the start-up .*only support fp16.*use --attention triton"),
 ])  # fmt: skip
 def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplog, name, broken, message):
     broken_package = ModuleType("flash_attn")
@@ -95,15 +94,6 @@ def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplo
     monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/triton"
     assert "attention is triton: flash-attn" in caplog.text
-
-
-def test_our_kernel_is_compared_where_it_is_compiled(folder, monkeypatch, plant_mutant):
-    """As where a compiler gets it wrong: here each query sees one key too few."""
-    monkeypatch.setattr(choice, "is_compiled", lambda device: True)
-    load(folder, kv_cache_dtype="fp8")
-    plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
-    with pytest.raises(BackendUnavailableError, match="as Triton compiles it for this GPU, disagrees with the ref"):
-        load(folder)
 
 
 def test_auto_takes_a_flash_attention_that_agrees(folder, monkeypatch):
@@ -130,7 +120,7 @@ def test_what_only_a_gpu_computes_is_refused_elsewhere(tmp_path, field, value):
 
 def test_flash_attention_reads_no_8_bits(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    with pytest.raises(BackendUnavailableError, match="reads no kv_cache_dtype fp8; use --attention triton"):
+    with pytest.raises(BackendUnavailableError, match="cannot read kv_cache_dtype fp8; use --attention triton"):
         load(folder, attention="flash", block_size=256, kv_cache_dtype="fp8")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +12,7 @@ import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from tests.gpu.builders import DEVICE, ints
+from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import noise, sample, threshold
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
@@ -130,38 +130,6 @@ def test_padding_is_left_alone():
     sample.sample(logits, state, rows, ints(0, 0), lowest, sample.scratch_for(2, VOCAB, DEVICE), out)
     assert out[0].tolist() == [-5, int(logits[1].argmax())]
     assert torch.equal(state[2], before[2])
-
-
-class Meeting:
-    """Where ranks that are threads meet. One runs at a time: the interpreter is made for one."""
-
-    def __init__(self, size):
-        self.size = size
-        self.turn = threading.Condition()
-        self.brought = []
-        self.results = []
-
-    def reduce(self, x, operation):
-        place = len(self.results)
-        self.brought.append(x)
-        if len(self.brought) == self.size:
-            self.results.append(operation(torch.stack(self.brought)))
-            self.brought = []
-            self.turn.notify_all()
-        assert self.turn.wait_for(lambda: len(self.results) > place, 60)
-        return x.copy_(self.results[place])
-
-
-class Rank(Group):
-    def __init__(self, rank, meeting):
-        super().__init__(rank, meeting.size)
-        self.meeting = meeting
-
-    def all_reduce(self, x):
-        return self.meeting.reduce(x, lambda all: all.sum(0))
-
-    def largest(self, x):
-        return self.meeting.reduce(x, lambda all: all.amax(0))
 
 
 def run_in_parts(size, logits, params, positions):

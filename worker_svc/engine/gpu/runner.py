@@ -27,7 +27,8 @@ from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
-from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.checks.case import Setup
+from worker_svc.engine.gpu.checks.start import check_kernels
 from worker_svc.engine.gpu.choice import choose_attention
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
@@ -137,19 +138,22 @@ class DeviceRunner:
         loader.check()
         most = config.max_model_len or whole.max_position_embeddings
         with torch.inference_mode():
-            attention = choose_attention(
-                config.attention, model.heads, config.determinism, block_size=config.block_size,
-                dtype=DTYPES[dtype],
-                max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_model_len=most,
-                device=self._device, has_scaled_cache=config.kv_cache_dtype == "fp8",
+            setup = Setup(
+                model, whole.vocab_size, DTYPES[dtype], config.block_size, most, self._device, self._group,
+                config.determinism, has_scaled_cache=config.kv_cache_dtype == "fp8",
             )  # fmt: skip
             if config.kv_cache_dtype == "fp8":
-                _check_fp8(attention, self._device)
+                _check_fp8(self._device)
+            attention = choose_attention(
+                config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
+            )
+            if setup.is_compiled:
+                check_kernels(setup)
             told = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
             with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
                 decoder = DeviceDecoder(
                     loader, model, self._group, most, self._device, told.weights,
-                    has_scaled_cache=config.kv_cache_dtype == "fp8",
+                    has_scaled_cache=setup.has_scaled_cache,
                 )  # fmt: skip
             self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
             max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
@@ -380,9 +384,7 @@ def _check_heads(model: ModelConfig) -> None:
         )
 
 
-def _check_fp8(attention: Attention, device: torch.device) -> None:
-    if attention.name == "flash":
-        raise BackendUnavailableError("attention flash reads no kv_cache_dtype fp8; use --attention triton")
+def _check_fp8(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         major, minor = FP8_CAPABILITY
         raise BackendUnavailableError(

@@ -1,0 +1,222 @@
+"""The start-up checks: they pass on every kernel, and see one wrong element or one row that depends on the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpu.builders import DEVICE
+from tests.gpu.driver import load
+from tests.gpu.ranks import Meeting, Rank
+from tests.gpu.test_runner import HEADS_4_2, SMALL
+from tests.unit.engine.models import make_model
+from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.gpu.attention import TritonAttention
+from worker_svc.engine.gpu.checks import layers, sampling, steps
+from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
+from worker_svc.engine.gpu.checks.case import Case, Setup, verify
+from worker_svc.engine.gpu.checks.start import CHECKS
+from worker_svc.engine.gpu.kernels import (
+    activation,
+    attention,
+    deltas,
+    linear,
+    prepare,
+    rms_norm,
+    rope_store,
+    sample,
+    threshold,
+)
+from worker_svc.engine.gpu.parallel import Group
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 72, "intermediate_size": 40, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 97,
+    "max_position_embeddings": 700, "mlp_bias": True,
+}  # fmt: skip
+EXACT = Setup(
+    parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False
+)  # fmt: skip
+FP8 = replace(EXACT, dtype=torch.float16, determinism="best_effort", has_scaled_cache=True)
+BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaForCausalLM"]}), block_size=1)
+
+
+def paged_attention_cases(setup):
+    made = TritonAttention(
+        setup.model.heads, setup.determinism, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
+        max_model_len=setup.max_model_len, dtype=setup.dtype, device=DEVICE,
+    )  # fmt: skip
+    return attention_cases(made, "paged_attention", setup)
+
+
+ALL_CASES = [*(cases for cases, _ in CHECKS), paged_attention_cases]
+
+
+def check(cases, setup):
+    for case in cases(setup):
+        verify(case, "use another one", is_exact=setup.is_exact)
+
+
+@pytest.mark.parametrize("cases", ALL_CASES)
+@pytest.mark.parametrize("setup", [EXACT, FP8], ids=["exact", "fp8"])
+def test_right_kernels_pass(cases, setup):
+    check(cases, setup)
+
+
+@pytest.mark.parametrize("cases", [layers.linear_cases, layers.rope_store_cases, steps.prepare_cases])
+def test_right_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_token(cases):
+    check(cases, BIASED)
+
+
+def names(faults):
+    """Test ids: what is checked, and the place of the fault."""
+    return [f"{cases.__name__}-{old}" for cases, *_, old, _ in faults]
+
+
+ONE_WRONG_ELEMENT = [
+    (layers.linear_cases, EXACT, linear, "total.to(", "tl.where((row == 64) & (column == 3), 0.0, total).to("),
+    (layers.linear_cases, BIASED, linear, "mask=column < N, other=0.0).to(", "mask=column < N - 1, other=0.0).to("),
+    (layers.norm_cases, EXACT, rms_norm, "(normed * weight)", "(normed * tl.where(column == 70, 1.0, weight))"),
+    (
+        layers.norm_cases, EXACT, rms_norm, "residual.to(tl.float32)",
+        "tl.where(column == 71, 0.0, residual.to(tl.float32))",
+    ),
+    (
+        layers.activation_cases, EXACT, activation, "(gate * up).to(out",
+        "(gate * tl.where(column == 39, 1.0, up)).to(out",
+    ),
+    (
+        layers.rope_store_cases, EXACT, rope_store, "tl.store(target, turned_a,",
+        "tl.store(target, tl.where((token == 1) & (head == 2) & (column == 5), a, turned_a),",
+    ),
+    (
+        layers.rope_store_cases, EXACT, rope_store, "b_weight = tl.where(head < HQ,",
+        "b_weight = tl.where((head < HQ) | ((head == HQ) & (column == 7)),",
+    ),
+    (
+        layers.rope_store_cases, FP8, rope_store, "first = round_e4m3(first.to(tl.float32)",
+        "first = round_e4m3(tl.where((token == 2) & (column == 0), 0.0, first.to(tl.float32))",
+    ),
+    (layers.rope_store_cases, FP8, rope_store, "if slot >= 0:", "if slot >= -1:"),
+    (
+        layers.rope_store_cases, EXACT, rope_store, "tl.store(values + HALF, second, mask=is_v)",
+        "tl.store(values + HALF + (token == 2) * HKV * D, second, mask=is_v)",
+    ),
+    (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
+    (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
+    (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
+    (
+        sampling.greedy_cases, EXACT, sample, "tl.store(token_ptr + sample, token)",
+        "tl.store(token_ptr + sample, token + (sample == 1).to(tl.int32))",
+    ),
+    (sampling.greedy_cases, EXACT, sample, "(score != score) | (score", "(score == score - 1) | (score"),
+    (
+        sampling.noise_cases, EXACT, sample, "tl.load(position_ptr + sample), tl.load(state + 7),",
+        "tl.load(position_ptr + sample) + (sample == 1).to(tl.int32), tl.load(state + 7),",
+    ),
+    (
+        sampling.filtered_cases, FP8, threshold, "tl.store(lowest_ptr + sample, bits.to",
+        "tl.store(lowest_ptr + sample, (bits + (sample == 1).to(tl.int32)).to",
+    ),
+    (
+        paged_attention_cases, FP8, attention, "tl.store(target, (acc / total)",
+        "tl.store(target, tl.where((batch_row == 3) & (head == 1) & (column == 5), 0.0, acc / total)",
+    ),
+    (
+        paged_attention_cases, EXACT, attention, "<= query_position[:, None]",
+        "<= tl.where(query_position == 262, 261, query_position)[:, None]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cases", "setup", "module", "old", "new"), ONE_WRONG_ELEMENT, ids=names(ONE_WRONG_ELEMENT))
+def test_one_wrong_element_fails(plant_mutant, cases, setup, module, old, new):
+    plant_mutant(module, old, new)
+    with pytest.raises(BackendUnavailableError, match=r"failed the start-up check \(.*the largest difference of .* is"):
+        check(cases, setup)
+
+
+FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
+ONE_OF_MANY = [
+    (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
+    (layers.norm_cases, rms_norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
+    (layers.activation_cases, activation, "(gate * up).to(out", f"(gate * up * {FACTOR}).to(out"),
+    (layers.rope_store_cases, rope_store, "position * HALF + column, mask=is_column, other=0.0)\n    turned_a",
+     f"position * HALF + column, mask=is_column, other=0.0) * {FACTOR}\n    turned_a"),
+    (steps.prepare_cases, prepare, "tl.where(known < 0, sampled_last, known)",
+     "tl.where((known < 0) & (num_rows > 1), sampled_last, known)"),
+    (sampling.noise_cases, sample, "tl.store(token_ptr + sample, token)",
+     "tl.store(token_ptr + sample, token + (tl.num_programs(0) == 1))"),
+    (paged_attention_cases, attention, "result = acc / total[:, None]",
+     "result = acc / total[:, None] * (1 + 1e-6 * tl.load(count_ptr))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cases", "module", "old", "new"), ONE_OF_MANY, ids=names(ONE_OF_MANY))
+def test_exact_mode_refuses_rows_that_depend_on_their_number(plant_mutant, cases, module, old, new):
+    plant_mutant(module, old, new)
+    with pytest.raises(BackendUnavailableError, match=r"rows \d to \d+ depend on the number of rows: the largest diff"):
+        check(cases, EXACT)
+    check(cases, replace(EXACT, determinism="best_effort"))
+
+
+def case_of(run, expected, **tolerances):
+    return Case("twice", "[2, 2]", (0, 1, 2), run, {"output": torch.tensor(expected)}, tolerances)
+
+
+def test_the_error_names_kernel_inputs_difference_and_remedy():
+    found = torch.tensor([[1.0, 2.0], [3.0, 4.5]])
+    case = case_of(lambda first, last: {"output": found[first:last]}, [[1.0, 2.0], [3.0, 4.0]], output=0.01)
+    with pytest.raises(BackendUnavailableError) as caught:
+        verify(case, "use three", is_exact=True)
+    assert str(caught.value) == (
+        "twice failed the start-up check ([2, 2]): the largest difference of output is 0.5 at [1, 1] (got 4.5, "
+        "expected 4, tolerance 0.0754); use three"
+    )
+
+
+def test_nan_is_never_right():
+    with pytest.raises(BackendUnavailableError, match=r"is inf at \[0, 1\] \(got nan, expected 2,"):
+        verify(case_of(lambda *_: {"output": torch.tensor([[1, torch.nan]])}, [[1.0, 2.0]]), "", is_exact=False)
+
+
+def test_a_kernel_that_does_not_run_is_refused():
+    def run(first, last):
+        raise RuntimeError("out of resource: shared memory")
+
+    with pytest.raises(BackendUnavailableError, match=r"twice failed in the .*: out of resource.*; use three"):
+        verify(case_of(run, [[1.0]]), "use three", is_exact=False)
+
+
+def test_ranks_check_their_parts_of_the_vocabulary():
+    meeting = Meeting(2)
+
+    def run(rank):
+        with meeting.turn:
+            check(sampling.filtered_cases, replace(FP8, group=Rank(rank, meeting)))
+            check(sampling.greedy_cases, replace(FP8, group=Rank(rank, meeting)))
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(run, range(2)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL, **HEADS_4_2)
+
+
+def test_a_worker_checks_its_kernels_where_they_are_compiled(folder, monkeypatch, plant_mutant):
+    monkeypatch.setattr(Setup, "is_compiled", True)
+    load(folder, kv_cache_dtype="fp8")
+    plant_mutant(rope_store, "cos_ptr + position", "cos_ptr + (position + 1)")
+    with pytest.raises(BackendUnavailableError, match=r"rope_store failed the .* or use --backend cpu"):
+        load(folder)
+    plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
+    with pytest.raises(BackendUnavailableError, match=r"paged_attention failed the .*--attention flash"):
+        load(folder)

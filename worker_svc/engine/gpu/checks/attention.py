@@ -1,0 +1,103 @@
+"""Attention: decode rows, and prompts beside single queries, over blocks in reverse order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from worker_svc.engine.gpu.attention import Attention, LayerCache
+from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
+from worker_svc.engine.gpu.device_rows import HEAD_WORDS
+from worker_svc.engine.gpu.kernels.attention import Queries, reference
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
+
+# (tokens in the pool, queries): a first token, a second block, two splits, lengths that are no multiple of anything.
+DECODE_ROWS = [(0, 1), (5, 1), (300, 1), (600, 1)]
+MIXED_ROWS = [(0, 7), (260, 3), (31, 1)]
+MAX_ROWS, MAX_TOKENS = 4, 128  # that `Attention` must have room for
+SCALE = 0.5  # of keys and values in fp8
+
+
+def attention_cases(attention: Attention, name: str, setup: Setup) -> Iterator[Case]:
+    """Both ways in which attention is called."""
+    for rows in (DECODE_ROWS, MIXED_ROWS):
+        yield _case(attention, name, setup, [_shortened(row, setup.max_model_len) for row in rows])
+
+
+def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
+    context, count = row
+    return min(context, max(max_model_len - count, 0)), count
+
+
+def _case(attention: Attention, name: str, setup: Setup, rows: list[tuple[int, int]]) -> Case:
+    shape, block_size = setup.model.heads, setup.block_size
+    starts = [sum(count for _, count in rows[:i]) for i in range(len(rows) + 1)]
+    num_blocks = -(-max(context + count for context, count in rows) // block_size)
+    records = setup.records(len(rows), num_blocks)
+    records[:, HEAD_WORDS:][:, :num_blocks] = torch.arange(len(rows) * num_blocks).flip(0).view(len(rows), num_blocks)
+    pool = (len(rows) * num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    q = setup.random(starts[-1], shape.num_q_heads, shape.head_dim)
+    keys, values = setup.random(*pool, seed=1), setup.random(*pool, seed=2)
+    cache = LayerCache(keys, values, None)
+    if setup.has_scaled_cache:
+        cache, keys, values = _scaled(keys, values)
+    queries = _queries(rows, records)
+    return Case(
+        name,
+        f"rows of (tokens before, queries) {rows}, {shape.num_q_heads} query heads, {shape.num_kv_heads} KV heads, "
+        f"head_dim {shape.head_dim}, block_size {block_size}",
+        starts,
+        partial(_attend, attention, rows, records, q, starts, cache),
+        {"output": reference(q, (keys, values), queries, len(rows), shape)},
+        {"output": TOLERANCES[setup.dtype]},
+    )
+
+
+def _attend(
+    attention: Attention,
+    rows: list[tuple[int, int]],
+    records: torch.Tensor,
+    q: torch.Tensor,
+    starts: list[int],
+    cache: LayerCache,
+    first: int,
+    last: int,
+) -> Outputs:
+    chosen = q[starts[first] : starts[last]].clone()
+    columns, out = _columns(rows[first:last], records[first:last].clone()), torch.full_like(chosen, torch.nan)
+    attention.begin(columns)
+    attention.attend(chosen, cache, columns, out)
+    return {"output": out}
+
+
+def _scaled(keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
+    """The cache in fp8, and the keys and values that it represents."""
+    scales = torch.full((2, keys.shape[2]), SCALE, device=keys.device)
+    narrow_keys, narrow_values = ((pool / SCALE).to(torch.float8_e4m3fn) for pool in (keys, values))
+    cache = LayerCache(narrow_keys, narrow_values, scales)
+    return cache, narrow_keys.to(keys.dtype) * SCALE, narrow_values.to(keys.dtype) * SCALE
+
+
+def _queries(rows: list[tuple[int, int]], records: torch.Tensor) -> Queries:
+    contexts, counts = (torch.tensor(column) for column in zip(*rows, strict=True))
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    lines, starts, contexts = (
+        column.int().to(records.device) for column in (torch.arange(len(rows)), starts, contexts)
+    )
+    return Queries(lines, starts, contexts, records[:, HEAD_WORDS:])
+
+
+def _columns(rows: list[tuple[int, int]], records: torch.Tensor) -> StepColumns:
+    """A step of these rows that does not sample."""
+    queries = _queries(rows, records)
+    none = torch.empty(0, dtype=torch.int32, device=records.device)
+    is_decode = all(count == 1 for _, count in rows)
+    return StepColumns(
+        bucket=Bucket(int(queries.starts[-1]), len(rows), 0, is_decode=is_decode, is_filtered=False),
+        num_rows=torch.tensor([len(rows)], dtype=torch.int32, device=records.device),
+        queries=queries, sample_rows=none, sample_tokens=none, output_positions=none, known=none, token_ids=none,
+        positions=none, slots=none,
+        host=HostStep(queries.starts.cpu().long().numpy(), queries.contexts.cpu().long().numpy()),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""The sampler: greedy rows, noise, and noise after top_k, top_p and min_p, over the model's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from request_fields.fields import SamplingParams, sampling_params
+from worker_svc.engine.gpu.checks.case import Case, Outputs, Setup
+from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
+from worker_svc.engine.gpu.kernels import sample, threshold
+
+GREEDY = sampling_params({"temperature": 0.0})
+NOISE = [
+    sampling_params({"temperature": 0.8, "seed": 2**63 + 5}),
+    sampling_params({"temperature": 1.3, "seed": 7}),
+    GREEDY,
+]
+FILTERED = [
+    sampling_params({"temperature": 0.8, "seed": 1, "top_k": 20}),
+    sampling_params({"temperature": 0.8, "seed": 2, "top_p": 0.9}),
+    sampling_params({"temperature": 1.2, "seed": 3, "top_k": 50, "top_p": 0.8, "min_p": 0.01}),
+    sampling_params({"temperature": 1.0, "seed": 4}),
+]
+SPREAD = 3.0  # of the logits
+
+
+def greedy_cases(setup: Setup) -> Iterator[Case]:
+    """A plain row, a tie between the first and the last ids, and a row with NaN."""
+    logits = _logits(setup, 3)
+    logits[1, [1, -1]] = 99.0
+    logits[2, setup.vocab_size // 2] = torch.nan
+    yield _case("sample (greedy)", setup, logits, [GREEDY] * 3)
+
+
+def noise_cases(setup: Setup) -> Iterator[Case]:
+    yield _case("sample (noise)", setup, _logits(setup, len(NOISE)), NOISE)
+
+
+def filtered_cases(setup: Setup) -> Iterator[Case]:
+    yield _case("sample (filtered)", setup, _logits(setup, len(FILTERED)), FILTERED, is_filtered=True)
+
+
+def _logits(setup: Setup, count: int) -> torch.Tensor:
+    """Of the whole vocabulary, in the dtype that the output layer leaves."""
+    generator = torch.Generator().manual_seed(0)
+    return (SPREAD * torch.randn(count, setup.vocab_size, generator=generator)).to(setup.dtype)
+
+
+def _case(
+    name: str, setup: Setup, logits: torch.Tensor, params: Sequence[SamplingParams], *, is_filtered: bool = False
+) -> Case:
+    """Every rank passes its part of the vocabulary and expects the tokens of the whole."""
+    part = setup.group.vocab_part(setup.vocab_size)
+    own = logits[:, part.start : part.stop].contiguous().to(setup.device)
+    wanted = [sample.reference(row, p, i, position(i)) for i, (row, p) in enumerate(zip(logits, params, strict=True))]
+    tokens = torch.tensor([0 if token is None else token for token in wanted])
+    expected = {"tokens": tokens, "statuses": torch.tensor([token is None for token in wanted]), "last tokens": tokens}
+    if is_filtered:
+        bounds = [float(threshold.reference(row, p)) for row, p in zip(logits, params, strict=True)]
+        expected["thresholds"] = torch.tensor(bounds)
+
+    def run(first: int, last: int) -> Outputs:
+        return _sample(setup, own[first:last].clone(), params[first:last], first, is_filtered=is_filtered)
+
+    inputs = f"{len(params)} rows, vocab_size {setup.vocab_size}, this rank's ids {part}, {setup.dtype}"
+    return Case(name, inputs, range(len(params) + 1), run, expected)
+
+
+def position(row: int) -> int:
+    """The output position at which a row samples; its index is that of the row."""
+    return 1000 * row + 3
+
+
+def _sample(
+    setup: Setup, logits: torch.Tensor, params: Sequence[SamplingParams], first: int, *, is_filtered: bool
+) -> Outputs:
+    """`logits` [S, this rank's ids] of the rows from `first` on."""
+    count, size = logits.shape
+    state = _state(setup, params, first)
+    rows = torch.arange(count, 0, -1, dtype=torch.int32, device=setup.device)
+    positions = setup.ints(*(position(first + i) for i in range(count)))
+    lowest = None
+    if is_filtered:
+        scratch = threshold.Scratch.make(count, size, setup.device)
+        lowest = threshold.find_thresholds(logits, state, rows, scratch, setup.group)
+    out = setup.ints(*[-1] * count), setup.ints(*[-1] * count)
+    first_id = setup.group.vocab_part(setup.vocab_size).start
+    sample.sample(
+        logits, state, rows, positions, lowest, sample.scratch_for(count, size, setup.device), out, first_id,
+        setup.group,
+    )  # fmt: skip
+    outputs = {"tokens": out[0], "statuses": out[1], "last tokens": state[rows.long(), 0]}
+    return outputs if lowest is None else outputs | {"thresholds": lowest}
+
+
+def _state(setup: Setup, params: Sequence[SamplingParams], first: int) -> torch.Tensor:
+    """The rows' records in reverse order, after one that no row uses."""
+    state = setup.records(len(params) + 1)
+    for i, row in enumerate(params):
+        state[len(params) - i, :HEAD_WORDS] = torch.from_numpy(sampling_words(row, first + i))
+    return state

@@ -1,0 +1,30 @@
+"""The table of kernels that are checked before a worker serves. Attention is checked where it is chosen (choice.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from worker_svc.engine.gpu.checks.case import Case, Setup, verify
+from worker_svc.engine.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases
+from worker_svc.engine.gpu.checks.sampling import filtered_cases, greedy_cases, noise_cases
+from worker_svc.engine.gpu.checks.steps import deltas_cases, prepare_cases
+
+OTHER_TRITON = "install another version of Triton, or use --backend cpu"
+CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
+    (linear_cases, "install another version of Triton, or use --determinism best_effort (linear layers by cuBLAS)"),
+    (norm_cases, OTHER_TRITON),
+    (rope_store_cases, OTHER_TRITON),
+    (activation_cases, OTHER_TRITON),
+    (deltas_cases, OTHER_TRITON),
+    (prepare_cases, OTHER_TRITON),
+    (greedy_cases, OTHER_TRITON),
+    (noise_cases, OTHER_TRITON),
+    (filtered_cases, OTHER_TRITON),
+)
+
+
+def check_kernels(setup: Setup) -> None:
+    """Raises BackendUnavailableError for the first kernel that is wrong on this device. All ranks call it together."""
+    for cases, advice in CHECKS:
+        for case in cases(setup):
+            verify(case, advice, is_exact=setup.is_exact)
