@@ -23,8 +23,14 @@ from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import u32_to_bytes
+from request_fields.fields import End
 from svc_common.errors import InvalidRequestError
 
+REASONS = {
+    End.EOS: types.FINISH_REASON_EOS,
+    End.STOP: types.FINISH_REASON_STOP,
+    End.LENGTH: types.FINISH_REASON_LENGTH,
+}
 MAX_CHUNK_TOKENS = 1024  # a few milliseconds to turn into text, and far below the 4 MiB that clients accept
 
 
@@ -143,17 +149,17 @@ class SampleStream:
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """The end that this output already reached, by the rules of the scheduler; None: it goes on."""
-        stop = self._plan.stop
-        finish = scheduler_pb2.SampleFinished(sample_index=self.index)
-        if output and output[-1] in self._plan.model.info.eos_token_ids and not stop.ignore_eos:
-            finish.reason = types.FINISH_REASON_EOS
-        elif output and output[-1] in stop.stop_token_ids:
-            finish.reason = types.FINISH_REASON_STOP
+        """The end that this output already reached, by the rule that schedulers apply; None: it continues."""
+        if not output:
+            return None
+        plan = self._plan
+        end = plan.stop_condition.end_of(output[-1], len(output), plan.model.info.eos_token_ids)
+        if end is None:
+            return None
+        finish = scheduler_pb2.SampleFinished(sample_index=self.index, reason=REASONS[end])
+        if end is End.STOP:
             finish.stop_token_id = output[-1]
-        elif output and len(output) >= stop.max_tokens:
-            finish.reason = types.FINISH_REASON_LENGTH
-        return finish if finish.reason else None
+        return finish
 
 
 def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:

@@ -16,6 +16,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel
 from request_fields import checks
+from request_fields.fields import StopCondition, stop_condition
 from svc_common.errors import InvalidRequestError, UnimplementedError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -38,6 +39,7 @@ class GenerationPlan:
     prompt_ids: array[int]
     sampling: types.SamplingParams  # every served field set
     stop: types.StopParams  # max_tokens set
+    stop_condition: StopCondition  # the part of it that ends a sequence by its own tokens
     scheduling: pb.SchedulingParams
     wants_text: bool
     wants_token_ids: bool
@@ -125,6 +127,7 @@ def plan_generation(
         prompt_ids=array("I", prompt_ids),
         sampling=sampling,
         stop=stop,
+        stop_condition=stop_condition(checks.values_set(stop)),
         scheduling=request.scheduling,
         wants_text=(not output.HasField("text") or output.text) and model.text.tokenizer is not None,
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,

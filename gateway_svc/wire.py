@@ -10,6 +10,7 @@ from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.validation import GenerationPlan
+from request_fields.fields import Side, served
 from svc_common.errors import QuireError, error_from_code
 
 
@@ -56,15 +57,20 @@ def submit_from_plan(plan: GenerationPlan) -> pb.Submit:
         request_id=plan.request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
         sampling=plan.sampling,
-        stop=types.StopParams(
-            max_tokens=plan.stop.max_tokens,
-            stop_token_ids=plan.stop.stop_token_ids,
-            ignore_eos=plan.stop.ignore_eos,
-        ),
+        stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
         tenant_id=plan.scheduling.tenant_id,
     )
+
+
+def _without_strings(stop: types.StopParams) -> types.StopParams:
+    kept = types.StopParams()
+    kept.CopyFrom(stop)
+    for name, field in served("stop").items():
+        if field.applied_by is Side.GATEWAY:
+            kept.ClearField(name)  # type: ignore[arg-type]
+    return kept
 
 
 def continuation_from_outputs(samples: Iterable[tuple[array[int], bool]]) -> types.Continuation:

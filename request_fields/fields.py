@@ -6,7 +6,7 @@ of each backend, and the SDK's `GenerateOptions`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, Flag, auto
 from typing import Any
@@ -214,3 +214,34 @@ SAMPLER_FIELDS = {attribute.name: BY_PATH[f"sampling.{attribute.name}"] for attr
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     """Values by field name; one that is missing takes the field's default, and seed 0."""
     return SamplingParams(**{name: given.get(name, field.default or 0) for name, field in SAMPLER_FIELDS.items()})
+
+
+class End(Enum):
+    """Why a sequence ended by its own tokens; the names of FinishReason in the protocol."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class StopCondition:
+    """When a sequence ends by its own tokens: the typed form of the `stop` fields that Side.SCHEDULER applies."""
+
+    max_tokens: int  # output tokens; 0 computes the prompt and returns nothing
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
+        """Why the sequence ends with its newest output token, of `num_output`; None: it continues."""
+        if last_token in eos_token_ids and not self.ignore_eos:
+            return End.EOS
+        if last_token in self.stop_token_ids:
+            return End.STOP
+        return End.LENGTH if num_output >= self.max_tokens else None
+
+
+def stop_condition(given: Mapping[str, Any]) -> StopCondition:
+    """Values by field name, max_tokens among them; one that is missing takes the field's default."""
+    values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
+    return StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})

@@ -14,6 +14,7 @@ from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields import checks
+from request_fields.fields import StopCondition, stop_condition
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -24,7 +25,7 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from svc_common.errors import InvalidRequestError, QuireError, UnimplementedError
 
 U32 = npt.NDArray[np.uint32]
@@ -231,9 +232,7 @@ def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopConditio
             f"stop.stop_token_ids holds {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
             field="stop.stop_token_ids",
         )
-    return StopCondition(
-        max_tokens=stop.max_tokens, stop_token_ids=frozenset(stop.stop_token_ids), ignore_eos=stop.ignore_eos
-    )
+    return stop_condition(checks.values_set(stop))
 
 
 def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:

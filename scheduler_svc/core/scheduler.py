@@ -348,7 +348,8 @@ class Scheduler:
         """End the rows whose newest token ends them."""
         for i in self._stops.ending(worker.rows, rows, deltas.token_ids):
             seq = worker.rows.sequence(int(rows[i]))
-            reason, stop_id = self._stops.why(seq.group, int(deltas.token_ids[i]))
+            num_output = int(deltas.offsets[i]) + 1
+            reason, stop_id = self._stops.why(seq.group.stop, int(deltas.token_ids[i]), num_output)
             deltas.finished.append(self._requests.end(seq, reason, stop_token_id=stop_id))
             if reason is not FinishReason.LENGTH:
                 self._measures.note_output(len(seq.data.output))

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.fields import StopCondition as StopCondition
+
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
@@ -49,15 +51,6 @@ TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
 
 class IllegalTransitionError(RuntimeError):
     """A status change that the table does not allow: a bug of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopCondition:
-    """When a sequence ends, in tokens. `max_tokens` counts output; 0 computes the prompt and returns nothing."""
-
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
 
 
 @dataclass(slots=True)

@@ -69,7 +69,8 @@ class Requests:
 
     def _end_early(self, seq: Sequence) -> Finished:
         seq.move_to(SequenceStatus.FINISHED)
-        reason, stop_id = self._stops.why(seq.group, int(seq.data.output[-1]))
+        output = seq.data.output
+        reason, stop_id = self._stops.why(seq.group.stop, int(output[-1]), len(output))
         return _finished(seq, reason, stop_id)
 
     # -- ends ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from request_fields.fields import End, StopCondition
+from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import RowTable
 
@@ -29,27 +30,25 @@ class Stops:
     def ending(self, table: RowTable, rows: I64, token_ids: U32) -> list[int]:
         """Positions of those rows that their newest token ends."""
         ends = table.num_tokens[rows] >= table.limit[rows]
+        may_end = table.has_stop_ids[rows]
         for eos in self._eos:
-            ends |= (token_ids == eos) & ~table.ignore_eos[rows]
-        has_stop_ids = table.has_stop_ids[rows]
-        for i in np.flatnonzero(has_stop_ids & ~ends).tolist():
-            ends[i] = int(token_ids[i]) in table.sequence(int(rows[i])).group.stop.stop_token_ids
+            may_end |= (token_ids == eos) & ~table.ignore_eos[rows]
+        for i in np.flatnonzero(may_end & ~ends).tolist():
+            row = int(rows[i])
+            num_output = int(table.num_tokens[row] - table.prompt_len[row])
+            stop = table.sequence(row).group.stop
+            ends[i] = stop.end_of(int(token_ids[i]), num_output, self._eos_token_ids) is not None
         positions: list[int] = np.flatnonzero(ends).tolist()
         return positions
 
     def is_complete(self, seq: Sequence) -> bool:
         """A Continuation already holds the token that ends it."""
-        output, stop = seq.data.output, seq.group.stop
+        output = seq.data.output
         if not len(output):
             return False
-        last = int(output[-1])
-        is_eos = last in self._eos_token_ids and not stop.ignore_eos
-        return is_eos or last in stop.stop_token_ids or len(output) >= stop.max_tokens
+        return seq.group.stop.end_of(int(output[-1]), len(output), self._eos_token_ids) is not None
 
-    def why(self, group: SequenceGroup, last_token: int) -> tuple[FinishReason, int | None]:
-        """The reason to end with this token, and the stop id if it is one."""
-        if last_token in self._eos_token_ids and not group.stop.ignore_eos:
-            return FinishReason.EOS, None
-        if last_token in group.stop.stop_token_ids:
-            return FinishReason.STOP, last_token
-        return FinishReason.LENGTH, None
+    def why(self, stop: StopCondition, last_token: int, num_output: int) -> tuple[FinishReason, int | None]:
+        """The reason to end with this output token, and the stop id if it is one. LENGTH: some limit is reached."""
+        end = stop.end_of(last_token, num_output, self._eos_token_ids) or End.LENGTH
+        return FinishReason(end.value), last_token if end is End.STOP else None

@@ -1,0 +1,45 @@
+"""The rule that ends a sequence by its own tokens, which schedulers and gateways share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from quire.v1 import types_pb2 as types
+
+from request_fields import checks
+from request_fields.fields import End, Side, StopCondition, served, stop_condition
+
+EOS = (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("stop", "last_token", "num_output", "end"),
+    [
+        (StopCondition(5), 1, 4, None),
+        (StopCondition(5), 1, 5, End.LENGTH),
+        (StopCondition(5), 1, 6, End.LENGTH),
+        (StopCondition(5), 8, 1, End.EOS),
+        (StopCondition(5), 8, 5, End.EOS),
+        (StopCondition(5, ignore_eos=True), 8, 1, None),
+        (StopCondition(5, frozenset({3})), 3, 1, End.STOP),
+        (StopCondition(5, frozenset({3})), 3, 5, End.STOP),
+        (StopCondition(5, frozenset({8})), 8, 1, End.EOS),
+        (StopCondition(5, frozenset({8}), ignore_eos=True), 8, 1, End.STOP),
+    ],
+)
+def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
+    stop: StopCondition, last_token: int, num_output: int, end: End | None
+) -> None:
+    assert stop.end_of(last_token, num_output, EOS) is end
+
+
+def test_the_condition_has_the_fields_that_schedulers_apply() -> None:
+    applied = {name for name, field in served("stop").items() if Side.SCHEDULER in field.applied_by}
+    assert {field.name for field in dataclasses.fields(StopCondition)} == applied
+
+
+def test_the_condition_of_a_message() -> None:
+    message = types.StopParams(max_tokens=4, stop=["x"], stop_token_ids=[3, 3, 2], ignore_eos=True)
+    assert stop_condition(checks.values_set(message)) == StopCondition(4, frozenset({2, 3}), ignore_eos=True)
+    assert stop_condition({"max_tokens": 0}) == StopCondition(0)
