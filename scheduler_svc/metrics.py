@@ -10,13 +10,14 @@ import numpy as np
 from quire.v1 import types_pb2
 
 from scheduler_svc.core.messages import Deltas, Finished, MigrationReason, SchedulerStats
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequence import SequenceGroup
 from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
 
 MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")
 WORKER_STATES = ("loading", "ready", "draining", "lost")
 
+Sample = tuple[int, int, int]  # owner, handle, sample index
 STEP_BYTES = tuple(64 * 4**power for power in range(10))  # to 16 MiB
 
 SPECS = (
@@ -152,6 +153,7 @@ class SchedulerTimes:
         self.idle_s = 0.0
         self.refusals: Counter[str] = Counter()  # by status code
         self._turn_ended_at: float | None = None
+        self._first_token_at: dict[Sample, float] = {}  # of live samples
 
     def note_turn(self, started_at: float, ended_at: float) -> None:
         """One turn of the step loop."""
@@ -174,22 +176,17 @@ class SchedulerTimes:
                 self._note_first_token(group, int(deltas.sample_indices[i]), now)
 
     def _note_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
-        seq = _sample(group, sample_index)
-        if seq is None or seq.first_token_at is not None:
-            return
-        seq.first_token_at = now
-        if seq.admitted_at is not None:
-            self.queue.observe(seq.admitted_at - group.arrival)
-            self.prefill.observe(now - seq.admitted_at)
+        self._first_token_at[(group.owner, group.handle, sample_index)] = now
+        admitted_at = next((seq.admitted_at for seq in group.sequences if seq.sample_index == sample_index), None)
+        if admitted_at is not None:
+            self.queue.observe(admitted_at - group.arrival)
+            self.prefill.observe(now - admitted_at)
 
     def _note_end(self, finished: Finished, now: float) -> None:
-        seq = _sample(finished.group, finished.sample_index)
-        if seq is not None and seq.first_token_at is not None:
-            self.decode.observe(now - seq.first_token_at)
-
-
-def _sample(group: SequenceGroup, sample_index: int) -> Sequence | None:
-    return next((seq for seq in group.sequences if seq.sample_index == sample_index), None)
+        group = finished.group
+        first_token_at = self._first_token_at.pop((group.owner, group.handle, finished.sample_index), None)
+        if first_token_at is not None:
+            self.decode.observe(now - first_token_at)
 
 
 class Loop(Protocol):

@@ -206,7 +206,7 @@ class WorkerPool:
         return self._remember(request)
 
     def _remember(self, request: scheduler_pb2.RegisterRequest) -> Worker:
-        self._drop_old_losses()
+        self._workers = {known.worker_id: known for known in self._known()}
         worker = Worker(request.worker_id, request.worker_epoch, request.address)
         self._workers[worker.worker_id] = worker
         log.info("worker %s registered from %s", worker.worker_id, worker.address)
@@ -362,9 +362,10 @@ class WorkerPool:
     def _mark_lost(self, worker: Worker) -> None:
         worker.lost_at = asyncio.get_running_loop().time()
 
-    def _drop_old_losses(self) -> None:
+    def _known(self) -> list[Worker]:
+        """All workers but those that were lost long ago."""
         since = asyncio.get_running_loop().time() - LOST_SHOWN_S
-        self._workers = {i: w for i, w in self._workers.items() if w.lost_at is None or w.lost_at > since}
+        return [worker for worker in self._workers.values() if worker.lost_at is None or worker.lost_at > since]
 
     def _changed(self) -> None:
         infos = [
@@ -397,14 +398,12 @@ class WorkerPool:
 
     def num_in_states(self) -> Counter[str]:
         """Workers by state, those lost lately included."""
-        self._drop_old_losses()
-        return Counter(_state_of(worker) for worker in self._workers.values())
+        return Counter(_state_of(worker) for worker in self._known())
 
     def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
         """All workers, those that are still loading and those lost lately included."""
-        self._drop_old_losses()
         books = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
-        return [_describe(worker, books.get(worker.worker_id)) for worker in self._workers.values()]
+        return [_describe(worker, books.get(worker.worker_id)) for worker in self._known()]
 
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:

@@ -89,7 +89,6 @@ class Sequence:
     num_preemptions: int = 0
     is_admitted_before: bool = False
     admitted_at: float | None = None  # first place in a step
-    first_token_at: float | None = None  # the caller's note
     failed_on: str | None = None  # the worker where its row failed once: a second failure ends it
 
     def move_to(self, status: SequenceStatus) -> None:

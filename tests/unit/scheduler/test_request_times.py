@@ -22,6 +22,7 @@ async def test_each_part_of_a_requests_time_is_counted_once() -> None:
         # Samples that fork off a prompt have no queue and no prefill of their own.
         assert [sum(part.counts) for part in (times.queue, times.prefill, times.decode)] == [2, 2, 3]
         assert sum(times.turn.counts) >= 4
+        assert not times._first_token_at, "notes of requests that have ended"
         assert times.idle_s > 0
 
 
