@@ -1,4 +1,4 @@
-"""Child processes that end with the test that started them, however that ends."""
+"""Child processes that end when the test process ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Linux ends the child when its parent dies (PR_SET_PDEATHSIG = 1); the setting survives exec. SIGKILL, because a
-# stopped process would not hear anything else.
+# Linux signals the child when its parent dies (PR_SET_PDEATHSIG = 1), and exec keeps the setting. The signal is SIGKILL,
+# because a stopped process handles no other.
 LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -19,9 +19,9 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def start_child(command: list[str], log_path: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own, so that Ctrl-C reaches only us; it appends to its log.
+    """Start `command` in its own session, so that Ctrl-C signals only the test process; append its output to the log.
 
-    Call it from the main thread: the kernel takes the end of the calling thread for the end of the parent.
+    Call it from the main thread: the kernel sends the signal when the calling thread ends.
     """
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]

