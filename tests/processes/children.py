@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Linux signals the child when its parent dies (PR_SET_PDEATHSIG = 1), and exec keeps the setting. The signal is SIGKILL,
-# because a stopped process handles no other.
+# Linux signals the child when its parent dies (PR_SET_PDEATHSIG = 1), and exec keeps the setting. The signal is
+# SIGKILL (9), because a stopped process handles no other.
 LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)

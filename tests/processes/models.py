@@ -141,7 +141,7 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
     def greedy_after(self, prompt: list[int], output: list[int]) -> list[int]:
-        """The greedy token after each prefix of `output`. It equals `output` exactly when `generate` returns `output`."""
+        """The greedy token after each prefix of `output`. Equal to `output` exactly if `generate` returns `output`."""
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt + output])).logits[0]
         return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -94,7 +94,7 @@ class Service:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
-        """Wait until its health service answers SERVING. Raises RuntimeError with the log if it ends or takes longer."""
+        """Wait until its health service answers SERVING. Raises RuntimeError with the log if that takes too long."""
         deadline = time.monotonic() + deadline_s
         with grpc.insecure_channel(self.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
@@ -157,7 +157,7 @@ class Stack:
         return f"{kind}-{sum(service.name.startswith(kind) for service in self.services)}"
 
     async def connect(self, gateway: Service, *, workers: int = 1) -> AsyncClient:
-        """A client of the gateway, once every scheduler has `workers` ready workers and the gateway serves their models.
+        """A client of the gateway, once each scheduler has `workers` ready workers and the gateway serves its model.
 
         With `workers=0` it waits for the gateway only, for tests in which a scheduler is down.
         """

@@ -50,7 +50,7 @@ def mixed_requests(seed: int) -> list[Request]:
 
 
 async def run_all(stack: Stack, client: AsyncClient, worker: Service, requests: list[Request]) -> list[GenerateResult]:
-    """Run all at once. The worker is stopped until patient ones run and urgent ones wait, so that some are preempted."""
+    """Run all at once. The worker is stopped until patient ones run and urgent ones wait: they must preempt."""
 
     def run(request: Request) -> asyncio.Task[GenerateResult]:
         options = {"max_tokens": request.max_tokens, "priority": request.priority}

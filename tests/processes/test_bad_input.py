@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names field and limit, and harms nothing: the next request works."""
+"""Bad input gets an error that names the field and the limit, and the next request is served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Running:
-    """A stack with a small pool and a short queue."""
+    """A stack with a small KV pool and a short queue."""
 
     def __init__(self, stack: Stack, model_dir: Path) -> None:
         self.stack = stack
@@ -62,7 +62,7 @@ async def client(running: Running) -> AsyncIterator[AsyncClient]:
 
 
 async def check_works(running: Running, client: AsyncClient) -> None:
-    """Nothing is left behind, and a good request gets its four tokens."""
+    """Nothing is left running, and a good request gets its four tokens."""
     await wait_idle(running.stack, client)
     result = await client.generate(token_ids=[1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True)
     assert len(result.token_ids) == 4
@@ -83,7 +83,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 NAN, INF = math.nan, math.inf
 CODES = grpc.StatusCode
 BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
-    # name, what is wrong with an otherwise good request, code, field, a part of the message
+    # name, the fields that make a good request bad, code, field, part of the message
     ("no prompt", {"prompt": {}}, CODES.INVALID_ARGUMENT, "prompt", "not set"),
     ("empty text", {"prompt": {"text": ""}}, CODES.INVALID_ARGUMENT, "prompt.text", "empty"),
     ("empty tokens", {"prompt": {"tokens": {}}}, CODES.INVALID_ARGUMENT, "prompt.tokens.ids", "empty"),
@@ -151,8 +151,8 @@ async def test_a_request_as_large_as_the_pool_is_served(client: AsyncClient) -> 
 
 
 @pytest.mark.parametrize("data", [b"\x1a\x04\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x1a\x7f\x00"])
-async def test_bytes_that_are_no_request(client: AsyncClient, running: Running, data: bytes) -> None:
-    """Invalid UTF-8 in a string field, and what is no protobuf message at all."""
+async def test_bytes_that_are_not_a_valid_request(client: AsyncClient, running: Running, data: bytes) -> None:
+    """Invalid UTF-8 in a string field, and bytes that are not a protobuf message."""
     async with grpc.aio.insecure_channel(running.gateway.address) as channel:
         call = channel.unary_stream(GENERATE)(data, timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -166,7 +166,7 @@ async def test_a_message_above_the_transport_limit(client: AsyncClient) -> None:
     assert error.code == CODES.RESOURCE_EXHAUSTED
 
 
-async def test_a_request_id_in_flight_is_refused_and_free_again_later(client: AsyncClient) -> None:
+async def test_a_request_id_in_flight_is_refused_and_can_be_reused_later(client: AsyncClient) -> None:
     options: dict[str, Any] = {"token_ids": [1], "request_id": "mine", "temperature": 0.0, "ignore_eos": True}
     one = client.generate(**options, max_tokens=600)
     other = client.generate(**options, max_tokens=600)
@@ -179,14 +179,14 @@ async def test_a_request_id_in_flight_is_refused_and_free_again_later(client: As
     assert len((await client.generate(**options, max_tokens=4)).token_ids) == 4
 
 
-async def test_a_full_queue_says_when_to_come_back(client: AsyncClient, running: Running) -> None:
+async def test_a_full_queue_says_when_to_retry(client: AsyncClient, running: Running) -> None:
     async with await AsyncClient.connect(running.gateway.address, retry=RetryPolicy(max_attempts=1)) as impatient:
         long = [impatient.stream(token_ids=[i], max_tokens=500, temperature=0.0, ignore_eos=True) for i in range(30)]
         results = await asyncio.gather(*(stream.__aenter__() for stream in long), return_exceptions=True)
         for stream in long:
             stream.cancel()
     refused = [result for result in results if isinstance(result, BaseException)]
-    assert refused, "30 long requests fitted into 4 rows and a queue of 6"
+    assert refused, f"30 long requests were accepted with 4 rows and a queue of {MAX_WAITING}"
     assert len(refused) < 30
     for error in refused:
         assert isinstance(error, Overloaded), error
@@ -205,8 +205,8 @@ async def test_unknown_models_and_requests(client: AsyncClient) -> None:
     assert (await client.abort("nobody")).unknown_ids == ("nobody",)
 
 
-async def test_a_template_that_fails_is_the_callers_error(model_dir: Path, tmp_path: Path) -> None:
-    """The checkpoint's own template may refuse a conversation; others go on."""
+async def test_a_chat_template_that_raises_is_the_callers_error(model_dir: Path, tmp_path: Path) -> None:
+    """The checkpoint's chat template may refuse a conversation; other requests are served."""
     folder = copy_of(model_dir, tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('Conversations must end with a question') }}"
@@ -249,7 +249,7 @@ def cut_tensor(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-# One of each stage of loading; tests/unit/engine/test_engine_checkpoint.py has all the faults.
+# One fault of each loading stage; tests/unit/engine/test_engine_checkpoint.py has all of them.
 BROKEN = {
     "missing tensor": (drop_tensor, "model.layers.1.mlp.down_proj.weight"),
     "wrong shape": (cut_tensor, "model.layers.0.self_attn.k_proj.weight"),
@@ -257,7 +257,7 @@ BROKEN = {
 }
 
 
-def test_a_broken_checkpoint_ends_the_worker_with_its_fault(model_dir: Path, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_ends_the_worker_with_an_error(model_dir: Path, tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         workers: dict[str, Service] = {}
@@ -299,7 +299,7 @@ async def wait_for_log(service: Service, words: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_bad_flags_end_a_service_with_their_name(tmp_path: Path, model_dir: Path) -> None:
+def test_an_error_of_a_bad_flag_names_the_flag(tmp_path: Path, model_dir: Path) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         scheduler.wait_ready()

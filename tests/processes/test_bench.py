@@ -1,4 +1,4 @@
-"""`quire bench` against a real stack and against a real HTTP server; every command of docs/benchmarking.md."""
+"""`quire bench` with a real stack and a real HTTP server, and every command of docs/benchmarking.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACE = [
 ]
 TEXTS = [{"prompt": f"What is {name}?"} for name in ("len", "zip", "json")]
 REQUESTS = [{"token_ids": [5, 6, 7 + i], "max_tokens": 4 + i} for i in range(5)]
-OWN = ("--warmup", "0", "--cache-salt", "own", "--json")  # nothing of it is cached by another test
+OWN = ("--warmup", "0", "--cache-salt", "own", "--json")  # shares no cached blocks with another test
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_figures_of_a_known_load(target, capsys) -> None:
     figures = json.loads(out)
     assert code == 0
     assert (figures["requests_ok"], figures["input_tokens"], figures["output_tokens"]) == (9, 9 * 72, 9 * 12)
-    assert figures["cached_tokens"] == 8 * 64  # all but the first find the prefix
+    assert figures["cached_tokens"] == 8 * 64  # all but the first hit the prefix
     assert figures["e2e_ms"]["max"] >= figures["ttft_ms"]["max"]
 
 
@@ -99,12 +99,12 @@ def test_results_are_written(target, capsys) -> None:
     assert Path("result.html").read_text().count("<svg") == 5
 
 
-def test_the_answers_of_a_conversation_are_in_its_history(target, capsys) -> None:
+def test_a_conversation_resends_its_outputs_as_history(target, capsys) -> None:
     dataset = "--dataset multi-turn --turns 3 --num-prompts 3 --prefix-len 16 --input-len 16 --output-len 16 --seed 9"
     code, out, _ = bench(capsys, *dataset.split(), *OWN, "--target", target)
     figures = json.loads(out)
     assert (code, figures["input_tokens"]) == (0, 32 + 64 + 96)
-    assert figures["cached_tokens"] == 32 + 64  # of the last block of an answer the last token was never computed
+    assert figures["cached_tokens"] == 32 + 64  # the last token of an output is never computed
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_the_answers_of_a_conversation_are_in_its_history(target, capsys) -> Non
         ("--model nobody", 1, "nobody"),
     ],
 )
-def test_what_cannot_be_measured_is_explained(flags, code, complaint, target, capsys) -> None:
+def test_a_run_that_cannot_start_prints_one_line(flags, code, complaint, target, capsys) -> None:
     found = bench(capsys, *flags.split(), "--target", target)
     assert (found[0], found[1], found[2].count("\n")) == (code, "", 1)
     assert complaint in found[2]
 
 
-def test_ctrl_c_prints_what_was_measured(target) -> None:
+def test_ctrl_c_prints_the_results_so_far(target) -> None:
     command = shlex.split("bench --num-prompts 5000 --input-len 16 --output-len 32 --concurrency 4 --warmup 0 --json")
     process = subprocess.Popen(
         [sys.executable, "-m", "quire_client.cli", *command, "--target", target], stdout=subprocess.PIPE, cwd=ROOT
@@ -148,11 +148,11 @@ def test_tokens_of_an_http_server_are_counted(capsys) -> None:
         code, out, _ = bench(capsys, *flags.split(), server.url)
     figures = json.loads(out)
     assert (code, figures["requests_ok"], figures["input_tokens"], figures["output_tokens"]) == (0, 4, 40, 28)
-    assert (figures["chunks"], figures["cached_tokens"]) == (16, 12)  # two tokens in a chunk
+    assert (figures["chunks"], figures["cached_tokens"]) == (16, 12)  # two tokens per chunk
     assert all(request["ignore_eos"] and len(request["prompt"]) == 10 for request in server.requests[1:])
 
 
-def test_a_server_that_refuses_token_ids_gets_words(capsys) -> None:
+def test_a_server_that_refuses_token_ids_gets_text(capsys) -> None:
     with openai_server(takes_token_ids=False) as server:
         flags = "--num-prompts 3 --input-len 10 --output-len 7 --json --backend openai --base-url"
         code, out, _ = bench(capsys, *flags.split(), server.url)
@@ -160,8 +160,8 @@ def test_a_server_that_refuses_token_ids_gets_words(capsys) -> None:
     assert all(len(request["prompt"].split()) == 10 for request in server.requests[1:])
 
 
-def test_failed_requests_are_counted_and_told(capsys) -> None:
-    with openai_server(fails_at=4) as server:  # the probe, the warm-up and two more
+def test_failed_requests_are_counted_and_reported(capsys) -> None:
+    with openai_server(fails_at=4) as server:  # it serves the probe, the warm-up and two more
         flags = "--num-prompts 6 --input-len 10 --output-len 7 --concurrency 1 --backend openai --base-url"
         code, out, err = bench(capsys, *flags.split(), server.url)
     assert code == 1

@@ -1,4 +1,4 @@
-"""A client that leaves, a deadline and Abort free rows and blocks at once, wherever the request is."""
+"""A client that cancels, a deadline and Abort free rows and blocks at once, in any state of the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes.stack import Service, Stack, wait_idle
 
 MAX_MODEL_LEN = 32768
 FLAGS = ("--dtype", "float32", "--num-blocks", "5000", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-# Left alone, one of these takes 30,000 steps: tens of seconds.
+# Without a cancel, one of these takes 30,000 steps: tens of seconds.
 LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0.0, "ignore_eos": True}
 FEW_STEPS = 10000
 
@@ -32,8 +32,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, S
 
 @pytest.fixture
 async def client(running: tuple[Stack, Service]) -> AsyncIterator[AsyncClient]:
-    """Afterwards, long before the requests could have ended by themselves, no block belongs to a sequence and the next
-    request gets its tokens.
+    """A client. After the test, long before its requests could end by themselves, no block is in use and a request is
+    served.
     """
     stack, gateway = running
     async with await stack.connect(gateway) as client:
@@ -50,17 +50,17 @@ async def first_tokens(stream: AsyncGenerateStream) -> None:
             return
 
 
-async def test_leaving_a_stream_while_it_decodes(client: AsyncClient) -> None:
+async def test_cancelling_a_stream_that_decodes(client: AsyncClient) -> None:
     async with client.stream(token_ids=[1, 2, 3], **LONG) as stream:
         await first_tokens(stream)
 
 
-async def test_leaving_a_stream_in_the_middle_of_its_prompt(client: AsyncClient) -> None:
+async def test_cancelling_a_stream_during_its_prefill(client: AsyncClient) -> None:
     async with client.stream(token_ids=[3] * 100, **LONG):
-        pass  # accepted; its prompt takes seven steps
+        pass  # accepted; its prefill takes seven steps
 
 
-async def test_leaving_streams_that_wait(client: AsyncClient, running: tuple[Stack, Service]) -> None:
+async def test_cancelling_streams_that_wait(client: AsyncClient, running: tuple[Stack, Service]) -> None:
     streams = [client.stream(token_ids=[i], **LONG) for i in range(6)]
     await asyncio.gather(*(stream.__aenter__() for stream in streams))
     await running[0].until(client, lambda schedulers: schedulers[0].num_waiting >= 4)
@@ -88,7 +88,7 @@ async def test_a_deadline_ends_a_request(client: AsyncClient) -> None:
         await asyncio.gather(*(client.generate(token_ids=[i], timeout_s=0.3, **LONG) for i in range(6)))
 
 
-async def test_abort_ends_streams_with_what_they_have(client: AsyncClient) -> None:
+async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) -> None:
     ids = [f"abort-{i}" for i in range(4)]
     streams = [client.stream(token_ids=[i], request_id=ids[i], **LONG) for i in range(4)]
     await asyncio.gather(*(stream.__aenter__() for stream in streams))
@@ -101,8 +101,8 @@ async def test_abort_ends_streams_with_what_they_have(client: AsyncClient) -> No
     assert all(len(result.token_ids) < LONG["max_tokens"] for result in results)
 
 
-async def test_a_client_process_that_dies(client: AsyncClient, running: tuple[Stack, Service]) -> None:
-    """Its connection breaks without a word."""
+async def test_a_client_that_closes_its_connection(client: AsyncClient, running: tuple[Stack, Service]) -> None:
+    """It sends no cancel."""
     other = await AsyncClient.connect(running[1].address)
     streams = [other.stream(token_ids=[i], **LONG) for i in range(3)]
     await asyncio.gather(*(stream.__aenter__() for stream in streams))

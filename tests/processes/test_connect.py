@@ -1,4 +1,4 @@
-"""Both clients may start before the gateway, and see it soon after it is there."""
+"""Both clients may start before the gateway, and connect soon after it starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.chart.cluster import PortProxy, Streams
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack
 
-SOON_S = 8.0  # gRPC's synchronous stack alone needs ten
+SOON_S = 8.0  # with its default backoff, gRPC's synchronous stack needs ten
 
 
-async def test_clients_that_were_first_connect_soon(tmp_path: Path) -> None:
+async def test_clients_that_start_before_the_gateway_connect_soon(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     with Stack(tmp_path) as stack, ThreadPoolExecutor(1) as pool:
         scheduler = stack.start_scheduler()
@@ -33,7 +33,7 @@ async def test_clients_that_were_first_connect_soon(tmp_path: Path) -> None:
                 assert time.monotonic() - reached_at < SOON_S
 
 
-async def test_connections_that_get_old_are_replaced_under_open_streams(tmp_path: Path) -> None:
+async def test_connections_at_their_maximum_age_are_replaced_under_open_streams(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         sim = ("--executor", "sim", "--sim-step-ms", "20", "--num-blocks", "256")

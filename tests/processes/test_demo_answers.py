@@ -1,4 +1,4 @@
-"""The bundled model through the whole stack: readable text, streamed, stopped, in many conversations at once."""
+"""The bundled model through the whole stack: readable text, streams, stop strings, many conversations at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def client(running: tuple[Stack, Service]) -> AsyncIterator[AsyncClient]:
 
 
 def pairs() -> dict[str, str]:
-    """First wording of every question -> answer."""
+    """The first wording of every question, and its answer."""
     content = json.loads((demo_model_dir() / "pairs.json").read_text())
     wordings = content["wordings"]
     return {
@@ -45,7 +45,7 @@ def pairs() -> dict[str, str]:
     }
 
 
-async def test_many_conversations_at_once_are_answered_by_heart(client: AsyncClient) -> None:
+async def test_many_conversations_at_once_get_the_learned_answers(client: AsyncClient) -> None:
     questions = random.Random(1).sample(sorted(pairs().items()), NUM_QUESTIONS)
     results = await asyncio.gather(*(client.chat(question) for question, _ in questions))
     wrong = [(q, r.text) for (q, answer), r in zip(questions, results, strict=True) if r.text != answer]
@@ -53,7 +53,7 @@ async def test_many_conversations_at_once_are_answered_by_heart(client: AsyncCli
     assert all(result.finish_reason is FinishReason.EOS for result in results)
 
 
-async def test_the_text_of_a_stream_is_the_whole_answer(client: AsyncClient) -> None:
+async def test_the_text_of_a_stream_adds_up_to_the_answer(client: AsyncClient) -> None:
     text = ""
     num_deltas = 0
     async with client.stream_chat(ZEN) as stream:
@@ -62,7 +62,7 @@ async def test_the_text_of_a_stream_is_the_whole_answer(client: AsyncClient) -> 
             num_deltas += 1
         result = await stream.result()
     assert text == result.text == pairs()[ZEN]
-    assert num_deltas > 1  # it came in pieces; how many is up to who reads how fast
+    assert num_deltas > 1  # it came in parts; how many depends on how fast the client reads
 
 
 async def test_a_stop_string_cuts_the_text_and_only_the_text(client: AsyncClient) -> None:
@@ -77,7 +77,7 @@ async def test_a_stop_string_cuts_the_text_and_only_the_text(client: AsyncClient
     assert kept.text == before + "Simple is better"
 
 
-async def test_a_conversation_goes_on_and_hits_its_own_prefix(client: AsyncClient) -> None:
+async def test_the_next_turn_of_a_conversation_hits_its_own_prefix(client: AsyncClient) -> None:
     first = await client.chat([("user", ZEN)])
     messages = [("user", ZEN), ("assistant", first.text), ("user", "What does len do?")]
     second = await client.chat(messages)
@@ -85,7 +85,7 @@ async def test_a_conversation_goes_on_and_hits_its_own_prefix(client: AsyncClien
     assert second.text == pairs()["What does len do?"]
 
 
-async def test_any_text_goes_through_tokens_and_back(client: AsyncClient) -> None:
+async def test_any_text_survives_tokenize_and_detokenize(client: AsyncClient) -> None:
     for text in ("plain", "  spaces  ", "Grüße, 世界 🙂", "e\u0301 \u200b\u00a0", "<|im_end|>", "a\tb\r\n\0c"):
         ids = (await client.tokenize(text)).ids
         assert await client.detokenize(ids) == text

@@ -1,4 +1,4 @@
-"""A device that fails under load: the row or the process ends loudly, and every stream goes on with its tokens."""
+"""A device that fails under load: the row or the worker ends with an error, and every stream keeps its tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def generate_all(client: AsyncClient) -> list[tuple[int, ...]]:
     return [tuple(result.token_ids) for result in await asyncio.gather(*requests)]
 
 
-async def test_no_stream_is_lost_to_a_faulty_device(tmp_path: Path) -> None:
+async def test_a_faulty_device_loses_no_stream(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
@@ -38,12 +38,12 @@ async def test_no_stream_is_lost_to_a_faulty_device(tmp_path: Path) -> None:
                 )
                 await stack.until(client, lambda schedulers, worker=worker: is_ready(schedulers, worker))
                 assert await generate_all(client) == expected, fault
-                check_told(worker, scheduler, fault)
+                check_logs(worker, scheduler, fault)
                 await wait_idle(stack, client)
                 worker.kill()
 
 
-def check_told(worker: Service, scheduler: Service, fault: str) -> None:
+def check_logs(worker: Service, scheduler: Service, fault: str) -> None:
     if fault in ("launch", "result"):
         assert worker.wait() == EXIT_CORRUPT
         assert "the KV pool may be corrupt, so this worker ends (exit code 70)" in worker.log()

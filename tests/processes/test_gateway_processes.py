@@ -1,4 +1,4 @@
-"""Several gateway processes behind one port: spread, aborted across, killed, drained."""
+"""Several gateway processes behind one port: connections are spread, Abort reaches all, killed ones are restarted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def children(gateway: Service) -> list[psutil.Process]:
 
 
 def process_of(channel_port: int, gateway: Service) -> psutil.Process:
-    """The process that has the other end of the connection from this local port."""
+    """The gateway process that accepted the connection from this local port."""
     for child in children(gateway):
         if any(c.raddr and c.raddr.port == channel_port for c in child.net_connections("tcp")):
             return child
@@ -59,7 +59,7 @@ def process_of(channel_port: int, gateway: Service) -> psutil.Process:
 
 
 class Connection:
-    """One HTTP/2 connection of its own, and which of the gateway's processes has it."""
+    """One HTTP/2 connection that is not shared, and the gateway process that accepted it."""
 
     def __init__(self, gateway: Service) -> None:
         before = _local_ports()
@@ -84,7 +84,7 @@ def _local_ports(towards: int | None = None) -> set[int]:
 
 @contextlib.asynccontextmanager
 async def connections_to_two(gateway: Service) -> AsyncIterator[tuple[Connection, Connection]]:
-    """Two connections that ended up at different processes."""
+    """Two connections to different processes of the gateway."""
     opened = [await Connection(gateway).open()]
     async with asyncio.timeout(PATIENCE_S):
         while opened[-1].process.pid == opened[0].process.pid:
@@ -103,7 +103,7 @@ def long_request(request_id: str) -> pb.GenerateRequest:
     )
 
 
-async def test_abort_finds_the_stream_of_another_process(stack: Stack, gateway: Service) -> None:
+async def test_abort_reaches_a_stream_of_another_process(stack: Stack, gateway: Service) -> None:
     async with connections_to_two(gateway) as (one, other):
         call = one.stub.Generate(long_request("mine"))
         assert (await call.read()).HasField("accepted")
@@ -119,7 +119,7 @@ async def test_abort_finds_the_stream_of_another_process(stack: Stack, gateway: 
         await wait_idle(stack, client)
 
 
-async def test_a_killed_process_costs_its_streams_a_pause(gateway: Service) -> None:
+async def test_streams_of_a_killed_process_resume(gateway: Service) -> None:
     tokens = [5, 6, 7]
     async with await AsyncClient.connect(gateway.address) as client:
         alone = await client.generate(token_ids=tokens, max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
@@ -137,7 +137,7 @@ async def test_a_killed_process_costs_its_streams_a_pause(gateway: Service) -> N
     assert result.resumes >= 1
 
 
-async def test_dead_processes_are_started_again(gateway: Service) -> None:
+async def test_dead_processes_are_restarted(gateway: Service) -> None:
     victim = children(gateway)[0].pid
     os.kill(victim, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
@@ -147,19 +147,19 @@ async def test_dead_processes_are_started_again(gateway: Service) -> None:
         assert (await client.generate(token_ids=[5], max_tokens=2, ignore_eos=True)).token_ids
 
 
-def test_a_port_in_use_is_told(gateway: Service) -> None:
+def test_a_port_in_use_is_reported(gateway: Service) -> None:
     command = [sys.executable, "-m", "gateway_svc.server", "--listen", gateway.address, "--scheduler", "localhost:1"]
     end = subprocess.run([*command, "--processes", "2"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert end.returncode == 1
     assert f"cannot listen on {gateway.address}: Address already in use" in end.stderr
 
 
-def test_a_process_that_cannot_start_ends_all(tmp_path: Path) -> None:
+def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         metrics = f"127.0.0.1:{taken.getsockname()[1]}"
-        # As on a machine on which every start takes its time.
+        # STEADY_S = 0: count any end as one at the start, however slow this machine is.
         code = "from gateway_svc import processes, server; processes.STEADY_S = 0.0; server.main()"
         command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--scheduler", "localhost:1"]
         end = subprocess.run(
@@ -174,8 +174,8 @@ def test_a_process_that_cannot_start_ends_all(tmp_path: Path) -> None:
     assert "process 0 ended with status 3 at its start" in end.stderr
 
 
-async def test_a_process_that_cannot_be_forked_again_is_tried_again_beside_the_others() -> None:
-    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # of three lives
+async def test_a_process_that_cannot_be_restarted_is_retried_while_the_others_run() -> None:
+    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # of its first three starts
     victim, other = Child(0, commands.__getitem__), Child(1, lambda life: ["sleep", "60"])
     running = asyncio.create_task(Supervisor([victim, other]).run())
     try:
@@ -203,13 +203,13 @@ def is_alive(child: Child) -> bool:
     return child.process is not None and child.process.returncode is None
 
 
-async def test_processes_that_cannot_be_forked_at_all_end_the_start(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_that_cannot_be_started_at_all_ends_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     assert await Supervisor([Child(0, lambda life: ["/nowhere/sleep"])]).run() == 1
     assert "process 0 cannot be started: [Errno 2] No such file or directory: '/nowhere/sleep'" in caplog.text
 
 
-async def test_sigterm_drains_all(gateway: Service) -> None:
-    """Last, because it ends the gateway."""
+async def test_sigterm_drains_all_processes(gateway: Service) -> None:
+    """The last test of this file, because it ends the gateway."""
     pids = [child.pid for child in children(gateway)]
     async with (
         await AsyncClient.connect(gateway.address) as client,

@@ -1,4 +1,4 @@
-"""Processes that die or leave under load lose, repeat and change no token."""
+"""A worker or scheduler that is killed or drained under load loses, repeats and changes no token."""
 
 from __future__ import annotations
 

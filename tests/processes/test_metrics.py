@@ -1,5 +1,5 @@
-"""One real stack, driven through everything that metrics tell of; then the page, the dashboard and the autoscaling
-expressions are held against what it says. And one request is followed through the logs of all services.
+"""One real stack is driven through every state that has a metric. The metrics page, the dashboard and the autoscaling
+expressions are compared with its answers, and one request is followed through the logs of all services.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEADLINE_S = 30.0
 ROWS, MAX_WAITING = 4, 4  # per worker; of the scheduler
 PROMPT = list(range(100, 164))
 NUM_BLOCKS = 4096  # of each worker
-HOLD_TOKENS = 12_000  # four minutes: whoever holds a row holds it until the test lets go, on any machine
+HOLD_TOKENS = 12_000  # four minutes: a request keeps its row until the test cancels it, on any machine
 SIM = (
     *("--executor", "sim", "--sim-step-ms", "20", "--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", str(ROWS)),
     *("--max-model-len", str(2 * HOLD_TOKENS)),
@@ -76,11 +76,11 @@ class Observed:
         )
 
     async def get(self, service: Service, path: str) -> tuple[int, str]:
-        """Status and body; 0 if nobody answers."""
+        """Status and body; status 0 if the connection fails."""
         return await asyncio.to_thread(_get, f"http://127.0.0.1:{self.ports[service.name][0]}{path}")
 
     async def pages(self) -> dict[str, str]:
-        """/metrics of all that run."""
+        """/metrics of all running services."""
         pages = {name: await self.get(s, "/metrics") for name, s in self.services().items() if s.is_running}
         return {name: text for name, (status, text) in pages.items() if status == 200}
 
@@ -88,7 +88,7 @@ class Observed:
         return {service.name: service for service in self.stack.services}
 
     async def samples(self) -> Samples:
-        """Everything, as a Prometheus in the cluster would see it."""
+        """All metrics, with the labels that a Prometheus in the cluster adds."""
         pages = await self.pages()
         return merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in pages.items())
 
@@ -97,7 +97,7 @@ class Observed:
         return total(await self.samples(), name, **labels)
 
     async def until(self, holds: Callable[[Samples], bool]) -> Samples:
-        """Wait until the numbers say so. Raises TimeoutError with the logs."""
+        """Wait until `holds(samples)`. Raises TimeoutError with the logs."""
         deadline = time.monotonic() + DEADLINE_S
         while not holds(samples := await self.samples()):
             if time.monotonic() > deadline:
@@ -142,7 +142,7 @@ async def test_every_metric_exists_and_moves(tmp_path: Path) -> None:
             check_expressions(History(older, newer, seconds=10.0))
             check_vllm_twins(newer)
             assert firing(History(older, newer, seconds=10.0)) == set(), (
-                "a full queue is no alert as long as it takes more"
+                "a full queue must not alert before it refuses a request"
             )
             pages = await observed.pages()
             later = merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in pages.items())
@@ -155,8 +155,8 @@ async def test_every_metric_exists_and_moves(tmp_path: Path) -> None:
         check_logs(stack)
 
 
-async def test_a_scheduler_that_never_had_a_worker_is_an_alert(tmp_path: Path) -> None:
-    """It has not heard of any model. A total outage that went through its start must not look like peace."""
+async def test_a_scheduler_that_never_had_a_worker_fires_an_alert(tmp_path: Path) -> None:
+    """It knows no model, so its metrics have no model label. A total outage across a restart must still alert."""
     ports = free_port(), free_port()
 
     def is_attached(samples: Samples) -> bool:
@@ -189,8 +189,8 @@ async def check_probes(observed: Observed) -> None:
 
 
 async def check_two_requests(observed: Observed, client: AsyncClient) -> None:
-    """Numbers of requests that nobody disturbs are exact; the second finds the first one's prefix."""
-    results = [await generate(client, PROMPT, 8, request_id=f"told-{i}") for i in range(2)]
+    """The counts of two undisturbed requests are exact; the second hits the prefix of the first."""
+    results = [await generate(client, PROMPT, 8, request_id=f"logged-{i}") for i in range(2)]
     num_cached = sum(result.usage.cached_tokens for result in results)
     assert num_cached == 48
     await observed.until(lambda s: total(s, "quire_rows_used") == 0 == total(s, "quire_worker_rows_used"))
@@ -223,7 +223,7 @@ async def check_two_requests(observed: Observed, client: AsyncClient) -> None:
 
 
 async def check_overload_and_losses(observed: Observed, client: AsyncClient) -> Samples:
-    """Fill every row, displace one, fill the queue, lose a worker, drain the other. Returns a scrape of the peak."""
+    """Fill every row, preempt one, fill the queue, kill a worker, drain the other. Returns a scrape of the peak."""
     async with AsyncExitStack() as holders:
         for i in range(2 * ROWS):
             prompt = [7 * i + 200] * 20
@@ -270,7 +270,7 @@ async def check_refusal(observed: Observed) -> None:
 
 
 async def check_losses(observed: Observed, client: AsyncClient) -> None:
-    """Sequences leave a worker that is killed, and one that drains; each is counted with its reason."""
+    """Sequences that leave a killed or draining worker are counted with the reason."""
     first, second = observed.workers
     second.kill()
     await observed.until(lambda s: total(s, "quire_migrations_total", reason="lost") == ROWS)
@@ -280,12 +280,12 @@ async def check_losses(observed: Observed, client: AsyncClient) -> None:
     await observed.until(lambda s: total(s, "quire_rows_used", worker_id=WORKER_IDS[1]) == ROWS)
     await client.drain_worker(WORKER_IDS[0])
     samples = await observed.until(lambda s: total(s, "quire_migrations_total", reason="drain") == ROWS)
-    assert total(samples, "quire_num_preemptions_total") == 1, "moves are no preemptions"
+    assert total(samples, "quire_num_preemptions_total") == 1, "a move counted as a preemption"
     assert await asyncio.to_thread(first.wait) == 0
 
 
 def check_expressions(history: History) -> None:
-    """What the chart's autoscaling asks, what the page recommends and what the dashboard shows has an answer."""
+    """The queries of the chart's autoscaling, of the metrics page and of the dashboard have results."""
     values = {"enabled": True, "prometheusAddress": "http://prometheus:9090"}
     scaled = render({"keda": values, "workerDefaults": {"autoscaling": {"enabled": True}}}).all("ScaledObject")
     queries = [trigger["metadata"]["query"] for trigger in scaled[0]["spec"]["triggers"]]
@@ -294,7 +294,7 @@ def check_expressions(history: History) -> None:
     page = [history.evaluate(e.replace('namespace="quire"', f'namespace="{NAMESPACE}"')) for e in read_expressions()]
     assert page[:2] == answers
     assert [math.isfinite(next(iter(answer.values()))) for answer in page[2:-1]] == [True, True]
-    assert page[-1] == {}, "an alert that fires before anything is refused"
+    assert page[-1] == {}, "the alert fires before a request is refused"
     without_answer = {e for e in dashboard_expressions() if not history.evaluate(e)}
     refused, errors = "quire_requests_refused_total", "quire_rpc_errors_total"
     assert not [e for e in without_answer if refused not in e and errors not in e]
@@ -316,7 +316,7 @@ def check_vllm_twins(samples: Samples) -> None:
 
 
 async def check_scheduler_restart(observed: Observed, client: AsyncClient) -> None:
-    """A gateway without a scheduler is alive and not ready; its open request goes on, and that is counted."""
+    """A gateway without a scheduler is alive and not ready; its open request continues and is counted as moved."""
     await observed.until(lambda s: total(s, "quire_num_requests_running") == 0)
     async with client.stream(token_ids=PROMPT, max_tokens=60, ignore_eos=True) as stream:
         await anext(aiter(stream))
@@ -331,7 +331,9 @@ async def check_scheduler_restart(observed: Observed, client: AsyncClient) -> No
     samples = await observed.samples()
     assert total(samples, "quire_request_moves_total") >= 1
     assert total(samples, "quire_worker_leases_total") >= 2
-    assert total(samples, "quire_request_decode_time_seconds_count") == 0, "it was taken over: its first token is past"
+    assert total(samples, "quire_request_decode_time_seconds_count") == 0, (
+        "a request that was taken over has no first token"
+    )
 
 
 async def check_errors_and_resumes(observed: Observed, client: AsyncClient) -> None:
@@ -349,14 +351,14 @@ async def check_errors_and_resumes(observed: Observed, client: AsyncClient) -> N
     async for _ in client.raw.Generate(request):
         pass
     samples = await observed.until(lambda s: total(s, "quire_requests_resumed_total") == 1)
-    assert total(samples, "quire_generation_tokens_total") == before + 2, "what the client had is not sent again"
+    assert total(samples, "quire_generation_tokens_total") == before + 2, "tokens that the client had were sent again"
 
 
 async def check_internal_refusals(observed: Observed) -> None:
-    """Scheduler and worker count what they refuse too. Coming and going of services may have caused more before."""
+    """Scheduler and worker count their refusals too. Restarts of services may have caused earlier ones."""
     calls: list[tuple[Service, str, str, Callable[[grpc.aio.Channel], Any]]] = [
         (observed.scheduler, "NOT_FOUND", "quire.v1.SchedulerService/GetBundle", no_such_bundle),
-        (observed.workers[1], "FAILED_PRECONDITION", "quire.v1.WorkerService/StepBatch", step_of_nobody),
+        (observed.workers[1], "FAILED_PRECONDITION", "quire.v1.WorkerService/StepBatch", step_without_lease),
     ]
     for service, code, method, call in calls:
         where = {"pod": service.name, "code": code, "method": method}
@@ -372,7 +374,7 @@ async def no_such_bundle(channel: grpc.aio.Channel) -> None:
     await stub.GetBundle(scheduler_pb2.GetBundleRequest(digest=b"no such bundle")).read()
 
 
-async def step_of_nobody(channel: grpc.aio.Channel) -> None:
+async def step_without_lease(channel: grpc.aio.Channel) -> None:
     await worker_pb2_grpc.WorkerServiceStub(channel).StepBatch(worker_pb2.StepBatchRequest())
 
 
@@ -385,7 +387,7 @@ async def check_redis_outage(observed: Observed, client: AsyncClient) -> None:
 
 
 def check_pages(*scrapes: dict[str, str]) -> None:
-    """The page lists what a scrape shows, and a scrape shows what the page lists: names, types, labels."""
+    """The page and a scrape list the same metrics: names, types and labels."""
     tables, seen = read_tables(), set()
     for name, text in (page for scrape in scrapes for page in scrape.items()):
         service = name.partition("-")[0]
@@ -400,19 +402,19 @@ def check_pages(*scrapes: dict[str, str]) -> None:
             labels = {frozenset(sample.labels) - {"le", "engine"} for sample in family.samples}
             assert labels <= {table[metric].labels}, metric
             seen |= {(service, metric)} if family.samples else set()
-    promised = {(service, metric) for service, table in tables.items() for metric in table}
-    assert promised <= seen
+    documented = {(service, metric) for service, table in tables.items() for metric in table}
+    assert documented <= seen
 
 
 def check_logs(stack: Stack) -> None:
-    """One request_id tells its story in three services, in order."""
+    """The lines of one request_id appear in the logs of all three services, in order."""
     lines = [json.loads(line) for service in stack.services for line in service.log().splitlines()]
     assert all(line["instance"] for line in lines)
-    told = sorted((line for line in lines if line.get("request_id") == "told-1"), key=lambda line: line["time"])
-    assert {line["service"] for line in told} == {"gateway", "scheduler", "worker"}
+    logged = sorted((line for line in lines if line.get("request_id") == "logged-1"), key=lambda line: line["time"])
+    assert {line["service"] for line in logged} == {"gateway", "scheduler", "worker"}
 
     def line_of(service: str, words: str) -> dict[str, Any]:
-        return next(line for line in told if line["service"] == service and words in line["message"])
+        return next(line for line in logged if line["service"] == service and words in line["message"])
 
     assert line_of("gateway", "accepted")["prompt_tokens"] == 64
     assert line_of("scheduler", "queued")["max_tokens"] == 8

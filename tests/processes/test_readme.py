@@ -1,6 +1,6 @@
-"""Every command and example of README.md: run against a real stack, or, where that needs what is not here, checked.
+"""Every command and example of README.md is run with a real stack, or checked where it needs what a test has not.
 
-The helm lines are tests/chart/test_docs.py's; `make demo` and `make test` are what CI does with a fresh clone.
+tests/chart/test_docs.py checks the helm commands. CI runs `make demo` and `make test` in a fresh clone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS = FENCE.findall((ROOT / "README.md").read_text())
 LINES = [
     line
     for language, text in BLOCKS
-    if not language and not text.startswith(" ")  # that is the drawing at the top
+    if not language and not text.startswith(" ")  # the drawing at the top
     for line in text.replace("\\\n", " ").splitlines()
     if line
 ]
@@ -32,7 +32,11 @@ QUIRE = [line for line in LINES if line.startswith("quire ")]
 SERVICES = [line for line in LINES if line.startswith("quire-")]
 BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
 ELSEWHERE = ("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ")
-LOAD = {"--num-prompts": "12", "--request-rate": "50", "--concurrency": "4"}  # the same, in less time
+LOAD = {
+    "--num-prompts": "12",
+    "--request-rate": "50",
+    "--concurrency": "4",
+}  # less load than the README's, to take less time
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def test_every_line_is_looked_at() -> None:
+def test_every_command_is_covered() -> None:
     others = set(LINES) - {*QUIRE, *SERVICES, *BUF}
     assert QUIRE
     assert SERVICES
@@ -50,11 +54,11 @@ def test_every_line_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("line", QUIRE)
-def test_quire_does_what_the_readme_says(line: str, target: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_quire_commands_run(line: str, target: str, tmp_path: Path, monkeypatch, capsys) -> None:
     words = shlex.split(line, comments=True)[1:]
     if words[0] == "up":
-        taken = {str(value) for value in vars(make_parser().parse_args(words)).values()}
-        assert set(words[2::2]) <= taken
+        parsed = {str(value) for value in vars(make_parser().parse_args(words)).values()}
+        assert set(words[2::2]) <= parsed
         return
     monkeypatch.setenv("QUIRE_TARGET", target)
     monkeypatch.chdir(tmp_path)
@@ -67,7 +71,7 @@ def test_quire_does_what_the_readme_says(line: str, target: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("line", SERVICES)
-def test_services_know_the_flags(line: str) -> None:
+def test_services_accept_the_flags(line: str) -> None:
     name, *flags = shlex.split(line)
     command = [sys.executable, "-m", f"{name.removeprefix('quire-')}_svc.server", *flags, "--print-config"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -1,4 +1,4 @@
-"""Redis is an accelerator: stopped, flushed and started again under load, it changes no output and fails no request."""
+"""Redis only holds hints: stopped, flushed and restarted under load, it changes no output and fails no request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FLAGS = ("--dtype", "float32", "--num-blocks", "128", "--max-num-seqs", "8", "--
 async def wait_for_keys(redis: RedisServer) -> None:
     deadline = time.monotonic() + 20.0
     while redis.num_keys() == 0:
-        assert time.monotonic() < deadline, "the index did not come back into Redis"
+        assert time.monotonic() < deadline, "the index was not written to Redis again"
         await asyncio.sleep(0.05)
 
 
-async def test_redis_may_go_and_come_back_at_any_time(tmp_path: Path) -> None:
+async def test_redis_may_stop_and_restart_at_any_time(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model")
     with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:

@@ -1,4 +1,4 @@
-"""A seeded request gives the same tokens whatever else happens: company, preemption, chunks, prefix hits, workers."""
+"""A seeded request gets the same tokens with any batch, preemption, chunks, prefix hits and workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.processes.stack import Service, Stack, is_ready, wait_idle
 
 ROOMY, TIGHT = "roomy", "tight"  # one checkpoint under two names, each with its own scheduler and worker
 MAX_TOKENS = 40
-LONG_TOKENS = 220  # long enough to be met by urgent requests; fits the tight pool alone
-URGENT_TOKENS = 340  # fit the tight pool alone, and beside nothing
+LONG_TOKENS = 220  # long enough to still run when urgent requests arrive; fits the tight pool alone
+URGENT_TOKENS = 340  # fits the tight pool only alone
 RNG = random.Random(5)
 PROMPT = [RNG.randrange(VOCAB_SIZE) for _ in range(150)]
 SEED = 2**63 + 12345
@@ -27,7 +27,7 @@ SEED = 2**63 + 12345
 
 @dataclass(frozen=True)
 class Pair:
-    """A gateway with both models, and how to replace the worker of ROOMY."""
+    """A gateway with both models. `start_roomy_worker` adds a worker for ROOMY."""
 
     stack: Stack
     gateway: Service
@@ -67,7 +67,7 @@ async def sample(client: AsyncClient, model: str = ROOMY, seed: int = SEED, **op
 
 
 def noise_request(index: int) -> dict[str, object]:
-    """One of many other requests, of all sizes and parameters."""
+    """One of many other requests with various sizes and parameters."""
     rng = random.Random(index)
     token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 7, 40, 130)))]
     return {
@@ -81,7 +81,7 @@ def noise_request(index: int) -> dict[str, object]:
     }
 
 
-async def test_same_tokens_in_any_circumstances(pair: Pair) -> None:
+async def test_same_tokens_with_any_batch_and_pool(pair: Pair) -> None:
     async with await pair.connect() as client:
         alone = await sample(client, cache_salt="alone")
         assert alone.usage.cached_tokens == 0
@@ -101,7 +101,7 @@ async def test_same_tokens_in_any_circumstances(pair: Pair) -> None:
 
         long = await sample(client, max_tokens=LONG_TOKENS)
         preempted = await sample_preempted(client)
-        for _ in range(9):  # a busy machine may let it end before anybody urgent comes
+        for _ in range(9):  # on a busy machine it may end before an urgent request arrives
             if preempted.samples[0].preemptions:
                 break
             preempted = await sample_preempted(client)
@@ -112,7 +112,7 @@ async def test_same_tokens_in_any_circumstances(pair: Pair) -> None:
 
 
 async def sample_preempted(client: AsyncClient) -> GenerateResult:
-    """In the tight pool: after some tokens, urgent requests take the blocks."""
+    """Sample in the tight pool, where urgent requests take the blocks after some tokens."""
     stream = client.stream(
         token_ids=PROMPT,
         model=TIGHT,
@@ -135,7 +135,7 @@ async def sample_preempted(client: AsyncClient) -> GenerateResult:
         return await stream.result()
 
 
-async def test_samples_of_one_seed_differ_and_the_first_is_the_single_one(pair: Pair) -> None:
+async def test_samples_of_one_seed_differ_and_the_first_equals_a_single_sample(pair: Pair) -> None:
     async with await pair.connect() as client:
         single = await sample(client, cache_salt="n")
         several = await sample(client, cache_salt="n", n=3)
@@ -147,7 +147,7 @@ async def test_samples_of_one_seed_differ_and_the_first_is_the_single_one(pair: 
         assert [result.token_ids for result in again.samples] == tokens
 
 
-async def test_seed_zero_is_a_seed_and_no_seed_is_drawn(pair: Pair) -> None:
+async def test_seed_zero_is_a_seed_and_an_unset_seed_is_drawn(pair: Pair) -> None:
     async with await pair.connect() as client:
         zero = await sample(client, seed=0)
         assert zero.seed == 0

@@ -1,4 +1,4 @@
-"""A gateway with TLS and API keys: who gets in, what the others are told, and a certificate that changes meanwhile."""
+"""A gateway with TLS and API keys: accepted clients, errors for refused ones, and a certificate that is renewed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Service
 
 NAME = "quire.example.com"
-NOBODY = "127.0.0.1:1"  # a scheduler that is not there: the gateway answers all the same
+NOBODY = "127.0.0.1:1"  # no scheduler listens here; the gateway serves without it
 API_KEY = "my-key"
 DEADLINE_S = 20.0
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
 
 
 class Files:
-    """An authority, and a gateway's and a client's certificate of it, as files."""
+    """The files of a certificate authority and of the gateway and client certificates that it issued."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,11 +41,11 @@ class Files:
         self.client = self.write("me", self.authority.issue_cert("me@example.com"))
 
     def renew(self, authority: trustme.CA | None = None) -> None:
-        """Another certificate for the gateway."""
+        """Issue a new certificate for the gateway."""
         self.cert, self.key = self.write("server", (authority or self.authority).issue_cert(NAME, "127.0.0.1"))
 
     def write(self, name: str, cert: trustme.LeafCert) -> tuple[Path, Path]:
-        """Chain and key as NAME.crt and NAME.key, each put in place whole, as a kubelet does."""
+        """Write chain and key to NAME.crt and NAME.key. Each is replaced atomically, as a kubelet does."""
         crt, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         _put(crt, b"".join(part.bytes() for part in cert.cert_chain_pems))
         _put(key, cert.private_key_pem.bytes())
@@ -64,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def gateway(files: Files) -> Iterator[Service]:
-    """A gateway that asks clients for a certificate."""
+    """A gateway that requires client certificates."""
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}", f"--tls-client-ca-file={files.ca}"]
     flags.append(f"--api-keys={files.keys}")
@@ -88,37 +88,37 @@ def models(gateway: Service, tls: Tls | bool | None, within_s: float = DEADLINE_
 
 
 def check_refusal(gateway: Service, tls: Tls | bool, words: str) -> None:
-    """A client that cannot get in is told why; on a busy machine a handshake may take longer than a try."""
-    deadline, told = time.monotonic() + DEADLINE_S, ""
-    while words not in told:
-        assert time.monotonic() < deadline, told
+    """Connect until the error contains `words`; on a busy machine a handshake may take longer than one attempt."""
+    deadline, message = time.monotonic() + DEADLINE_S, ""
+    while words not in message:
+        assert time.monotonic() < deadline, message
         with pytest.raises(ConnectionFailed) as failed:
             models(gateway, tls, within_s=0.3)
-        told = failed.value.message
+        message = failed.value.message
 
 
-def test_who_gets_in_and_what_others_are_told(gateway: Service, files: Files) -> None:
+def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     cert, key = files.client
     assert models(gateway, Tls(files.ca, cert, key, NAME)) == 0
     assert "TLS, clients show a certificate" in gateway.log()
-    stranger = trustme.CA()
-    stranger.cert_pem.write_to_path(files.folder / "stranger.crt")
-    other_cert, other_key = files.write("other", stranger.issue_cert("you@example.com"))
+    unknown = trustme.CA()
+    unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
+    other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
     for tls, words in (
         (False, "perhaps it speaks TLS"),
         (Tls(files.ca, server_name=NAME), "wants a certificate of this client"),
         (Tls(files.ca, other_cert, other_key, NAME), "wants a certificate of this client"),
         (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),
-        (Tls(files.folder / "stranger.crt", cert, key, NAME), "set --tls-ca"),
+        (Tls(files.folder / "unknown.crt", cert, key, NAME), "set --tls-ca"),
     ):
         check_refusal(gateway, tls, words)
 
 
-def test_without_a_key_only_health_answers(gateway: Service, files: Files) -> None:
+def test_without_an_api_key_only_health_answers(gateway: Service, files: Files) -> None:
     tls = Tls(files.ca, *files.client, NAME)
     for key, words in (("", "wants an API key; set QUIRE_API_KEY"), ("my-ke", "does not know the API key")):
         with Client.connect(gateway.address, tls=tls, connect_timeout_s=DEADLINE_S, api_key=key) as client:
-            assert client.health() is False, "there is no scheduler; but it answers"
+            assert client.health() is False, "not ready without a scheduler, but no error"
             for call in (client.models, lambda client=client: client.generate("x"), lambda: client.drain_worker("w")):
                 with pytest.raises(Unauthenticated, match=words):
                     call()
@@ -136,7 +136,7 @@ def test_the_command_takes_flags_and_environment(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"models": []}] * 2
 
 
-def test_the_guide_s_program_runs(
+def test_the_example_of_the_deployment_guide_runs(
     gateway: Service, files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
@@ -149,7 +149,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     trusted = Tls(files.ca, *files.client, NAME)
     assert models(gateway, trusted) == 0
     files.cert.write_text("no certificate")
-    assert [models(gateway, trusted) for _ in range(2)] == [0, 0], "the former one stays in force"
+    assert [models(gateway, trusted) for _ in range(2)] == [0, 0], "the previous one stays in use"
     newer = trustme.CA()
     newer.cert_pem.write_to_path(files.folder / "newer.crt")
     files.renew(newer)
@@ -169,23 +169,23 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
         ({"cert": "server.crt", "key": "server.key", "client-ca": "server.key"}, "--tls-client-ca-file"),
     ],
 )
-def test_bad_files_stop_the_start(tmp_path: Path, names: dict[str, str], words: str) -> None:
+def test_bad_files_fail_the_start(tmp_path: Path, names: dict[str, str], words: str) -> None:
     files = Files(tmp_path)
     flags = [f"--tls-{name}-file={files.folder / path}" for name, path in names.items()]
     args = make_parser().parse_args(["--scheduler", NOBODY, *flags])
     with pytest.raises(TlsError) as refused:
-        server_credentials(tls_files(args) or pytest.fail("it took them"))
+        server_credentials(tls_files(args) or pytest.fail("the files were accepted"))
     assert words in str(refused.value)
 
 
-def test_the_sdk_names_what_is_wrong_with_its_files() -> None:
+def test_sdk_errors_name_the_bad_file() -> None:
     with pytest.raises(InvalidRequest, match="'/none': No such file"):
         Client.connect("127.0.0.1:1", tls=Tls(ca_file="/none"))
     with pytest.raises(InvalidRequest, match="give both, or none"):
         Client.connect("127.0.0.1:1", tls=Tls(cert_file="/some"))
 
 
-def test_the_environment_switches_it_on() -> None:
+def test_environment_variables_enable_tls() -> None:
     assert resolve_tls(None, {}) is None
     assert resolve_tls(None, {"QUIRE_TLS": "0"}) is None
     assert resolve_tls(None, {"QUIRE_TLS": "1"}) == Tls()

@@ -1,4 +1,4 @@
-"""`quire up` and the commands beside it, as a person or a script at a shell uses them."""
+"""`quire up` and the commands that talk to it, run from a shell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [1, 2, 3]
 
 @contextmanager
 def quire_up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A running `quire up` and its ready file; killed at the end if it still runs."""
+    """A running `quire up` and the content of its ready file. It is killed at the end if it is still running."""
     ready_file = folder / "ready.json"
     own = ("--port", "0", "--ready-file", str(ready_file), "--log-dir", str(folder / "logs"))
     with (folder / "up.txt").open("w+") as output:
@@ -46,15 +46,15 @@ def quire_up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 def quire(target: str, *arguments: str) -> str:
-    """Run one command against the stack; its stdout."""
+    """Run one command with the stack as its target. Returns its stdout."""
     command = [*QUIRE, *arguments, "--target", target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# Other architectures are test_architectures.py's: the command does not know them apart.
-def test_up_serves_any_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
+# test_architectures.py covers the other architectures: `quire up` does not distinguish them.
+def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "my-model")
     expected = Reference(model_dir).greedy(PROMPT, 8)
@@ -96,7 +96,7 @@ def check_status(status: dict[str, Any]) -> None:
         assert worker["blocks_cached"] >= 0
 
 
-def test_the_bundled_model_answers_a_chat_from_the_shell(tmp_path: Path) -> None:
+def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
     with quire_up(tmp_path, "--threads", "1", "--metrics") as (process, ready):
         assert ready["model"] == "demo"
         for service in ready["services"]:
@@ -114,7 +114,7 @@ def test_the_bundled_model_answers_a_chat_from_the_shell(tmp_path: Path) -> None
     assert all(name in said for name in ("scheduler", "worker-0", "gateway")), said
 
 
-def test_up_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_up_refuses_a_missing_model(tmp_path: Path) -> None:
     done = subprocess.run([*QUIRE, "up", "--model", str(tmp_path / "nowhere")], capture_output=True, text=True)
     assert done.returncode != 0
     assert "nowhere" in done.stderr

@@ -1,4 +1,4 @@
-"""Several workers behind one scheduler: prefixes find their holder, load spreads, latecomers take their share."""
+"""Several workers of one scheduler: requests go to the worker that has their prefix, and load spreads over all."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-async def test_prefixes_find_their_holder_load_spreads_and_a_late_worker_takes_part(
-    stack: Stack, tmp_path: Path
-) -> None:
+async def test_requests_follow_prefixes_and_load_spreads_to_new_workers(stack: Stack, tmp_path: Path) -> None:
     model_dir = make_checkpoint(tmp_path / "model")
     scheduler = stack.start_scheduler()
     workers = [stack.start_worker(scheduler, model_dir, *FLAGS) for _ in range(2)]
@@ -55,7 +53,7 @@ async def test_prefixes_find_their_holder_load_spreads_and_a_late_worker_takes_p
 
 
 async def check_prefix_holder(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
-    """Each of two prefixes is computed by one worker; whoever has it gets all requests that begin with it."""
+    """Each of two prefixes is computed by one worker, which gets all requests with that prefix."""
     prefixes = [random_prompt(seed, PREFIX_TOKENS) for seed in (1, 2)]
     before = await steps(stack, client, workers)
     first = await asyncio.gather(*(generate(client, prefix, max_tokens=40) for prefix in prefixes))
@@ -67,19 +65,19 @@ async def check_prefix_holder(stack: Stack, client: AsyncClient, workers: list[S
 
 
 async def check_follow_ups(stack: Stack, client: AsyncClient, workers: list[Service], prefix: list[int]) -> int:
-    """All go to the one worker that is returned, and compute only what is theirs."""
+    """All go to one worker, whose index is returned, and compute only the tokens after the prefix."""
     before = await steps(stack, client, workers)
     for i in range(4):
         result = await generate(client, prefix + random_prompt(100 + i, 20))
         assert result.usage.cached_tokens == PREFIX_TOKENS
     after = await steps(stack, client, workers)
-    # The other one may only now have been told that its earlier rows have ended: a step without rows.
+    # The other worker may get one step without rows, which closes its earlier rows.
     (holder,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a + 1]
     return holder
 
 
 async def check_balance(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
-    """Requests that share nothing go to everybody, and get what they would get alone."""
+    """Requests that share no prefix go to all workers, and get the same tokens as alone."""
     before = await steps(stack, client, workers)
     prompts = [random_prompt(1000 * len(workers) + i, 60) for i in range(10 * len(workers))]
     together = await asyncio.gather(*(generate(client, prompt, max_tokens=24) for prompt in prompts))
