@@ -117,8 +117,8 @@ ONE_WRONG_ELEMENT = [
     ),
     (sampling.greedy_cases, EXACT, sample, "(score != score) | (score", "(score == score - 1) | (score"),
     (
-        sampling.noise_cases, EXACT, sample, "tl.load(position_ptr + sample), tl.load(state + 7),",
-        "tl.load(position_ptr + sample) + (sample == 1).to(tl.int32), tl.load(state + 7),",
+        sampling.noise_cases, EXACT, sample, "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample),",
+        "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample) + (sample == 1).to(tl.int32),",
     ),
     (
         sampling.filtered_cases, FP8, threshold, "tl.store(lowest_ptr + sample, bits.to",
