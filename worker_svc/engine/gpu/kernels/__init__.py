@@ -1,5 +1,5 @@
-"""Triton kernels, one per file, each with the same operation in plain torch beside it.
+"""Triton kernels. Each file holds a kernel, the function that launches it, and `reference`: the same operation in plain
+torch or numpy.
 
-`launch` functions take tensors and fix the grid; `reference` functions say what a kernel must compute. Offsets into the
-KV pool are int64 before they are multiplied: a pool has more than 2^31 elements.
+Offsets into the KV pool are converted to int64 before they are multiplied, because a pool has more than 2^31 elements.
 """

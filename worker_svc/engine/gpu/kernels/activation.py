@@ -1,4 +1,4 @@
-"""The gate of the MLP: activation(gate) * up, from fused rows [gate | up]."""
+"""Gated activation of the MLP: activation(gate) * up, from fused rows [gate | up]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: 
         gate = gate / (1.0 + tl.exp(-gate))
     elif KIND == 1:
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # tanh(y) = 2 / (1 + exp(-2y)) - 1: the libdevice function is not there in the interpreter
+    else:  # tanh(y) = 2 / (1 + exp(-2y)) - 1, because the interpreter lacks libdevice.tanh
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-2.0 * inner))
     tl.store(out_ptr + row * N + column, (gate * up).to(out_ptr.dtype.element_ty), mask=is_in)

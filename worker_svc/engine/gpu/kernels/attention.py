@@ -1,14 +1,14 @@
 """Paged attention over a work list: decode, chunks of a prompt, and both in one batch.
 
-A work item is (row of the batch, first query of a tile, split of its keys). A fixed number of programs walks over
+A work item is (row of the batch, first query of a tile, split of its keys). A fixed number of programs loops over
 items x KV heads, so one launch, and one CUDA graph, serves every length. Query heads that share a KV head are packed
 into one tile: line m of a tile is query m // GROUP, head m % GROUP of the group.
 
-Heads whose size is no power of two fill the next one with zeros. Keys and values of 8 bits are widened as they are
-read; `scales` [2, kv_heads] float32 are what they were divided by.
+A head_dim that is not a power of two is padded with zeros to the next one. Keys and values in fp8 are converted to the
+model's dtype as they are read; `scales` [2, kv_heads] float32 are the divisors with which they were stored.
 
-A split has a fixed number of keys, so a row's result does not depend on the rows around it. Only rows with a single
-query are split; `combine_kernel` merges their parts in order. SPLIT 0 is never split.
+A split has a fixed number of keys, so the result of a row does not depend on the other rows. Only rows with a single
+query are split; `combine_kernel` merges their splits in order. SPLIT 0 means that keys are not split.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ ITEM_WORDS = 4  # row, first query, split, unused: 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Fixed sizes of one use of the kernel. No autotuning: it cannot run inside a capture, and differs by machine."""
+    """Fixed sizes of one use of the kernel. No autotuning: it cannot run in a graph capture and differs by GPU."""
 
     block_m: int  # lines of a tile: queries x heads of a group
     block_n: int  # keys of a tile
     split: int  # keys of a split; 0: all
     num_warps: int
     num_stages: int
-    one_loop: bool = False  # for all key tiles: half the code, and cutting a prompt up changes no instruction
+    one_loop: bool = False  # mask every key tile: half the code, and chunking a prompt does not change the instructions
 
     def queries(self, shape: HeadShape) -> int:
-        """Queries of a tile."""
+        """Number of queries in a tile."""
         return self.block_m // group_lines(shape)
 
 
 def group_lines(shape: HeadShape) -> int:
-    """Lines of a tile that one query takes."""
+    """Number of lines that one query takes in a tile."""
     return int(triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads))
 
 
@@ -57,7 +57,11 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Which row of the table each row of the batch is, its first token, its tokens in the pool before this step."""
+    """The rows of a batch.
+
+    `rows` are their rows in `tables`, `starts` their first tokens in the batch, `contexts` their tokens in the pool
+    before this step.
+    """
 
     rows: torch.Tensor  # int32 [B]
     starts: torch.Tensor  # int32 [B + 1]
@@ -67,7 +71,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What splits leave: float32 outputs [B * max_splits, q_heads, dim] and log-sums [B * max_splits, q_heads]."""
+    """Results of splits: float32 outputs [B * max_splits, q_heads, dim] and log-sums [B * max_splits, q_heads]."""
 
     out: torch.Tensor
     log_sum: torch.Tensor
@@ -76,8 +80,8 @@ class Parts:
 
 @triton.jit
 def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys [BLOCK_N] of one head lie in units of D. `key` is their sequence position, from `start` on."""
-    if PAGE % BLOCK_N == 0:  # a tile lies in one page: one scalar load
+    """Offsets of the keys [BLOCK_N] of one head, in units of D. `key` are their positions, from `start` on."""
+    if PAGE % BLOCK_N == 0:  # a tile is within one page: one scalar load
         block = tl.load(table_ptr + start // PAGE).to(tl.int64)
     else:
         block = tl.load(table_ptr + key // PAGE, mask=is_in, other=0).to(tl.int64)
@@ -90,7 +94,7 @@ def _attend_tile(
     MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax."""
+    """Adds one tile of keys to the running softmax."""
     key = start + tl.arange(0, BLOCK_N)
     is_in = key < end
     column = tl.arange(0, BLOCK_D)
@@ -223,7 +227,8 @@ def paged_attention(
     num_programs: int,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of the items' queries in q [T, q_heads, dim], into out, or into parts where keys are split."""
+    """Causal attention of the queries q [T, q_heads, dim] of the work list. Writes to `out`, or to `parts` if keys
+    are split."""
     paged_attention_kernel[(num_programs,)](
         q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
         queries.rows, queries.starts, queries.contexts,
@@ -244,7 +249,7 @@ def combine(
     shape: HeadShape,
     tiles: Tiles,
 ) -> None:
-    """Merges the splits of rows with one query. `num_rows` [1] int32 says how many rows of `queries` are real."""
+    """Merges the splits of rows with one query. `num_rows` [1] int32 is the number of rows that are not padding."""
     combine_kernel[(len(queries.rows), shape.num_q_heads)](
         parts.out, parts.log_sum, num_rows, queries.starts, queries.contexts, out, parts.max_splits,
         HQ=shape.num_q_heads, D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), SPLIT=tiles.split,
@@ -260,7 +265,7 @@ def reference(
     shape: HeadShape,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention row by row over gathered pages, in float64."""
+    """Attention in float64, row by row over gathered pages."""
     out = torch.empty(q.shape, dtype=torch.float64)
     block_size, group = cache[0].shape[1], shape.num_q_heads // shape.num_kv_heads
     for i in range(num_rows):

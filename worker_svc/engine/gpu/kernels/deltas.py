@@ -1,4 +1,4 @@
-"""Changes of the rows on the device: single words, wherever they lie."""
+"""Updates of the row records on the device: single words at any offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def deltas_kernel(state_ptr, delta_ptr, num_deltas, BLOCK: tl.constexpr):
 
 
 def apply_deltas(state: torch.Tensor, deltas: torch.Tensor) -> None:
-    """state.view(-1)[deltas[:, 0]] = deltas[:, 1], all int32; no index twice."""
+    """state.view(-1)[deltas[:, 0]] = deltas[:, 1], all int32. No index may occur twice."""
     count = len(deltas)
     deltas_kernel[(triton.cdiv(count, BLOCK),)](state, deltas, count, BLOCK=BLOCK, num_warps=4)
 

@@ -1,6 +1,6 @@
-"""A matrix product whose rows do not know each other: one tile shape for every number of rows, K in one order.
+"""A linear layer whose rows are independent: one tile shape for every number of rows, and K summed in one order.
 
-Libraries choose tiles, and splits of K, by the number of rows. Exact mode cannot use them.
+Libraries choose tiles and splits of K by the number of rows, so exact mode cannot use them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: the same MMA instruction for one row as for thousands
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: one row uses the same MMA instruction as thousands
 WARPS, STAGES = 4, 4
-WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # of float32 on a device: see tiles.py
+WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # float32 on a GPU: see tiles.py
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -39,7 +39,7 @@ def linear_kernel(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [n, in] times weight [out, in], plus bias."""
+    """x [n, in] @ weight [out, in].T + bias."""
     n, in_size = x.shape
     out_size = weight.shape[0]
     out = x.new_empty(n, out_size)

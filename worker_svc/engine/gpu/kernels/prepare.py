@@ -1,4 +1,4 @@
-"""The first kernel of a step: from what was uploaded and the rows on the device to the columns of the forward pass."""
+"""The first kernel of a step: makes token ids, positions and slots from the upload and the row records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prepare_kernel(
 ):  # fmt: skip
     batch_row = tl.program_id(0)
     num_rows = tl.load(num_rows_ptr)
-    if batch_row == tl.num_programs(0) - 1:  # the last program: tokens that only fill the bucket
+    if batch_row == tl.num_programs(0) - 1:  # the last program writes the padding tokens
         first = tl.load(start_ptr + num_rows)
         for begin in range(first, num_tokens_padded, BLOCK):
             token = begin + tl.arange(0, BLOCK)
@@ -54,10 +54,10 @@ def prepare(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     block_size: int,
 ) -> None:
-    """Token ids, positions and slots (all int32 [T]) of a batch.
+    """Writes token ids, positions and slots (all int32 [T]) of a batch to `out`.
 
-    `known` [T] are the token ids that the host knows; below 0 it is the row's last sampled token. Tokens beyond the
-    batch get slot -1.
+    `known` [T] are the token ids that the host knows; a negative one stands for the row's last sampled token. Padding
+    tokens get slot -1.
     """
     prepare_kernel[(len(rows) + 1,)](
         state, state.stride(0), num_rows, rows, starts, contexts, known, *out, len(out[0]),

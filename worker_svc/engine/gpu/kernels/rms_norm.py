@@ -1,4 +1,4 @@
-"""RMSNorm with the residual sum before it. One row per program, so a row's result has no neighbours."""
+"""Residual addition and RMSNorm. One row per program, so a row does not depend on the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
     weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)  # rounded before the weight, as transformers does
+    normed = (wide * scale).to(x.dtype).to(tl.float32)  # rounded before the weight, as in transformers
     tl.store(out_ptr + row + column, (normed * weight).to(x.dtype), mask=is_in)
 
 
@@ -41,7 +41,7 @@ def add_rms_norm(
 def reference(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum and its norm."""
+    """The sum and its RMSNorm."""
     total = x if residual is None else x + residual
     wide = total.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,6 +1,6 @@
-"""What happens to q, k and v between the projection and attention: q/k norm, rotation, and k, v into the pool.
+"""The step between QKV projection and attention: q/k norm, rotary positions, and the store of k and v into the pool.
 
-One program per token, all heads of its fused row [q | k | v] at once.
+One program per token computes all heads of its fused row [q | k | v].
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import triton.language as tl
 
 from worker_svc.engine.backend import HeadShape, RotaryTable
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
-
-NO_SLOT = -1  # a padding token of a CUDA graph's bucket: nothing is stored
 
 
 @triton.jit
@@ -37,7 +35,7 @@ def rope_store_kernel(
     if NORM:
         square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
         scale = tl.rsqrt(square + eps)[:, None]
-        # Rounded to the model's type before and after the weight, as transformers does.
+        # Rounded to the model's dtype before and after the multiplication by the weight, as in transformers.
         q_weight = tl.load(q_norm_ptr + column, mask=is_column, other=0.0)
         k_weight = tl.load(k_norm_ptr + column, mask=is_column, other=0.0)
         a_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
@@ -56,13 +54,13 @@ def rope_store_kernel(
     tl.store(target + HALF, turned_b, mask=is_q)
     if SCALED:
         is_kv = (head >= HQ) & (head < HQ + 2 * HKV)
-        scale = tl.load(kv_scale_ptr + head - HQ, mask=is_kv, other=1.0)  # of keys, then of values
+        scale = tl.load(kv_scale_ptr + head - HQ, mask=is_kv, other=1.0)  # key heads, then value heads
         pool_type = k_pool_ptr.dtype.element_ty
         turned_a = round_e4m3(turned_a.to(tl.float32) / scale).to(pool_type)
         turned_b = round_e4m3(turned_b.to(tl.float32) / scale).to(pool_type)
         first = round_e4m3(first.to(tl.float32) / scale).to(pool_type)
         second = round_e4m3(second.to(tl.float32) / scale).to(pool_type)
-    slot = tl.load(slot_ptr + token).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)  # -1: padding, not stored
     if slot >= 0:
         keys = k_pool_ptr + (slot * HKV + head - HQ) * D + column
         tl.store(keys, turned_a, mask=is_k)
@@ -84,9 +82,11 @@ def rope_store(
     eps: float,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Splits fused qkv [T, heads * dim], norms (if any) and rotates q and k; q to q_out [T, q_heads, dim], k and v to
-    the slots [T] of the pools [num_blocks, block_size, kv_heads, dim]; divided by scales [2, kv_heads] and rounded to
-    e4m3 if there are any."""
+    """Splits fused qkv [T, heads * dim], applies `norms` (if given) and rotary positions to q and k, and writes q to
+    q_out [T, q_heads, dim], k and v to the slots [T] of the pools [num_blocks, block_size, kv_heads, dim].
+
+    With `scales` [2, kv_heads], k and v are divided by them and rounded to e4m3. Slot -1 is not stored.
+    """
     q_norm, k_norm = norms or (qkv, qkv)
     rope_store_kernel[(len(positions),)](
         qkv, q_norm, k_norm, rotary.cos, rotary.sin, positions, slots, q_out, *cache,
@@ -106,7 +106,7 @@ def reference(
     shape: HeadShape,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v [T, heads, dim] as attention sees them."""
+    """q, k and v [T, heads, dim] as attention reads them."""
     heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
     if norms is not None:

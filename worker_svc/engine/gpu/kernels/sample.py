@@ -1,12 +1,12 @@
-"""Picks tokens: argmax of z + noise over what the threshold lets through. The specification is `engine/noise.py`.
+"""Samples tokens: argmax of z + noise over the ids that pass the threshold. The specification is `engine/noise.py`.
 
-The first kernel finds each chunk's best score with approximate noise. The second looks again, with the specified noise
-in float64, at the few chunks that can hold the winner, and leaves the token where the row's next step finds it.
+The first kernel finds the best score of each chunk with approximate noise. The second computes exact noise in float64
+for the few chunks that can contain the winner, and stores the token in the row record, where the next step reads it.
 
-Of a vocabulary in parts, each rank picks in its own and makes a key of score and id. The largest key of all ranks is
-the token that one rank would have picked:
+With tensor parallelism each rank samples from its own part of the vocabulary and makes a key of score and id. The
+largest key of all ranks is the token that a single rank would have sampled:
 
-    order of the score, 32 bits, signed | 0xFFFFFFFF - id       all ones below the sign: numbers of no use
+    score as an ordered signed 32-bit integer | 0xFFFFFFFF - id       score 0x7FFFFFFF: NaN or +inf among the logits
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import sample_token
 
 CHUNK = 2048
-KEYS = 128  # of one program
+KEYS = 128  # per program
 
 
 @triton.jit
@@ -95,11 +95,11 @@ def pick_kernel(
                         score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
                     score += exact_noise(words)
                 top = tl.max(score, 0)
-                if top > best:  # chunks come in order: ties go to the lowest id
+                if top > best:  # chunks are in order, so ties go to the lowest id
                     best = top
                     token = first_id + index * CHUNK + tl.argmax(score, 0)
     if IS_PART:
-        bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # of two zeros none is larger
+        bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
         order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         order = tl.where(has_fault, 0x7FFFFFFF, order)
         tl.store(key_ptr + sample, (order.to(tl.int64) << 32) | (0xFFFFFFFF - tl.cast(token, tl.int64)))
@@ -113,13 +113,13 @@ def pick_kernel(
 def read_keys_kernel(
     key_ptr, state_ptr, state_stride, row_ptr, token_ptr, status_ptr, num_samples, BLOCK: tl.constexpr
 ):
-    """What the picking kernel stores where it sees the whole vocabulary."""
+    """Stores tokens and statuses from the keys, as `pick_kernel` does when it has the whole vocabulary."""
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + sample, mask=sample < num_samples, other=-1)
     is_row = row >= 0
     key = tl.load(key_ptr + sample, mask=is_row, other=0)
     order = key >> 32
-    is_bad = (order == 0x7FFFFFFF) | (order == -0x7F800001)  # the order of minus infinity: nothing was let through
+    is_bad = (order == 0x7FFFFFFF) | (order == -0x7F800001)  # the second is -inf: no id passed
     token = tl.where(is_bad, 0, 0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
     tl.store(token_ptr + sample, token, mask=is_row)
     tl.store(status_ptr + sample, is_bad.to(tl.int32), mask=is_row)
@@ -137,12 +137,13 @@ def sample(
     first_id: int = 0,
     group: Group = ALONE,
 ) -> None:
-    """Tokens and statuses (1: no usable numbers), int32 [S], for logits [S, vocab] of lines `rows` of `state`.
+    """Writes tokens and statuses (1: the logits hold NaN, +inf or no finite number), int32 [S], to `out`.
 
-    Of a group, every rank passes its part of the vocabulary, which starts at `first_id`, and gets the same tokens.
+    `logits` [S, vocab] belong to the records `rows` of `state`; -1 is padding. `positions` are output positions,
+    `lowest` the thresholds if any row has filters, `scratch` float32 and int32 [S, chunks]. The token is also stored as
+    the last token of its record.
 
-    `positions` are output positions, `lowest` the thresholds if any row filters, `scratch` float32 and int32
-    [S, chunks]. Lines of -1 are padding. The token becomes the row's last one.
+    With several ranks, each passes its part of the vocabulary, which starts at `first_id`, and all get the same tokens.
     """
     num_samples, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
@@ -165,7 +166,7 @@ def sample(
 
 
 def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the chunks' best scores and their faults."""
+    """Buffers for the best score of each chunk and its NaN flag."""
     chunks = triton.cdiv(vocab_size, CHUNK)
     return torch.zeros(num_samples, chunks, device=device), torch.zeros(
         num_samples, chunks, dtype=torch.int32, device=device
@@ -173,5 +174,5 @@ def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tupl
 
 
 def reference(logits: torch.Tensor, params: SamplingParams, sample_index: int, position: int) -> int | None:
-    """The token of one row of logits [vocab]; None where they hold no usable numbers."""
+    """The token for logits [vocab]; None if they hold NaN, +inf or no finite number."""
     return sample_token(logits.float().numpy().astype(np.float32), params, sample_index, position)

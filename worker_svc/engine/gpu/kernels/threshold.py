@@ -1,8 +1,8 @@
-"""What min_p, top_k and top_p let through, without sorting: a threshold on z = logits / temperature per row.
+"""min_p, top_k and top_p without sorting: one threshold on z = logits / temperature per row.
 
-The threshold is found by descending through the bits of the float order, four at a time. Each pass counts ids (top_k)
-or adds their weights (top_p), integers both, per chunk of the vocabulary; then one program per row picks the digit. The
-specification is in `worker_svc/engine/noise.py`.
+A radix search finds the threshold: z as an ordered integer, four bits per pass. Each pass counts ids (top_k) or sums
+their integer weights (top_p) per chunk of the vocabulary; then one program per row chooses the digit. The specification
+is in `worker_svc/engine/noise.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import GREEDY_BELOW, keep_threshold
 
 CHUNK = 4096
-TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; a digit's place is a number at run time: one kernel for all
+TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; not a constexpr in the kernels, so that digits share one
 COUNT, WEIGH = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where the search of S rows lives. `lowest` [S] float32 is its result."""
+    """Buffers of the search for S rows. `lowest` [S] float32 is its result."""
 
     lowest: torch.Tensor
-    top: torch.Tensor  # float32 [S, chunks], then the row's in column 0
-    prefix: torch.Tensor  # int64 [S] digits found so far
-    need: torch.Tensor  # int64 [S] what must still be reached; 0: not searched
+    top: torch.Tensor  # float32 [S, chunks]: maximum of z per chunk; then that of the row in column 0
+    prefix: torch.Tensor  # int64 [S]: digits found so far
+    need: torch.Tensor  # int64 [S]: count or weight still to be reached; 0: no search
     sums: torch.Tensor  # int64 [S, chunks, 16]
 
     @classmethod
@@ -49,14 +49,14 @@ class Scratch:
 
 @triton.jit
 def load_z(logits_ptr, stride, sample, vocab_size, id, temperature):
-    """z of ids; -inf beyond the vocabulary."""
+    """z of these ids; -inf beyond the vocabulary."""
     logits = tl.load(logits_ptr + sample.to(tl.int64) * stride + id, mask=id < vocab_size, other=-float("inf"))
     return tl.div_rn(logits.to(tl.float32), temperature)
 
 
 @triton.jit
 def _order(z):
-    """Bits that sort as the floats do, in an int64."""
+    """An int64 that orders as the float32 does."""
     bits = z.to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
     return flipped.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -94,7 +94,7 @@ def start_kernel(state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, chunks, 
 
 @triton.jit
 def _is_searched(state, KIND: tl.constexpr):
-    """Whether this row asks for this filter."""
+    """Whether this row uses this filter."""
     if KIND == 0:
         is_on = tl.load(state + TOP_K) > 0
     else:
@@ -119,7 +119,7 @@ def digit_sums_kernel(
     is_in = chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size
     order = _order(z)
     is_kept = is_in & (z >= tl.load(lowest_ptr + sample))
-    prefix = tl.load(prefix_ptr + sample, mask=shift < TOP_SHIFT, other=0)  # before the first digit all match
+    prefix = tl.load(prefix_ptr + sample, mask=shift < TOP_SHIFT, other=0)  # before the first digit every id matches
     is_kept = is_kept & ((order >> (shift + 4)) == prefix)
     if KIND == 0:
         weight = is_kept.to(tl.int64)
@@ -185,9 +185,10 @@ def is_needed(columns: SamplingColumns) -> bool:
 def find_thresholds(
     logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, scratch: Scratch, group: Group = ALONE
 ) -> torch.Tensor:
-    """The smallest z that each of the S rows keeps, float32 [S]. `rows` are lines of `state`, -1 for padding.
+    """The smallest z that each of the S rows keeps, float32 [S]. `rows` are records of `state`, -1 is padding.
 
-    Of a vocabulary in parts, ranks add up their integers: all find what one would, and no logit travels.
+    With several ranks the integer sums are all-reduced: every rank finds what a single one would, and no logits are
+    exchanged.
     """
     num_samples, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
@@ -217,5 +218,5 @@ def find_thresholds(
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> np.float32:
-    """For one row of logits [vocab]."""
+    """The threshold of one row of logits [vocab]."""
     return keep_threshold((logits.float().numpy() / np.float32(params.temperature)).astype(np.float32), params)

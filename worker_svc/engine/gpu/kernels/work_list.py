@@ -1,4 +1,4 @@
-"""The list of attention work, made on the device so that a captured graph finds other work in every replay."""
+"""The work list of attention, built on the device so that each replay of a CUDA graph builds its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from worker_svc.engine.gpu.kernels.attention import Queries, WorkList
 
 MAX_QUERIES = 2**31 - 1
-MIN_ROWS = 256  # lines that each program looks at: few numbers mean few kernels to compile before the first step
+MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kernels to compile before the first step
 
 
 @triton.jit(do_not_specialize=["min_queries", "max_queries"])
@@ -38,7 +38,7 @@ def work_list_kernel(
     for begin in range(0, own_items, BLOCK):
         item = begin + tl.arange(0, BLOCK)
         is_item = item < own_items
-        # The last tile of a prompt has the most keys: heaviest first.
+        # The last tile of a prompt has the most keys, so it comes first.
         tile = own_tiles - 1 - item % tl.maximum(own_tiles, 1)
         tl.store(first_item + item * 4, item * 0 + batch_row, mask=is_item)
         tl.store(first_item + item * 4 + 1, tile * QUERIES, mask=is_item)
@@ -55,7 +55,7 @@ def make_work_list(
     min_queries: int = 1,
     max_queries: int = MAX_QUERIES,
 ) -> None:
-    """Fills `work` with the tiles of rows that have min_queries to max_queries queries, each for every split."""
+    """Fills `work` with every tile and split of the rows that have min_queries to max_queries queries."""
     bound = len(queries.rows)
     work_list_kernel[(bound,)](
         num_rows, queries.starts, queries.contexts, work.items, work.count, min_queries, max_queries,
@@ -66,7 +66,7 @@ def make_work_list(
 def reference(
     starts: list[int], contexts: list[int], *, queries_per_tile: int, split: int, min_queries: int, max_queries: int
 ) -> list[tuple[int, int, int]]:
-    """The items in order."""
+    """The work items in order."""
     items = []
     for row, context in enumerate(contexts):
         count = starts[row + 1] - starts[row]
