@@ -1,4 +1,4 @@
-"""The whole system as processes of the loopback: several of each kind, each able to die."""
+"""The whole system as processes on the loopback interface: several of each kind, each of which may be killed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ BUG_WORDS = (
     "was never retrieved",
     "was destroyed but it is pending",
 )
-# Whoever is down is dialled again soon: how long it stayed away is measured here.
+# Reconnect quickly: the runner measures how long a process was unavailable.
 CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
 
-# Short enough that the longer freezes are taken for deaths, and the others are not.
+# Short enough that the longer freezes count as failures, and the shorter ones do not.
 GATEWAY_FLAGS = ("--drain-timeout-s", "1", "--scheduler-patience-s", "60")
 SCHEDULER_FLAGS = ("--heartbeat-timeout-s", "2", "--gateway-heartbeat-s", "0.5", "--drain-timeout-s", "1")
 STALL_TIMEOUT_S = 1.5
@@ -47,7 +47,7 @@ WORKER_FLAGS = (
 
 
 class Cluster:
-    """Owns the processes; leaving the block ends them all."""
+    """Owns the processes. Leaving the block ends them."""
 
     def __init__(self, folder: Path, *, gateways: int, schedulers: int, workers: int, executor: str) -> None:
         self.model_dir = demo_model_dir()
@@ -89,7 +89,7 @@ class Cluster:
         return self._stack.services
 
     async def connect(self) -> AsyncClient:
-        """A client of all gateways, once every process is ready. Call it once, and `close` at the end."""
+        """A client of all gateways, once every process is ready. Call it once, and call `close` at the end."""
         self._channels = {
             service.address: grpc.aio.insecure_channel(service.address, CHANNEL_OPTIONS) for service in self.services
         }
@@ -104,7 +104,7 @@ class Cluster:
             await channel.close()
 
     async def wait_recovered(self, kind: str, member: int) -> None:
-        """Until this member serves and every worker has a scheduler. Raises TimeoutError with the member's log."""
+        """Wait until this member serves and every worker has a scheduler. Raises TimeoutError with the member's log."""
         if kind == "redis":
             await asyncio.to_thread(self.redis.wait_ready)
             return
@@ -112,18 +112,18 @@ class Cluster:
         deadline = asyncio.get_running_loop().time() + READY_DEADLINE_S
         while not (await self._is_serving(service) and (kind == "gateway" or await self._is_whole(kind, member))):
             if asyncio.get_running_loop().time() > deadline:
-                raise TimeoutError(f"{service.name} is not back after {READY_DEADLINE_S:.0f} s\n{service.log()}")
+                raise TimeoutError(f"{service.name} not ready after {READY_DEADLINE_S:.0f} s\n{service.log()}")
             await asyncio.sleep(POLL_S)
 
     async def _is_whole(self, kind: str, member: int) -> bool:
-        """Whether this worker, or for a scheduler every running worker, is ready at some scheduler."""
+        """Whether this worker (for a scheduler: every running worker) is ready at a scheduler."""
         ready = await self.ready_workers()
         workers = self.members["worker"]
         wanted = [workers[member]] if kind == "worker" else [worker for worker in workers if worker.is_running]
         return all(worker.name in ready for worker in wanted)
 
     async def ready_workers(self) -> set[str]:
-        """Worker ids that some scheduler can give steps to."""
+        """The ids of workers that are ready at a scheduler."""
         lists = await asyncio.gather(*(self._ready_at(scheduler) for scheduler in self.members["scheduler"]))
         return set().union(*lists)
 
@@ -145,12 +145,12 @@ class Cluster:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def complaints(self) -> list[tuple[str, str]]:
-        """Services whose log tells of a bug of theirs, with the words."""
+        """(service, words) for each log that contains a sign of a bug."""
         logs = [(service.name, service.log()) for service in self.services]
         return [(name, words) for name, log in logs for words in BUG_WORDS if words in log]
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident memory of every running process."""
+        """The resident memory of every running process."""
         pids = {s.name: s.process.pid for s in self.services if s.process is not None and s.is_running}
         if self.redis.pid is not None:
             pids["redis"] = self.redis.pid

@@ -1,4 +1,4 @@
-"""What is done to the processes: a seeded plan, and the one who carries it out."""
+"""Faults of the processes: a seeded plan, and its execution."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ACTIONS = {
     "worker": ("kill", "freeze", "restart", "drain"),
     "redis": ("kill", "freeze", "flush", "old data"),
 }
-DOWN_S = (0.3, 3.0)  # how long a killed process stays away
+DOWN_S = (0.3, 3.0)  # how long a killed process stays down
 FROZEN_S = (0.5, 4.0)
 EXIT_DEADLINE_S = 30.0
 DRAIN_PATIENCE_S = 10.0
-# Part of the faults that strike at once after another one, so that two kinds are down together.
-CLOSE_PART = 0.2
+# The fraction of faults that follow another one immediately, so that two kinds are down together.
+CLOSE_FRACTION = 0.2
 CLOSE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing to do. `gap_s`: after the one before."""
+    """One planned fault, `gap_s` after the previous one."""
 
     kind: str
     action: str
@@ -46,31 +46,31 @@ class Fault:
 
 @dataclass(slots=True)
 class Strike:
-    """A fault that has happened, in seconds of the event loop's clock."""
+    """A fault that was executed. Times are seconds of the event loop's clock."""
 
     fault: Fault
     name: str
     began: float
-    ended: float = 0.0  # the process runs (again); it may still be starting
+    ended: float = 0.0  # the process runs again; it may still be starting
     recovered: float = 0.0
     exit_code: int | None = None
     exit_s: float | None = None
 
     @property
     def is_clean(self) -> bool:
-        """Who was asked to leave did so with exit code 0."""
+        """Whether a process that was asked to end did so with exit code 0."""
         return self.fault.action not in ("restart", "drain") or self.exit_code == 0
 
     def __str__(self) -> str:
-        away = f"for {self.ended - self.began:.1f} s" if self.ended else "to the end"
+        down = f"for {self.ended - self.began:.1f} s" if self.ended else "until the end of the run"
         exit_text = "" if self.exit_s is None else f", exit code {self.exit_code} after {self.exit_s:.1f} s"
-        return f"{self.fault.action} of {self.name} {away}{exit_text}"
+        return f"{self.fault.action} of {self.name} {down}{exit_text}"
 
 
 def make_plan(seed: int, count: int, mean_gap_s: float, sizes: dict[str, int]) -> list[Fault]:
-    """`count` faults; kinds take turns in random order, and so do the actions and members of a kind.
+    """`count` faults. Kinds take turns in random order, and so do the actions and members of each kind.
 
-    `sizes`: members of each kind that may be struck.
+    `sizes`: the number of members of each kind that may be struck.
     """
     rng = random.Random(seed)
     kinds = _turns(rng, list(sizes))
@@ -80,14 +80,14 @@ def make_plan(seed: int, count: int, mean_gap_s: float, sizes: dict[str, int]) -
     for _ in range(count):
         kind = kinds()
         action = actions[kind]()
-        gap_s = CLOSE_S if plan and rng.random() < CLOSE_PART else mean_gap_s * rng.uniform(0.6, 1.4)
+        gap_s = CLOSE_S if plan and rng.random() < CLOSE_FRACTION else mean_gap_s * rng.uniform(0.6, 1.4)
         length_s = rng.uniform(*(FROZEN_S if action == "freeze" else DOWN_S))
         plan.append(Fault(kind, action, members[kind](), gap_s, length_s))
     return plan
 
 
 def _turns(rng: random.Random, values: list[Any]) -> Callable[[], Any]:
-    """Gives the values one after the other, shuffled anew in every round."""
+    """Returns the values one after the other, shuffled for every round."""
     left: list[Any] = []
 
     def next_value() -> Any:
@@ -99,7 +99,7 @@ def _turns(rng: random.Random, values: list[Any]) -> Callable[[], Any]:
 
 
 class Saboteur:
-    """Carries out a plan. Of every kind at most one member is away at a time; different kinds may be away together."""
+    """Executes a plan. At most one member of each kind is down at a time; members of different kinds may be."""
 
     def __init__(self, cluster: Cluster, client: AsyncClient, plan: list[Fault]) -> None:
         self._cluster = cluster
@@ -109,9 +109,9 @@ class Saboteur:
         self.strikes: list[Strike] = []
 
     async def run(self, until: float) -> None:
-        """Strike until the plan or the time is over, then wait until everything has recovered.
+        """Execute faults until the plan or the time is over, then wait until all processes have recovered.
 
-        Raises TimeoutError when something does not come back, and the error of a drain that nobody would do.
+        Raises TimeoutError if a process does not recover, and the error of a drain that no scheduler accepts.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -127,7 +127,7 @@ class Saboteur:
                 task.cancel()
 
     async def _next(self) -> Fault:
-        """Take the first fault of the plan whose kind is whole; fail as soon as any fault went wrong."""
+        """Take the first fault of the plan whose kind has no member down. Raises the error of any failed fault."""
         while True:
             for kind in [kind for kind, task in self._busy.items() if task.done()]:
                 self._busy.pop(kind).result()
@@ -175,7 +175,7 @@ class Saboteur:
             return -signal.SIGKILL
 
     async def _drain(self, worker: Service) -> None:
-        """Ask until somebody knows the worker (it may be on its way from one scheduler to another) or it has left."""
+        """Retry until a scheduler knows the worker (it may be moving between schedulers) or the worker has ended."""
         until = asyncio.get_running_loop().time() + DRAIN_PATIENCE_S
         while worker.is_running:
             try:

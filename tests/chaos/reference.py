@@ -1,4 +1,4 @@
-"""What every stream should have got: from the undisturbed stack, or from the rule that a simulated model follows."""
+"""The expected outputs of streams: from the undisturbed stack, or from the rule of the simulated model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AT_ONCE = 8
 
 
 class Source(Protocol):
-    """Knows the right answers."""
+    """Computes expected answers."""
 
     async def answers(self, request: Request) -> Answers: ...
 
 
 class UndisturbedStack:
-    """The services themselves, while nothing happens to them."""
+    """The services themselves, while there are no faults."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -36,7 +36,7 @@ class UndisturbedStack:
 
 
 class SimRule:
-    """Computes the answers of `--executor sim` from its specification; asks the gateway only for prompt tokens."""
+    """Computes the answers of `--executor sim` from its specification. Only tokenization uses the gateway."""
 
     def __init__(self, client: AsyncClient, model_dir: Path) -> None:
         self._client = client
@@ -65,7 +65,7 @@ class SimRule:
         return Answer(tuple(token_ids), text, "length")
 
     def _num_tokens_until(self, token_ids: list[int], stop: str) -> int:
-        """How many tokens it takes until their text contains `stop`."""
+        """The smallest number of tokens whose text contains `stop`."""
         return next(n for n in range(1, len(token_ids) + 1) if stop in self._decode(token_ids[:n]))
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -73,7 +73,7 @@ class SimRule:
 
 
 class Catalogue:
-    """Requests with their right answers; streams draw from it. Some requests exist a second time with a stop string."""
+    """Requests with their expected answers. Some requests occur a second time with a stop string."""
 
     def __init__(self, entries: list[tuple[Request, Answers]]) -> None:
         self._entries = entries
@@ -95,7 +95,7 @@ class Catalogue:
             text = whole_text[request.number - count]
             expected = text[: text.find(request.options["stop"][0])]
             if answer.text != expected:
-                raise RuntimeError(f"undisturbed, {request} gave {answer.text!r} instead of {expected!r}")
+                raise RuntimeError(f"without faults, {request} returned {answer.text!r} instead of {expected!r}")
         return cls([(request, answer) for request, answer in entries if len(answer[0].token_ids) >= MIN_TOKENS])
 
     def draw(self, rng: random.Random) -> tuple[Request, Answers]:

@@ -1,4 +1,4 @@
-"""What a run found: for people, and as one JSON object for scripts."""
+"""The results of a run: as text, and as one JSON object for scripts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.chaos.faults import Strike
 from tests.chaos.streams import StreamRecord
 
 TOGETHER = "two at once"
-NEARBY_S = 5.0  # faults so close to a bad stream are told with it
+NEARBY_S = 5.0  # faults this close to a bad stream are printed with it
 MAX_BAD_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was counted. Times are seconds of one clock; memory is MiB by process."""
+    """All counts of a run. Times are seconds of one clock; memory is MiB by process."""
 
     records: Sequence[StreamRecord]
     strikes: Sequence[Strike]
     memory_before: dict[str, float]
     memory_after: dict[str, float]
-    problems: Sequence[str]  # what is wrong beside the streams
+    problems: Sequence[str]  # other than bad streams
     began: float
     facts: dict[str, object]  # of the run: seed, executor, seconds
 
@@ -63,7 +63,7 @@ class Report:
         return json.dumps(self.summary())
 
     def _pauses(self) -> dict[str, list[float]]:
-        """By the fault's label: of every stream that ran while it lasted, the longest time between two deltas."""
+        """For each fault label: the longest time between two deltas of each stream that ran during such a fault."""
         found: dict[str, list[float]] = defaultdict(list)
         for strike in self.strikes:
             for record in self.records:
@@ -81,12 +81,12 @@ class Report:
         lines = [f"{'fault':<20}{'count':>6}{'streams':>9}{'p50 s':>8}{'p99 s':>8}{'max s':>8}   pauses of streams"]
         for label in [*sorted(counts), TOGETHER]:
             values = pauses.get(label, [])
-            figures = "".join(f"{quantile(values, part):>8.2f}" for part in (0.5, 0.99, 1.0))
+            figures = "".join(f"{quantile(values, fraction):>8.2f}" for fraction in (0.5, 0.99, 1.0))
             lines.append(f"{label:<20}{counts[label] or '':>6}{len(values):>9}{figures if values else ''}")
         return "\n".join(lines)
 
     def _longest_pause(self) -> str:
-        """Which stream waited longest, and what was going on."""
+        """The stream with the longest pause, and the faults at that time."""
         pauses = [(b - a, a, b, r) for r in self.records for a, b in pairwise(r.delta_times)]
         if not pauses:
             return ""
@@ -134,12 +134,12 @@ class Report:
 
 
 def _longest_gap(times: Sequence[float], begin: float, end: float) -> tuple[float, float] | None:
-    """The longest interval between two neighbours that touches [begin, end]."""
+    """The longest interval between two neighbours that overlaps [begin, end]."""
     gaps = [(a, b) for a, b in pairwise(times) if a < end and b > begin]
     return max(gaps, key=lambda gap: gap[1] - gap[0], default=None)
 
 
-def quantile(values: Sequence[float], part: float) -> float:
-    """Nearest rank; 0 when there are none."""
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Nearest rank; 0 if there are no values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0

@@ -1,8 +1,8 @@
-"""python -m tests.chaos.run: kill, freeze, restart and drain everything under load, and compare every token.
+"""python -m tests.chaos.run: kill, freeze, restart and drain every process under load, and compare every token.
 
-Starts gateways, schedulers, workers and Redis as processes of this machine, keeps streams running through them,
-strikes the processes by a seeded plan, and compares what every stream got with an undisturbed answer. The last line it
-prints is one JSON object; exit code 1 if a token was lost, repeated or changed, or a client saw an error.
+Starts gateways, schedulers, workers and Redis as processes on this machine, keeps streams running, executes a seeded
+plan of faults, and compares every stream with its answer without faults. The last line of output is one JSON object.
+The exit code is 1 if a token was lost, repeated or changed, or if a client got an error.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.chaos.streams import StreamLoad
 
 PROGRESS_S = 5.0
 MIN_FAULTS = 14  # one of each kind and action
-LAST_WORD_S = 120.0  # for what still runs when time is over
+END_DEADLINE_S = 120.0  # for streams and faults that still run when the time is over
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run. Two runs of one seed ask the same requests and plan the same faults."""
+    """The settings of one run. Runs with the same seed have the same requests and planned faults."""
 
     seconds: float = 300.0
     seed: int = 0
@@ -51,7 +51,7 @@ class Settings:
 
 def main() -> int:
     settings, keep_logs = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child processes are ended
     folder = Path(tempfile.mkdtemp(prefix="quire-chaos-"))
     is_good = False
     try:
@@ -75,18 +75,20 @@ def parse_arguments() -> tuple[Settings, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=default.seconds, help="how long faults strike (300)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of requests and faults (0)")
-    parser.add_argument("--executor", choices=("cpu", "sim"), default="cpu", help="what the workers run (cpu)")
-    parser.add_argument("--streams", type=int, default=default.streams, help="at least so many, however long it takes")
+    parser.add_argument("--seconds", type=float, default=default.seconds, help="how long faults are executed (300)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="seed of requests and faults (0)")
+    parser.add_argument("--executor", choices=("cpu", "sim"), default="cpu", help="executor of the workers (cpu)")
+    parser.add_argument(
+        "--streams", type=int, default=default.streams, help="minimum number of streams, however long they take (0)"
+    )
     parser.add_argument("--lanes", type=int, default=default.lanes, help="streams at once (24)")
     parser.add_argument("--requests", type=int, default=default.requests, help="different requests (40)")
     parser.add_argument("--gap-s", type=float, default=default.gap_s, help="mean seconds between faults (5)")
     parser.add_argument("--gateways", type=int, default=default.gateways)
     parser.add_argument("--schedulers", type=int, default=default.schedulers)
     parser.add_argument("--workers", type=int, default=default.workers)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="what may be struck (gateway,scheduler,worker,redis)")
-    parser.add_argument("--keep-logs", action="store_true", help="keep the processes' logs after a good run, too")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds that may fail (gateway,scheduler,worker,redis)")
+    parser.add_argument("--keep-logs", action="store_true", help="keep the logs of the processes after a good run too")
     arguments = vars(parser.parse_args())
     keep_logs = arguments.pop("keep_logs")
     kinds = tuple(arguments.pop("kinds").split(","))
@@ -108,7 +110,7 @@ async def run(settings: Settings, folder: Path) -> Report:
             catalogue = await Catalogue.build(
                 source, seed=settings.seed, count=settings.requests, vocab_size=vocab_size
             )
-            say(f"{len(catalogue)} undisturbed answers in {time.monotonic() - began:.0f} s; now the faults")
+            say(f"{len(catalogue)} answers without faults in {time.monotonic() - began:.0f} s; faults start now")
             load = StreamLoad(client, catalogue, seed=settings.seed, lanes=settings.lanes, at_least=settings.streams)
             report = await disturb(settings, cluster, client, load, source)
         await cluster.close()
@@ -118,7 +120,7 @@ async def run(settings: Settings, folder: Path) -> Report:
 async def disturb(
     settings: Settings, cluster: Cluster, client: AsyncClient, load: StreamLoad, source: Source
 ) -> Report:
-    """Streams and faults side by side; then the checks that need quiet."""
+    """Run streams and faults at the same time, then the checks that need an idle system."""
     members = {kind: len(cluster.members.get(kind, ("redis",))) for kind in settings.kinds}
     plan = make_plan(
         settings.seed, max(MIN_FAULTS, int(4 * settings.seconds / settings.gap_s)), settings.gap_s, members
@@ -130,20 +132,20 @@ async def disturb(
     async with _progress(load, saboteur, began):
         tasks = [asyncio.create_task(saboteur.run(until)), asyncio.create_task(load.run(until))]
         _, pending = await asyncio.wait(
-            tasks, timeout=settings.seconds + LAST_WORD_S, return_when=asyncio.FIRST_EXCEPTION
+            tasks, timeout=settings.seconds + END_DEADLINE_S, return_when=asyncio.FIRST_EXCEPTION
         )
     for task in pending:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     problems = [f"{type(end).__name__}: {end}" for end in ends if isinstance(end, Exception)]
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(load.verify_unseeded(source), LAST_WORD_S)
+        await asyncio.wait_for(load.verify_unseeded(source), END_DEADLINE_S)
     finished = [record for record in load.records if record.ended]
     if len(finished) < len(load.records):
         problems.append(f"{len(load.records) - len(finished)} streams were still running at the end")
     problems += [f"not verified: {r.request}" for r in finished if r.expected is None and not r.error]
-    problems += [f"left badly: {strike}" for strike in saboteur.strikes if not strike.is_clean]
-    problems += [f"{name}.log holds {words!r}" for name, words in cluster.complaints()]
+    problems += [f"unclean exit: {strike}" for strike in saboteur.strikes if not strike.is_clean]
+    problems += [f"{name}.log contains {words!r}" for name, words in cluster.complaints()]
     facts: dict[str, object] = {
         "seed": settings.seed,
         "executor": settings.executor,
@@ -154,9 +156,9 @@ async def disturb(
 
 @contextlib.asynccontextmanager
 async def _progress(load: StreamLoad, saboteur: Saboteur, began: float) -> AsyncIterator[None]:
-    """A line every few seconds while the block runs."""
+    """Print a line every few seconds while the block runs."""
 
-    async def tell() -> None:
+    async def report() -> None:
         last_tokens = 0
         while True:
             await asyncio.sleep(PROGRESS_S)
@@ -171,7 +173,7 @@ async def _progress(load: StreamLoad, saboteur: Saboteur, began: float) -> Async
                 f"{len(saboteur.strikes)} faults{last}"
             )
 
-    task = asyncio.create_task(tell())
+    task = asyncio.create_task(report())
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The clients: streams that run one after the other in many lanes, each compared with what it should have got."""
+"""The clients: consecutive streams in many lanes, each compared with its expected answer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.chaos.reference import Answers, Catalogue, Source, answers_of
 from tests.chaos.workload import Request
 
 SALTS = 4  # streams of one salt share cached blocks
-UNSEEDED_PART = 0.05
+UNSEEDED_FRACTION = 0.05
 
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What one stream saw. Times are those of the event loop."""
+    """The deltas and the result of one stream. Times are those of the event loop."""
 
     number: int
     request: Request
-    expected: Answers | None  # None: the server draws the seed, the answers are checked afterwards
+    expected: Answers | None  # None: the server draws the seed; checked afterwards
     delta_times: list[float] = field(default_factory=list)
-    token_ids: list[list[int | None]] = field(default_factory=list)  # of each sample, by position; None never came
+    token_ids: list[list[int | None]] = field(default_factory=list)  # of each sample, by position; None: missing
     answers: Answers = ()
     request_id: str = ""
     seed: int | None = None
@@ -36,7 +36,7 @@ class StreamRecord:
     repeated: int = 0
 
     def take(self, delta: Delta, now: float) -> None:
-        """Count what the offset tells, before anybody else's bookkeeping."""
+        """Store a delta by its offset, and count repeated tokens."""
         self.delta_times.append(now)
         if not delta.token_ids:
             return
@@ -51,14 +51,14 @@ class StreamRecord:
 
     @property
     def lost(self) -> int:
-        """Tokens that never came."""
+        """The number of tokens that did not arrive."""
         pairs = zip(self.expected or (), self.token_ids, strict=False)
         missing_ends = sum(max(0, len(answer.token_ids) - len(got)) for answer, got in pairs)
         return missing_ends + sum(got.count(None) for got in self.token_ids)
 
     @property
     def changed(self) -> int:
-        """Tokens that differ or are too many; a different text or finish reason of the same tokens counts as one."""
+        """The number of wrong or surplus tokens. Equal tokens with a different text or finish reason count as one."""
         if self.expected is None:
             return 0
         changed = 0
@@ -74,25 +74,25 @@ class StreamRecord:
         return bool(self.error or self.repeated or self.lost or self.changed)
 
     def difference(self) -> str:
-        """Where it first went wrong, in words."""
+        """The first difference from the expected answer, in words."""
         if self.error:
             return f"{self.error} after {self.num_tokens} tokens"
         for index, (answer, got) in enumerate(zip(self.expected or (), self.token_ids, strict=False)):
             wrong = [p for p, (a, b) in enumerate(zip(answer.token_ids, got, strict=False)) if a != b]
             if wrong or len(got) != len(answer.token_ids):
                 first = wrong[0] if wrong else min(len(got), len(answer.token_ids))
-                there, due = got[first : first + 8], list(answer.token_ids[first : first + 8])
+                actual, wanted = got[first : first + 8], list(answer.token_ids[first : first + 8])
                 return (
-                    f"sample {index} differs from position {first} on: got {there} ({len(got)} tokens), "
-                    f"expected {due} ({len(answer.token_ids)} tokens)"
+                    f"sample {index} differs from position {first} on: got {actual} ({len(got)} tokens), "
+                    f"expected {wanted} ({len(answer.token_ids)} tokens)"
                 )
             if self.answers and self.answers[index] != answer:
-                return f"sample {index} has the right tokens, but {self.answers[index]} instead of {answer}"
-        return f"{self.repeated} tokens came twice, {self.lost} never"
+                return f"sample {index} has the expected tokens, but {self.answers[index]} instead of {answer}"
+        return f"{self.repeated} tokens repeated, {self.lost} lost"
 
 
 class StreamLoad:
-    """`lanes` streams at a time until time is over and `at_least` streams were begun."""
+    """Runs `lanes` streams at a time until the time is over and `at_least` streams were started."""
 
     def __init__(self, client: AsyncClient, catalogue: Catalogue, *, seed: int, lanes: int, at_least: int) -> None:
         self._client = client
@@ -102,7 +102,7 @@ class StreamLoad:
         self._at_least = at_least
         self._is_stopped = False
         self.records: list[StreamRecord] = []
-        self.counts: Counter[str] = Counter()  # of the streams that have ended, as far as they are known
+        self.counts: Counter[str] = Counter()  # of the streams that have ended
 
     async def run(self, until: float) -> None:
         async with asyncio.TaskGroup() as group:
@@ -110,11 +110,11 @@ class StreamLoad:
                 group.create_task(self._lane(until))
 
     def stop(self) -> None:
-        """Begin no more streams; `run` returns when those under way have ended."""
+        """Start no more streams; `run` returns when the running ones have ended."""
         self._is_stopped = True
 
     async def verify_unseeded(self, source: Source) -> None:
-        """Learn, with the seeds that the server drew, what could not be known before."""
+        """Compute the expected answers of streams whose seed the server drew."""
         unknown = [record for record in self.records if record.ended and record.expected is None and not record.error]
         seeded = [replace(r.request, options=r.request.options | {"seed": r.seed}) for r in unknown]
         for record, answers in zip(unknown, await asyncio.gather(*map(source.answers, seeded)), strict=True):
@@ -135,7 +135,7 @@ class StreamLoad:
         options = request.options | {"cache_salt": str(rng.randrange(SALTS))}
         record = StreamRecord(len(self.records), request, expected)
         record.token_ids = [[] for _ in range(request.num_samples)]
-        if "seed" in options and rng.random() < UNSEEDED_PART:
+        if "seed" in options and rng.random() < UNSEEDED_FRACTION:
             del options["seed"]
             record.expected = None
         self.records.append(record)

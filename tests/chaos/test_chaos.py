@@ -1,4 +1,4 @@
-"""The chaos runner in short. `make chaos` is the long form."""
+"""Short runs of the chaos runner. `make chaos` runs it for longer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.slow
 async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
-    # Of the plans of 300 seeds this one has killed one of each kind first, and done everything to all of them soonest.
+    # Of the plans of 300 seeds, this one kills one process of each kind first and covers all actions soonest.
     report = await run(Settings(seconds=40, seed=252, gap_s=1.7, requests=24), tmp_path)
     check(report)
     kills = report.summary()["kills"]
@@ -42,7 +42,7 @@ async def test_many_simulated_streams(tmp_path: Path) -> None:
     assert len(report.records) > settings.lanes
 
 
-def test_a_killed_runner_leaves_no_process(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_runner(tmp_path: Path) -> None:
     with (tmp_path / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "tests.chaos.run", "--executor", "sim", "--seconds", "120"]
         runner = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(tmp_path)})

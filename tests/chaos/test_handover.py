@@ -1,4 +1,4 @@
-"""Work that changes hands: a drained worker's streams, and the cached prefixes of a scheduler that died."""
+"""Handover: the streams of a drained worker, and the cached prefixes of a scheduler that was killed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FLAGS = (
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
 )
 NUM_STREAMS = 20
-NUM_PROMPTS = 3  # each is asked by several streams that share no blocks
+NUM_PROMPTS = 3  # each is the prompt of several streams that share no blocks
 MAX_TOKENS = 3900  # about 2,500 are left when the second worker is ready
-MIN_LEFT = 500  # a drain that waited for so many would take longer than it may
-TOKENS_AFTERWARDS = 200  # of each stream, on the worker that took it over; then it has shown enough
-DRAIN_DEADLINE_S = 20.0  # it takes far less; a busy machine is given time
+MIN_LEFT = 500  # a drain that waited for this many tokens would exceed its deadline
+TOKENS_AFTERWARDS = 200  # of each stream on its new worker, then the test cancels it
+DRAIN_DEADLINE_S = 20.0  # it takes far less; a busy machine needs more
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -39,7 +39,7 @@ def request(number: int, max_tokens: int) -> dict[str, Any]:
 
 
 async def read(client: AsyncClient, number: int, outputs: list[list[int]], is_enough: asyncio.Event) -> None:
-    """One long stream; its tokens are added to its output until that is enough."""
+    """Read one long stream and append its tokens to its output until `is_enough` is set."""
     async with client.stream(**request(number, MAX_TOKENS)) as stream:
         async for delta in stream:
             outputs[number] += delta.token_ids
@@ -48,7 +48,7 @@ async def read(client: AsyncClient, number: int, outputs: list[list[int]], is_en
 
 
 @pytest.mark.slow
-async def test_a_drained_worker_hands_its_streams_over_and_leaves(
+async def test_a_drained_worker_hands_over_its_streams_and_ends(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     with Stack(tmp_path) as stack:
@@ -74,16 +74,16 @@ async def test_a_drained_worker_hands_its_streams_over_and_leaves(
             is_enough.set()
             await streams
             longest = max(map(len, outputs))
-            asked = (client.generate(**request(number, longest)) for number in range(NUM_PROMPTS))
-            undisturbed = [list(result.token_ids) for result in await asyncio.gather(*asked)]
+            calls = (client.generate(**request(number, longest)) for number in range(NUM_PROMPTS))
+            undisturbed = [list(result.token_ids) for result in await asyncio.gather(*calls)]
             record_property("drain_s", round(seconds, 2))
-            print(f"drained in {seconds:.2f} s; the streams had {min(left)} to {max(left)} tokens left then")
+            print(f"drained in {seconds:.2f} s, when the streams had {min(left)} to {max(left)} tokens left")
             assert all(output == undisturbed[n % NUM_PROMPTS][: len(output)] for n, output in enumerate(outputs))
             await wait_idle(stack, client)
 
 
 async def cached_tokens(client: AsyncClient) -> list[int]:
-    """What every prompt finds in the cache, asked one after the other."""
+    """The number of cached tokens that each prompt hits, one request after the other."""
     prompts = (prompt(seed, 300 + 16 * seed) for seed in range(6))
     results = [
         await client.generate(token_ids=token_ids, temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -113,9 +113,9 @@ async def test_cached_prefixes_outlive_their_scheduler(tmp_path: Path) -> None:
             await asyncio.to_thread(second.wait_ready)
             first.kill()
             await all_ready()
-            assert await cached_tokens(client) == before  # the other replica has the workers now
+            assert await cached_tokens(client) == before  # the other replica has leased the workers
 
             second.kill()
             second.start()
             await all_ready()
-            assert await cached_tokens(client) == before  # the restarted one has them again
+            assert await cached_tokens(client) == before  # the restarted one has leased them again

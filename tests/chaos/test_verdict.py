@@ -1,4 +1,4 @@
-"""The runner's own judgement: what is lost, repeated or changed is counted as such, and pauses go to their fault."""
+"""The runner's verdict: it counts lost, repeated and changed tokens, and attributes pauses to faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPECTED = (Answer((1, 2, 3, 4), "abcd", "length"),)
 
 
 def record(*deltas: tuple[int, tuple[int, ...]], answer: Answer | None = EXPECTED[0], error: str = "") -> StreamRecord:
-    """A stream that got (offset, token ids) at 0, 1, 2, ... seconds."""
+    """A stream that received (offset, token ids) at 0, 1, 2, ... seconds."""
     stream = StreamRecord(0, Request(0, {"token_ids": [5]}), EXPECTED, token_ids=[[]], error=error)
     for time, (offset, token_ids) in enumerate(deltas):
         stream.take(Delta(0, offset, token_ids, ""), float(time))
@@ -56,7 +56,7 @@ def report(*strikes: Strike, streams: tuple[StreamRecord, ...] = (GOOD,), proble
     return Report(streams, strikes, {}, {}, problems, 0.0, {})
 
 
-def test_a_pause_goes_to_the_fault_that_lasted_meanwhile() -> None:
+def test_a_pause_is_attributed_to_the_fault_at_that_time() -> None:
     kill, flush = strike("worker", "kill", 0.2, 0.4), strike("redis", "flush", 0.5, 0.6)
     assert report(kill).summary()["worker_kill_pause_p99_s"] == 1.0
     both = report(kill, flush)
@@ -65,17 +65,17 @@ def test_a_pause_goes_to_the_fault_that_lasted_meanwhile() -> None:
     assert report(strike("worker", "kill", 5.0, 6.0)).summary()["pause_p99_s"] == 0.0
 
 
-def test_the_last_line_is_json_with_the_agreed_keys() -> None:
+def test_the_last_line_is_json_with_the_documented_keys() -> None:
     kills = (strike("worker", "kill", 0.2, 0.4), strike("redis", "flush", 0.5, 0.6))
     summary = json.loads(report(*kills).json_line())
     names = ["streams", "kills", "lost", "repeated", "changed", "errors", "pause_p50_s", "pause_p99_s"]
     assert list(summary)[: len(names)] == names
-    assert summary["kills"] == {"gateway": 0, "scheduler": 0, "worker": 1, "redis": 0}  # a flush kills nobody
+    assert summary["kills"] == {"gateway": 0, "scheduler": 0, "worker": 1, "redis": 0}  # a flush kills no process
 
 
 def test_a_run_is_good_only_without_bad_streams_and_problems() -> None:
     assert report().is_good
-    assert not report(problems=("worker-0 left with exit code 1",)).is_good
+    assert not report(problems=("worker-0 ended with exit code 1",)).is_good
     bad = report(strike("worker", "kill", 0.2, 0.4), streams=(GOOD, record((0, (1, 9, 3, 4)))))
     assert not bad.is_good
     assert "differs from position 1" in bad.text()

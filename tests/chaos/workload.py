@@ -1,4 +1,4 @@
-"""What the streams ask for: seeded requests whose answers do not depend on when or where they are computed."""
+"""Seeded requests whose answers do not depend on when or where they are computed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MIN_TOKENS, MAX_TOKENS = 50, 400
-MAX_TOKENS_OF_SEVERAL = 150  # for n > 1: the request as a whole stays as long as the others
+MAX_TOKENS_OF_SEVERAL = 150  # for n > 1, so that these requests take about as long as the others
 STOP_CHARS = 6
-# From here on in its text, a request may be ended by a stop string: its output stays long enough.
+# A stop string ends a request only after this fraction of its text, so that its output stays long enough.
 STOP_AFTER = 0.4
 
 QUESTIONS = (
@@ -29,7 +29,7 @@ SYSTEM = "You answer questions about Python's standard library in one sentence."
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. Streams of equal requests must get equal answers."""
+    """One generation. Streams with equal requests must get equal answers."""
 
     number: int
     prompt: dict[str, Any]  # one of token_ids, messages, prompt
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One sample as a client gets it."""
+    """One sample, as the client receives it."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -53,7 +53,7 @@ class Answer:
 
 
 def make_requests(seed: int, count: int, vocab_size: int) -> list[Request]:
-    """Greedy and sampled, one to three samples, prompts as tokens (with shared beginnings), text and conversations."""
+    """Greedy and sampled requests with one to three samples. Prompts: tokens (some share a prefix), text, chats."""
     rng = random.Random(seed)
     prefixes = [_tokens(rng, vocab_size, length) for length in (32, 96, 200)]
     return [Request(number, _prompt(rng, prefixes, vocab_size), _options(rng)) for number in range(count)]
@@ -84,7 +84,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 
 def with_stop_string(request: Request, answers: Sequence[Answer], rng: random.Random, number: int) -> Request | None:
-    """The same request, ended early by a string that its own answer contains. None if there is no good one."""
+    """The same request with a stop string that its answer contains. None if no suitable string is found."""
     text = answers[0].text
     earliest = int(len(text) * STOP_AFTER)
     if request.num_samples > 1 or len(answers[0].token_ids) * STOP_AFTER < MIN_TOKENS:

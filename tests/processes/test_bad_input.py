@@ -100,7 +100,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("max_tokens 2^32-1", {"stop": {"max_tokens": 2**32 - 1}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", "1024"),
     ("empty stop", {"stop": {"stop": ["a", ""]}}, CODES.INVALID_ARGUMENT, "stop.stop[1]", "empty"),
     ("stop id", {"stop": {"stop_token_ids": [512]}}, CODES.INVALID_ARGUMENT, "stop.stop_token_ids", str(VOCAB_SIZE)),
-    ("unknown model", {"model": "nobody"}, CODES.NOT_FOUND, "model", "nobody"),
+    ("unknown model", {"model": "missing"}, CODES.NOT_FOUND, "model", "missing"),
     ("temperature NaN", sampling(temperature=NAN), CODES.INVALID_ARGUMENT, "sampling.temperature", "nan"),
     ("temperature inf", sampling(temperature=INF), CODES.INVALID_ARGUMENT, "sampling.temperature", "inf"),
     ("temperature 3", sampling(temperature=3), CODES.INVALID_ARGUMENT, "sampling.temperature", "2"),
@@ -196,13 +196,13 @@ async def test_a_full_queue_says_when_to_retry(client: AsyncClient, running: Run
 
 
 async def test_unknown_models_and_requests(client: AsyncClient) -> None:
-    with pytest.raises(ModelNotFound, match="nobody"):
-        await client.model("nobody")
-    with pytest.raises(ModelNotFound, match="nobody"):
-        await client.tokenize("x", model="nobody")
+    with pytest.raises(ModelNotFound, match="missing"):
+        await client.model("missing")
+    with pytest.raises(ModelNotFound, match="missing"):
+        await client.tokenize("x", model="missing")
     with pytest.raises(InvalidRequest, match=str(VOCAB_SIZE)):
         await client.detokenize([VOCAB_SIZE])
-    assert (await client.abort("nobody")).unknown_ids == ("nobody",)
+    assert (await client.abort("missing")).unknown_ids == ("missing",)
 
 
 async def test_a_chat_template_that_raises_is_the_callers_error(model_dir: Path, tmp_path: Path) -> None:

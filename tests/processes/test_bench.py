@@ -117,7 +117,7 @@ def test_a_conversation_resends_its_outputs_as_history(target, capsys) -> None:
         ("--backend openai --base-url http://127.0.0.1:9", 1, "no answer from http://127.0.0.1:9/v1/models"),
         ("--slo ttft", 2, "--slo"),
         ("--plot x.pdf", 1, "--plot x.pdf"),
-        ("--model nobody", 1, "nobody"),
+        ("--model missing", 1, "missing"),
     ],
 )
 def test_a_run_that_cannot_start_prints_one_line(flags, code, complaint, target, capsys) -> None:

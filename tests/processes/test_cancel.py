@@ -93,9 +93,9 @@ async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) 
     streams = [client.stream(token_ids=[i], request_id=ids[i], **LONG) for i in range(4)]
     await asyncio.gather(*(stream.__aenter__() for stream in streams))
     await first_tokens(streams[0])
-    answer = await client.abort(*ids, "nobody")
+    answer = await client.abort(*ids, "unknown")
     assert sorted(answer.aborted_ids) == ids
-    assert answer.unknown_ids == ("nobody",)
+    assert answer.unknown_ids == ("unknown",)
     results = await asyncio.gather(*(stream.result() for stream in streams))
     assert all(result.finish_reason is FinishReason.ABORTED for result in results)
     assert all(len(result.token_ids) < LONG["max_tokens"] for result in results)

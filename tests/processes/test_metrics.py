@@ -301,7 +301,7 @@ def check_expressions(history: History) -> None:
 
 
 def check_vllm_twins(samples: Samples) -> None:
-    """Every metric with a name in vLLM is told under it, with the same numbers."""
+    """Every metric with a name in vLLM is also exported under that name, with the same values."""
     twins = {
         name: (documented.kind, twin)
         for table in read_tables().values()
