@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format lock protos clean
+.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ format: $(STAMP)  ## format the code and regenerate the synchronous client
 
 lock: $(STAMP)  ## update the locked versions: constraints-dev.txt and deploy/docker/constraints.txt
 	scripts/lock $(BIN) "$(TORCH)"
+
+wheels: $(STAMP)  ## build the wheels quire-client and quire-server into dist/
+	scripts/build_wheels dist $(BIN)
 
 protos: $(STAMP)  ## regenerate the stubs
 	$(BIN)/python scripts/gen_protos.py --force

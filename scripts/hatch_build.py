@@ -12,4 +12,4 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class GenerateStubs(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        subprocess.run([sys.executable, str(Path(self.root) / "scripts" / "gen_protos.py")], check=True)
+        subprocess.run([sys.executable, str(Path(__file__).with_name("gen_protos.py"))], check=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
@@ -67,6 +67,14 @@ class Buckets:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+def quire_version() -> str:
+    """The version of the installed services: of `quire` in a checkout, else of the wheel `quire-server`."""
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return version("quire-server")
+
+
 Labels: TypeAlias = tuple[str, ...]
 Row: TypeAlias = tuple[str, Labels, "float | Buckets"]  # name, values of its labels, value
 
@@ -101,7 +109,7 @@ class ServiceMetrics(Collector):
                 yield _family(f"vllm:{name}", spec, (*spec.labels, "engine"), _as_vllm(spec, rows[spec.name]))
 
     def _common_rows(self) -> Iterator[Row]:
-        yield "build_info", (self.service, version("quire")), 1
+        yield "build_info", (self.service, quire_version()), 1
         for labels, count in list(self.rpc.errors.items()):
             yield "rpc_errors_total", labels, count
         for method, num_bytes in list(self.rpc.received_bytes.items()):

@@ -1,4 +1,4 @@
-"""The demo model that ships inside this package: about 1 M parameters, 2 MB."""
+"""The demo model: about 1 M parameters, 2 MB. It is part of the services' wheel and of a checkout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 
 
 def demo_model_dir() -> Path:
-    """The model's folder, as good as any Hugging Face checkpoint. Raises FileNotFoundError when it was stripped."""
+    """The model's folder, a complete Hugging Face checkpoint. Raises FileNotFoundError when it is not installed."""
     folder = Path(__file__).resolve().parent / "demo_model"
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} holds no model.safetensors; reinstall quire or run scripts/train_demo.py")
+        raise FileNotFoundError(
+            f"no demo model in {folder}: it comes with the services, `pip install 'quire-server[all]'`; in a checkout, "
+            "run scripts/train_demo.py"
+        )
     return folder

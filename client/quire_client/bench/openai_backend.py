@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible HTTP server: completions with token ids where it takes them, else with text, or chat.
+"""Any OpenAI-compatible HTTP server: completions with token ids if the server takes them, else with text, or chat.
 
-Needs aiohttp (`pip install 'quire[bench]'`). How many tokens a chunk carries: the ids in it (`return_token_ids` of
-vLLM), else what its running usage says, else an even share of the final usage.
+Needs aiohttp: `pip install 'quire-client[bench]'`. The number of tokens in a chunk is the number of its ids
+(`return_token_ids` of vLLM), else what its running usage says, else an equal share of the final usage.
 """
 
 from __future__ import annotations
@@ -243,6 +243,6 @@ def _import_aiohttp() -> Any:
         import aiohttp
     except ImportError:
         raise BackendError(
-            "--backend openai needs aiohttp, which is not installed: pip install 'quire[bench]', or pip install aiohttp"
+            "--backend openai needs aiohttp, which is not installed; run `pip install 'quire-client[bench]'`"
         ) from None
     return aiohttp

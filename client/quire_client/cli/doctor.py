@@ -1,4 +1,4 @@
-"""`quire doctor`: what is here, what is missing, and what is done instead."""
+"""`quire doctor`: what works on this machine, what is missing, and which fallback is used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_client.channel import TARGET_ENV, resolve_targets
+from quire_client.cli.install import SERVICES, install_command, is_installed
 from quire_client.cli.output import to_json
 from quire_client.cli.plan import has_gpu
 from quire_client.cli.security import tls_option
@@ -25,7 +26,6 @@ from quire_client.tls import Tls
 
 OK, FALLBACK, MISSING = "ok", "fallback", "missing"
 MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
-SDK_PACKAGES = ("grpcio", "protobuf")
 SERVICE_PACKAGES = {
     "gateway": ("tokenizers", "jinja2", "xxhash", "grpcio-health-checking", "grpcio-reflection"),
     "scheduler": ("numpy", "xxhash", "redis"),
@@ -37,7 +37,7 @@ TARGET_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `state`: ok, fallback (works, but differently: the detail says how), missing (does not)."""
+    """The result of one check. `state`: ok, fallback (works with a limit that `detail` names) or missing (fails)."""
 
     name: str
     state: str
@@ -45,7 +45,7 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when something that was asked for does not work."""
+    """Exit code 1 if a required check failed."""
     findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args)))
     is_healthy = all(finding.state != MISSING for finding in findings)
     if args.json:
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(redis: str | None, target: str | None, tls: Tls | None = None) -> Iterable[Finding]:
-    """Everything, in the order a person would ask."""
+    """All checks: this machine first, then the network."""
     yield check_python()
-    yield check_packages("sdk", SDK_PACKAGES, is_required=True)
+    yield check_sdk()
     for service, packages in SERVICE_PACKAGES.items():
-        yield check_packages(service, packages, is_required=False)
+        yield check_service(service, packages)
     yield check_backend()
     yield check_compiler()
     yield check_demo_model()
@@ -76,24 +76,24 @@ def check_python() -> Finding:
     )
 
 
-def check_packages(name: str, packages: Iterable[str], *, is_required: bool) -> Finding:
+def check_sdk() -> Finding:
+    return Finding("sdk", OK, f"grpcio {_version('grpcio')}, protobuf {_version('protobuf')}")
+
+
+def check_service(name: str, packages: Iterable[str]) -> Finding:
     found = {package: _version(package) for package in packages}
-    present = ", ".join(f"{package} {version}" for package, version in found.items() if version)
     missing = [package for package, version in found.items() if version is None]
-    if not missing:
-        return Finding(name, OK, present)
-    if is_required:
-        return Finding(name, MISSING, f"not installed: {', '.join(missing)}; `pip install .` in a checkout of Quire")
-    return Finding(
-        name,
-        FALLBACK,
-        f"cannot run here, not installed: {', '.join(missing)}; `pip install '.[{name}]'` in a checkout of Quire",
-    )
+    if not is_installed(SERVICES[name]):
+        missing.insert(0, "quire-server")
+    if missing:
+        detail = f"cannot run here, not installed: {', '.join(missing)}; run {install_command(name)}"
+        return Finding(name, FALLBACK, detail)
+    return Finding(name, OK, ", ".join(f"{package} {version}" for package, version in found.items()))
 
 
 def check_backend() -> Finding:
     if has_gpu():
-        return Finding("backend", FALLBACK, "CPU: a GPU is here; --backend cuda uses it")
+        return Finding("backend", FALLBACK, "CPU: a GPU is present; --backend cuda uses it")
     return Finding("backend", OK, "CPU: no GPU found (no /dev/nvidia*)")
 
 
@@ -102,10 +102,12 @@ def check_compiler() -> Finding:
     named = os.environ.get("CXX")
     found = [path for path in map(shutil.which, [named] if named else ["g++", "c++", "clang++"]) if path]
     if found:
-        return Finding("compiler", OK, f"{found[0]}: CPU kernels are compiled once and kept")
+        return Finding("compiler", OK, f"{found[0]}: compiles the CPU kernels once; they are cached")
     looked_for = f"CXX={named}" if named else "g++, c++ or clang++"
     return Finding(
-        "compiler", FALLBACK, f"none ({looked_for}): workers use plain torch, slower; `apt-get install g++` helps"
+        "compiler",
+        FALLBACK,
+        f"none ({looked_for}): workers use plain torch, which is slower; run `apt-get install g++`",
     )
 
 
@@ -114,8 +116,8 @@ def check_demo_model() -> Finding:
         from quire_client.demo import demo_model_dir
 
         return Finding("demo model", OK, str(Path(demo_model_dir())))
-    except Exception as error:  # it says itself what is wrong with it
-        return Finding("demo model", FALLBACK, f"not here ({error}); use `quire up --model DIR`")
+    except Exception as error:  # any fault of the model is a finding
+        return Finding("demo model", FALLBACK, f"{error}; or use `quire up --model DIR`")
 
 
 def check_redis(url: str | None) -> Finding:
@@ -126,14 +128,14 @@ def check_redis(url: str | None) -> Finding:
     try:
         _ping_redis(parts)
     except ValueError:
-        return Finding("redis", MISSING, f"{name} is no URL of a Redis server; write redis://[:password@]host:port/db")
+        return Finding("redis", MISSING, f"{name} is not a Redis URL; write redis://[:password@]host:port/db")
     except OSError as error:
         return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
     return Finding("redis", OK, f"{name} answers")
 
 
 def check_target(address: str, *, is_named: bool, tls: Tls | None = None) -> Finding:
-    """A gateway that was named must answer; the default one may well not run yet."""
+    """A gateway given by flag or variable must answer; the default one need not be running."""
     try:
         with Client.connect(address, tls=tls, connect_timeout_s=TARGET_TIMEOUT_S) as client:
             names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())
@@ -151,13 +153,13 @@ def _version(package: str) -> str | None:
 
 
 def _ping_redis(parts: urllib.parse.SplitResult) -> None:
-    """PING by hand; an answer of any kind (also 'authentication required') shows that Redis is there."""
+    """Send PING without a client library. Any Redis answer counts, also 'authentication required'."""
     with _connect_redis(parts) as connection:
         if parts.scheme == "rediss":
-            return  # the port answers; TLS is the client's business
+            return  # the port accepts connections; TLS is not checked
         connection.sendall(b"PING\r\n")
         if not connection.recv(64).startswith((b"+", b"-")):
-            raise OSError("what answers there is no Redis")
+            raise OSError("the server there is not Redis")
 
 
 def _connect_redis(parts: urllib.parse.SplitResult) -> socket.socket:

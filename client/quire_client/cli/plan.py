@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from quire_client.cli.install import SERVICES, install_command, is_installed
 from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ NEEDED = {
     "safetensors": "worker",
     "tokenizers": "gateway",
     "jinja2": "gateway",
-    "redis": "scheduler and gateway",
+    "redis": "gateway and scheduler",
 }
 MAX_PORT = 65_535
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
@@ -116,11 +116,12 @@ def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
 
 
 def _check_installed() -> None:
-    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    command = install_command("all")
+    if not all(map(is_installed, SERVICES.values())):
+        raise SetupError(f"`quire up` starts the services, but only the SDK is installed here; run {command}")
+    missing = [f"{package} ({service})" for package, service in NEEDED.items() if not is_installed(package)]
     if missing:
-        raise SetupError(
-            f"{', '.join(missing)} not installed; `pip install '.[all]'` in a checkout of Quire installs all"
-        )
+        raise SetupError(f"the services need packages that are not installed: {', '.join(missing)}; run {command}")
 
 
 def _check_environment() -> None:

@@ -252,10 +252,10 @@ def test_doctor_hides_the_password_of_redis(url, gateway, capsys):
     assert "secret" not in run(capsys, "doctor", "--redis", url)[1]
 
 
-def test_doctor_names_an_address_that_is_none(gateway, capsys):
+def test_doctor_names_an_invalid_redis_url(gateway, capsys):
     code, out, _ = run(capsys, "doctor", "--redis", "redis://host:six/0")
     assert code == 1
-    assert "redis://host:six/0 is no URL of a Redis server" in out
+    assert "redis://host:six/0 is not a Redis URL" in out
 
 
 def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):
