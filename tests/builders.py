@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,12 @@ def make_group(
     )
 
 
-def run_to_end(scheduler: Scheduler) -> int:
+def run_to_end(scheduler: Scheduler, before_step: Callable[[int], None] = lambda step: None) -> int:
     """Answer every step until no request is left, each sample with token 9. Returns the number of steps."""
     in_flight: list[StepBatch] = []
     num_steps = 0
     while scheduler.has_work:
+        before_step(num_steps)
         in_flight += scheduler.schedule(0.0)
         batch = in_flight.pop(0)
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))

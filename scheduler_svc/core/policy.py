@@ -15,29 +15,27 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
-    """Most blocks that these sequences will ever hold together, if each ends after `remaining` more tokens.
+    """Most blocks that these sequences will ever hold together, if each ends after `remaining` more tokens. The longest
+    `remaining` comes first.
 
-    The peak is reached in the last step of one of them: in that of the k-th longest rest, exactly the k longest are
-    alive and each has grown as far as that one. Full reservation would count every maximum at once and waste the pool;
-    no foresight admits too much and preempts. `saved_blocks` are shared with others and counted there.
+    The peak is reached in the last step of one of them: in that of the k-th, exactly the first k are alive and each has
+    grown as far as that one. Full reservation would count every maximum at once and waste the pool; no foresight admits
+    too much and preempts. `saved_blocks` are shared with a sequence before it, which outlives it, and counted there.
     Source: the future-peak admission of LightLLM, with the blocks of each sequence counted exactly.
     """
     if not len(remaining):
         return 0
-    order = np.argsort(-remaining, kind="stable")
-    growth = _growth(remaining[order])
-    last = num_tokens[order] - 1  # position of the newest token
-    num_now = np.cumsum(last // block_size + 1 - saved_blocks[order])
-    num_whole = np.arange(1, len(order) + 1) * (growth // block_size)
+    growth = _growth(remaining)
+    last = num_tokens - 1  # position of the newest token
+    num_now = np.cumsum(last // block_size + 1 - saved_blocks)
+    num_whole = np.arange(1, len(remaining) + 1) * (growth // block_size)
     num_more = count_within(block_size - last % block_size, growth % block_size, block_size)
     return int((num_now + num_whole + num_more).max())
 
 
-def reserved_blocks(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
-    """What these sequences would hold if none ended before all have grown: never less than `projected_peak`, and known
-    without sorting them.
-    """
-    return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size - saved_blocks).sum())
+def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> int:
+    """Blocks of these sequences when each has grown by `remaining` tokens, if they share none."""
+    return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size).sum())
 
 
 def _growth(remaining: I64) -> I64:

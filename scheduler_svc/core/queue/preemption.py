@@ -24,7 +24,7 @@ def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> boo
     while True:
         decode, prefill = worker.split_by_stage()
         needy = worker.rows_that_need_a_block(decode) if len(decode) else decode
-        if len(needy) <= worker.pool.num_free + worker.num_pending_free:
+        if not worker.lacks_blocks_for(needy):
             break
         has_preempted = True
         _preempt_one(worker, requests)

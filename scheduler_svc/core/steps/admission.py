@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import ceil_div, expected_remaining, projected_peak, reserved_blocks
+from scheduler_svc.core.policy import ceil_div, expected_remaining, final_blocks, projected_peak
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.steps.rows import RowTable
+from scheduler_svc.core.steps.rows import I64, RowTable
+from scheduler_svc.core.steps.sharing import shared_before
 
 
 class Need(NamedTuple):
@@ -51,26 +53,36 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
 
 
 def fits_beside(
-    table: RowTable, seq: Sequence, num_tokens: int, saved_blocks: int, mean_output: float, max_blocks: int
+    table: RowTable, pool: BlockManager, seq: Sequence, hits: I64, mean_output: float, max_blocks: int
 ) -> bool:
     """Rows of a worker, a newcomer and the samples that will fork off it will never hold more blocks together.
 
-    Rows that are less urgent do not count: they would make room. Alone it fits, or it would have been refused.
+    `hits` are the cached blocks that the newcomer starts from. Rows that are less urgent do not count: they would make
+    room. Alone it fits, or it would have been refused.
     """
     rows = table.active()
     rows = rows[table.priority[rows] <= seq.group.priority]
     if not len(rows):
         return True
     group, num_new = seq.group, 1 + len(seq.forks)
-    tokens = np.concatenate((table.num_tokens[rows], [num_tokens] * num_new))
+    tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
     limit = len(group.prompt) + group.stop.max_tokens
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
     may_stop = np.concatenate((stops, [Need.of(seq, 0).may_stop] * num_new))
-    shared_prompt = len(group.prompt) // table.block_size
-    saves = np.concatenate((table.saved_blocks[rows], [saved_blocks] + [shared_prompt] * (num_new - 1)))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
-    if reserved_blocks(tokens, remaining, saves, table.block_size) <= max_blocks:
+    num_saved = len(hits) - pool.num_unused(hits) + len(seq.forks) * (len(group.prompt) // table.block_size)
+    num_opened = final_blocks(tokens, remaining, table.block_size) - int(table.num_blocks[rows].sum()) - num_saved
+    if pool.num_used + num_opened + _num_copies(table, pool, rows) <= max_blocks:
         return True
-    return projected_peak(tokens, remaining, saves, table.block_size) <= max_blocks
+    order = np.argsort(-remaining, kind="stable")
+    shared_prompt = len(group.prompt) // table.block_size
+    saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * len(seq.forks))
+    return projected_peak(tokens[order], remaining[order], saved[order], table.block_size) <= max_blocks
+
+
+def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:
+    """At least the blocks that rows will copy before they write: others share them too."""
+    index = np.minimum(table.computed[rows] // table.block_size, table.num_blocks[rows] - 1)
+    return int(np.count_nonzero(pool.refs[table.table[rows, index]] > 1))

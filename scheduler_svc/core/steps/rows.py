@@ -42,7 +42,6 @@ class RowTable:
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
         self.compute_limit = np.zeros(rows, dtype=np.int64)  # the last token needs no KV
-        self.saved_blocks = np.zeros(rows, dtype=np.int64)  # of its table, shared with others at admission
         self.owner = np.zeros(rows, dtype=np.uint32)
         self.handle = np.zeros(rows, dtype=np.uint32)
         self.sample_index = np.zeros(rows, dtype=np.uint32)
@@ -82,6 +81,12 @@ class RowTable:
         known = self.num_tokens[row] + self.pending[row]
         return int(min(known, self.compute_limit[row]) - self.computed[row])
 
+    def num_full_blocks(self, rows: I64) -> I64:
+        """Blocks of each row that it will not write to again, counting what a step in the making may compute."""
+        is_prefill = self.todo(rows) > 1
+        full: I64 = np.where(is_prefill, self.num_tokens[rows], self.computed[rows]) // self.block_size
+        return full
+
     def pending_prefill(self) -> int:
         """Tokens of prompts that are admitted and not computed."""
         if not self._order:
@@ -110,7 +115,6 @@ class RowTable:
         self.limit[row] = limit
         # max_tokens = 0 computes the whole prompt; otherwise the last token is never computed.
         self.compute_limit[row] = limit if group.stop.max_tokens == 0 else limit - 1
-        self.saved_blocks[row] = 0
         self.owner[row] = group.owner
         self.handle[row] = group.handle
         self.sample_index[row] = seq.sample_index

@@ -151,23 +151,22 @@ class WorkerState:
         if needed + unused > self.pool.num_free:
             return self._refuse(seq, saved)
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
-        if not self._fits(seq, saved, watermark, mean_output):
+        if not self._fits(seq, hits, watermark, mean_output):
             entry.crowded_by[self.capacity.worker_id] = self.room_version
             return self._refuse(seq, saved)
         self.pool.hit(hits)
         blocks = np.concatenate((hits, self.pool.allocate(needed)), dtype=np.uint32, casting="unsafe")
         row = self._open_row(seq, token_ids, blocks, len(hits) * bs, limit, plan)
-        self.rows.saved_blocks[row] = saved
         self.num_reserved_rows += len(seq.forks)
         seq.count_cached(len(hits) * bs)
         self._plan_chunk(row, plan)
         return True
 
-    def _fits(self, seq: Sequence, saved: int, watermark: float, mean_output: float) -> bool:
+    def _fits(self, seq: Sequence, hits: I64, watermark: float, mean_output: float) -> bool:
         """Beside rows that are no less urgent, once all have grown."""
         num_blocks = self.capacity.num_blocks
         max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
-        return fits_beside(self.rows, seq, seq.data.num_tokens, saved, mean_output, max_blocks)
+        return fits_beside(self.rows, self.pool, seq, hits, mean_output, max_blocks)
 
     def would_fit_beside_urgent(self, seq: Sequence, watermark: float, mean_output: float) -> bool:
         """It would find room if all rows that are less urgent left."""
@@ -180,7 +179,7 @@ class WorkerState:
         num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - saved + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + 1 + len(seq.forks)
         has_space = num_rows <= self.capacity.max_num_seqs and num_blocks <= self.capacity.num_blocks
-        return has_space and self._fits(seq, saved, watermark, mean_output)
+        return has_space and self._fits(seq, hits, watermark, mean_output)
 
     def _refuse(self, seq: Sequence, saved: int) -> bool:
         self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
@@ -316,6 +315,19 @@ class WorkerState:
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self.pool.refs[tail] > 1)]
 
+    def lacks_blocks_for(self, needy: I64) -> bool:
+        """The pool has too few for these rows, even when the steps in flight are answered."""
+        num_free = self.pool.num_free + self.num_pending_free
+        return len(needy) > num_free and len(needy) - self._num_kept(needy) > num_free
+
+    def _num_kept(self, needy: I64) -> int:
+        """Shared blocks that the last of the rows keeps, when all others have taken copies."""
+        r = self.rows
+        index = r.computed[needy] // self.capacity.block_size
+        copies = index < r.num_blocks[needy]
+        shared, num_rows = np.unique(r.table[needy[copies], index[copies]], return_counts=True)
+        return int(np.count_nonzero(self.pool.refs[shared] == num_rows))
+
     def give_blocks(self, rows: I64, plan: StepPlan) -> None:
         """Append a block to each row's table, or replace a shared one by a copy. The pool has as many."""
         r = self.rows
@@ -377,7 +389,6 @@ class WorkerState:
             sample.digests = list(seq.digests)
             self.pool.share(blocks)
             child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
-            r.saved_blocks[child] = len(prompt) // self.capacity.block_size
             r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self.capacity.worker_id, child, True

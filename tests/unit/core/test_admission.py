@@ -1,4 +1,4 @@
-"""Who needs no less than somebody who found no room finds none either."""
+"""Admission: the peak of rows and a newcomer, shared blocks, the watermark, remembered refusals."""
 
 import random
 from itertools import permutations
@@ -6,6 +6,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.messages import EMPTY
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from scheduler_svc.core.steps.admission import Need, fits_beside
@@ -23,25 +25,29 @@ def sequence(rng: random.Random) -> Sequence:
     return Sequence(group, 0, SequenceData(group.prompt, np.arange(num_output, dtype=np.uint32)), 1)
 
 
-def running(rng: random.Random) -> RowTable:
-    table = RowTable(make_capacity(num_blocks=1000))
-    for _ in range(rng.randint(1, 6)):
-        seq = sequence(rng)
-        token_ids = seq.data.token_ids()
-        blocks = np.arange(-(-len(token_ids) // BLOCK_SIZE), dtype=np.uint32)
-        table.open(seq, token_ids, blocks, 0, len(seq.group.prompt) + seq.group.stop.max_tokens)
-    return table
+def open_row(table: RowTable, pool: BlockManager, seq: Sequence) -> int:
+    token_ids = seq.data.token_ids()
+    blocks = pool.allocate(-(-len(token_ids) // BLOCK_SIZE)).astype(np.uint32)
+    row = table.open(seq, token_ids, blocks, 0, len(seq.group.prompt) + seq.group.stop.max_tokens)
+    table.computed[row] = len(token_ids)
+    return row
 
 
-def test_who_covers_another_fits_nowhere_where_the_other_does_not() -> None:
+def test_a_sequence_that_needs_as_much_as_a_refused_one_fits_nowhere_either() -> None:
     rng, num_refused = random.Random(0), 0
     for _ in range(100):
-        table, max_blocks = running(rng), rng.randint(10, 150)
+        table, pool = RowTable(make_capacity(num_blocks=1000)), BlockManager(1000, BLOCK_SIZE)
+        group = make_group(40, max_tokens=70, ignore_eos=True)  # outlives all others, which share its prompt
+        sharer = open_row(table, pool, Sequence(group, 0, SequenceData(group.prompt, EMPTY), 1))
+        for _ in range(rng.randint(1, 6)):
+            open_row(table, pool, sequence(rng))
+        max_blocks = rng.randint(30, 150)
         needs = []
         for seq in (sequence(rng) for _ in range(8)):
-            saved = rng.randint(0, seq.data.num_tokens // BLOCK_SIZE)
-            fits = fits_beside(table, seq, seq.data.num_tokens, saved, 20.0, max_blocks)
-            needs.append((Need.of(seq, seq.data.num_tokens - saved * BLOCK_SIZE), fits))
+            num_hits = rng.randint(0, min(10, seq.data.num_tokens // BLOCK_SIZE))
+            hits = table.table[sharer, :num_hits].astype(np.int64)
+            fits = fits_beside(table, pool, seq, hits, 20.0, max_blocks)
+            needs.append((Need.of(seq, seq.data.num_tokens - num_hits * BLOCK_SIZE), fits))
         for (less, less_fits), (more, more_fits) in permutations(needs, 2):
             if less.is_covered_by(more) and not less_fits:
                 num_refused += 1
@@ -62,6 +68,16 @@ def test_sequences_that_fill_the_pool_exactly_run_together(pipeline_depth: int) 
     for i in range(6):  # 257 + 256 tokens: two blocks each, because the last token needs no KV
         scheduler.add_group(make_group(range(1000 * i, 1000 * i + 257), f"r{i}", max_tokens=256, ignore_eos=True), 0.0)
     assert run_to_end(scheduler) == 256
+    assert scheduler.stats().preemptions == 0
+
+
+def test_a_shared_block_counts_for_the_sequence_that_holds_it_last() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=7))
+    requests = {"a": ([1, 2, 3, 4, 10, 11], 1), "b": ([1, 2, 3, 4, 20, 21], 5)}  # share one block
+    requests |= {"c": ([1, 2, 3, 4, 30, 31, 32, 33, 34], 7), "d": ([40, 41, 42], 11)}
+    for name, (prompt, max_tokens) in requests.items():
+        scheduler.add_group(make_group(prompt, name, max_tokens=max_tokens, ignore_eos=True), 0.0)
+    assert run_to_end(scheduler) == 11
     assert scheduler.stats().preemptions == 0
 
 
