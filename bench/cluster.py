@@ -314,7 +314,7 @@ class Cluster:
         stats = self._scheduler.stats()
         p50, p90 = np.percentile(self.ttft_s, (50, 90))
         return {
-            "hit": round(stats.prefix_hit_tokens / stats.prefix_query_tokens, 4),
+            "hit": round(stats.counts.prefix_cache_hits / stats.counts.prefix_cache_queries, 4),
             "ttft_p50_s": round(float(p50), 3),
             "ttft_p90_s": round(float(p90), 3),
             "ttft_mean_s": round(float(self.ttft_s.mean()), 3),

@@ -18,7 +18,8 @@ from quire.v1.types_pb2 import ModelInfo
 
 from gateway_svc.metrics import SPECS as GATEWAY_SPECS
 from gateway_svc.metrics import ModelTimes, RequestMeter, model_rows
-from scheduler_svc.core.messages import Deltas, SchedulerStats, WorkerStats
+from scheduler_svc.core.messages import Deltas
+from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS
 from scheduler_svc.metrics import SchedulerReader, SchedulerTimes
 from svc_common.errors import RpcStats
@@ -89,8 +90,8 @@ class _Loop:
         self.times = SchedulerTimes()
 
     def stats(self) -> SchedulerStats:
-        workers = [WorkerStats(f"worker-{i}", 10, 64, 100, 200, 300, 5, 1) for i in range(WORKERS)]
-        return SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, workers)
+        workers = [WorkerStats(f"worker-{i}", 10, 64, 100, 200, 300, 1) for i in range(WORKERS)]
+        return SchedulerStats(1, 2, 3, workers)
 
 
 class _Pool:

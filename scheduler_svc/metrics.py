@@ -1,7 +1,12 @@
-"""The scheduler's numbers. What the core counts is read at a scrape; only requests and turns are timed as they pass."""
+"""The scheduler's metrics. What the core counts is read at a scrape; only requests, steps and turns are timed live.
+
+To add a metric, a count of the core becomes a field of `core.counts.Counts`; a gauge of the core becomes a field of
+`core.stats.SchedulerStats` and a line in GAUGES; anything else becomes a Spec and a row of `SchedulerReader`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -9,8 +14,10 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.messages import Deltas, Finished, MigrationReason, SchedulerStats
+from scheduler_svc.core.counts import Counts
+from scheduler_svc.core.messages import Deltas, Finished, MigrationReason
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.stats import SchedulerStats
 from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
 
 MODEL = ("model_name",)
@@ -20,82 +27,89 @@ WORKER_STATES = ("loading", "ready", "draining", "lost")
 Sample = tuple[int, int, int]  # owner, handle, sample index
 STEP_BYTES = tuple(64 * 4**power for power in range(10))  # to 16 MiB
 
+
+def _kv_usage(stats: SchedulerStats) -> float:
+    used = sum(worker.blocks_used for worker in stats.workers)
+    return used / max(1, sum(worker.blocks_total for worker in stats.workers))
+
+
+# One value per model.
+GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
+    (
+        Spec("num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)),
+        lambda stats: stats.num_waiting,
+    ),
+    (
+        Spec("num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)),
+        lambda stats: stats.num_running,
+    ),
+    (
+        Spec("pending_tokens", "gauge", "prompt tokens to compute, of the queue and all workers", "tokens", MODEL),
+        lambda stats: stats.pending_tokens,
+    ),
+    (
+        Spec(
+            "kv_cache_usage_perc",
+            "gauge",
+            "fraction of all workers' blocks that sequences use, 0 to 1",
+            "",
+            MODEL,
+            ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        ),
+        _kv_usage,
+    ),
+)
+
+VLLM_COUNTS = {"prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"}  # same names there
+COUNTS = {
+    count.name: Spec(
+        name := f"{count.name}_total",
+        "counter",
+        count.metadata["meaning"],
+        count.metadata["unit"],
+        MODEL,
+        (name,) if name in VLLM_COUNTS else (),
+    )
+    for count in dataclasses.fields(Counts)
+    if count.metadata
+}
+
 SPECS = (
-    Spec("num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)),
-    Spec("num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)),
-    Spec("max_requests_waiting", "gauge", "sequences that may wait (--max-waiting)", "", MODEL),
-    Spec("pending_tokens", "gauge", "prompt tokens to compute, queue and workers together", "tokens", MODEL),
-    Spec("requests_refused_total", "counter", "requests not taken, by status code", "", ("model_name", "code")),
+    *(spec for spec, _ in GAUGES),
+    *COUNTS.values(),
+    Spec("max_requests_waiting", "gauge", "limit of sequences in the queue (--max-waiting)", "", MODEL),
+    Spec("requests_refused_total", "counter", "refused requests, by status code", "", ("model_name", "code")),
     Spec("rows_used", "gauge", "rows of a worker that hold a sequence", "", WORKER),
     Spec("rows_limit", "gauge", "rows of a worker (--max-num-seqs)", "", WORKER),
     Spec(
         "kv_blocks",
         "gauge",
-        "blocks of a worker's pool: used by sequences, cached (hold a prefix that nobody uses now), free (empty)",
+        "blocks of a worker's pool: used by sequences, cached (with a prefix that no sequence uses), or free (empty)",
         "",
         (*WORKER, "state"),
     ),
     Spec(
-        "kv_cache_usage_perc",
-        "gauge",
-        "part of all workers' blocks that sequences use, 0 to 1",
-        "",
-        MODEL,
-        ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
-    ),
-    Spec(
         "cache_config_info",
         "gauge",
-        "1; the pool in its labels, blocks of all workers together",
+        "always 1; the labels describe the pools, with the blocks of all workers together",
         "",
         (*MODEL, "block_size", "num_gpu_blocks"),
         ("cache_config_info",),
     ),
     Spec(
-        "prefix_cache_queries_total",
-        "counter",
-        "prompt tokens of admitted sequences",
-        "tokens",
-        MODEL,
-        ("prefix_cache_queries_total",),
-    ),
-    Spec(
-        "prefix_cache_hits_total",
-        "counter",
-        "those of them that were cached",
-        "tokens",
-        MODEL,
-        ("prefix_cache_hits_total",),
-    ),
-    Spec(
-        "num_preemptions_total",
-        "counter",
-        "sequences sent back to the queue for lack of blocks or for a more urgent one",
-        "",
-        MODEL,
-        ("num_preemptions_total",),
-    ),
-    Spec(
         "migrations_total",
         "counter",
-        "sequences taken off a worker to go on at another: it drains, was lost, or failed the row",
+        "sequences moved off a worker that drains, was lost, or failed the row",
         "",
         ("model_name", "reason"),
     ),
-    Spec("workers", "gauge", "workers known, by state; lost ones for five minutes", "", ("model_name", "state")),
-    Spec("gateways", "gauge", "gateways attached", "", MODEL),
-    Spec("steps_total", "counter", "steps sent to workers", "", MODEL),
+    Spec("workers", "gauge", "known workers by state; lost workers for five minutes", "", ("model_name", "state")),
+    Spec("gateways", "gauge", "attached gateways", "", MODEL),
     Spec("step_round_trip_seconds", "histogram", "time from sending a step to its answer", "seconds", MODEL),
-    Spec("scheduler_step_bytes", "histogram", "one step and its answer on the wire", "bytes", MODEL),
-    Spec(
-        "scheduler_step_rows_total",
-        "counter",
-        "rows that these steps computed",
-        "",
-        MODEL,
-    ),
-    Spec("scheduler_turn_seconds", "histogram", "time the core takes for what came together", "seconds"),
-    Spec("scheduler_idle_seconds_total", "counter", "time the core waited for something to do", "seconds"),
+    Spec("scheduler_step_bytes", "histogram", "size of one step and its answer on the wire", "bytes", MODEL),
+    Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
+    Spec("scheduler_turn_seconds", "histogram", "time of one turn of the step loop", "seconds"),
+    Spec("scheduler_idle_seconds_total", "counter", "time between turns of the step loop", "seconds"),
     Spec(
         "request_queue_time_seconds",
         "histogram",
@@ -120,9 +134,9 @@ SPECS = (
         MODEL,
         ("request_decode_time_seconds",),
     ),
-    Spec("redis_up", "gauge", "1 if Redis answered when it was last asked; absent without --redis"),
-    Spec("redis_errors_total", "counter", "calls to Redis that failed; absent without --redis"),
-    Spec("redis_pending_entries", "gauge", "index entries still to be written: its lag; absent without --redis"),
+    Spec("redis_up", "gauge", "1 if Redis answered the last call, else 0; absent without --redis"),
+    Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
+    Spec("redis_pending_entries", "gauge", "index entries not yet written to Redis; absent without --redis"),
 )
 
 
@@ -142,7 +156,7 @@ class StepMeter:
 
 
 class SchedulerTimes:
-    """What is timed while it happens: once per turn, per step, and per request; never per token of a step."""
+    """What is timed live: each turn, each step and each request, but no token."""
 
     def __init__(self) -> None:
         self.turn = Buckets(SHORT_TIMES_S)
@@ -163,7 +177,7 @@ class SchedulerTimes:
         self.turn.observe(ended_at - started_at)
 
     def note_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
-        """What one answer produced; `find(owner, handle)` gives the request of a first token."""
+        """What one answer has produced. `find(owner, handle)` gives the request of a first token."""
         if np.count_nonzero(deltas.offsets) < len(deltas.offsets):
             self._note_first_tokens(deltas, now, find)
         for finished in deltas.finished:
@@ -190,7 +204,7 @@ class SchedulerTimes:
 
 
 class Loop(Protocol):
-    """What is read of the step loop."""
+    """The part of the step loop that is read."""
 
     times: SchedulerTimes
 
@@ -200,7 +214,7 @@ class Loop(Protocol):
 
 
 class Pool(Protocol):
-    """What is read of the worker pool."""
+    """The part of the worker pool that is read."""
 
     @property
     def info(self) -> types_pb2.ModelInfo | None: ...
@@ -208,7 +222,7 @@ class Pool(Protocol):
 
 
 class RedisFacts(Protocol):
-    """What is read of an index in Redis."""
+    """The part of an index in Redis that is read."""
 
     @property
     def is_up(self) -> bool: ...
@@ -219,7 +233,7 @@ class RedisFacts(Protocol):
 
 
 class SchedulerReader:
-    """All rows of SPECS, as they are now."""
+    """Gives all rows of SPECS as they are now."""
 
     def __init__(self, loop: Loop, pool: Pool, num_gateways: Callable[[], int], redis: RedisFacts | None) -> None:
         self._loop = loop
@@ -230,15 +244,15 @@ class SchedulerReader:
     def __call__(self) -> Iterator[Row]:
         info, stats = self._pool.info, self._loop.stats()
         model = info.model if info is not None else ""
-        yield from self._state_rows(model)
+        yield from _core_rows(model, stats or SchedulerStats())
+        yield from self._shell_rows(model)
         yield from self._time_rows(model)
         yield from self._redis_rows()
-        yield from _stats_rows(model, stats or NO_STATS)
         if info is not None and stats is not None:
-            num_blocks = sum(w.blocks_free + w.blocks_cached + w.blocks_used for w in stats.workers)
+            num_blocks = sum(worker.blocks_total for worker in stats.workers)
             yield "cache_config_info", (model, str(info.block_size), str(num_blocks)), 1
 
-    def _state_rows(self, model: str) -> Iterator[Row]:
+    def _shell_rows(self, model: str) -> Iterator[Row]:
         states = self._pool.num_in_states()
         for state in WORKER_STATES:
             yield "workers", (model, state), states[state]
@@ -265,20 +279,13 @@ class SchedulerReader:
             yield "redis_pending_entries", (), self._redis.num_pending
 
 
-NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, [])
-
-
-def _stats_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
-    yield "num_requests_waiting", (model,), stats.num_waiting
-    yield "num_requests_running", (model,), stats.num_running
-    yield "pending_tokens", (model,), stats.pending_tokens
-    yield "prefix_cache_queries_total", (model,), stats.prefix_query_tokens
-    yield "prefix_cache_hits_total", (model,), stats.prefix_hit_tokens
-    yield "num_preemptions_total", (model,), stats.preemptions - sum(stats.migrations.values())
-    yield "steps_total", (model,), stats.steps
+def _core_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
+    for gauge, read in GAUGES:
+        yield gauge.name, (model,), read(stats)
+    for field, count in COUNTS.items():
+        yield count.name, (model,), getattr(stats.counts, field)
     for reason in MigrationReason:
-        yield "migrations_total", (model, reason.value), stats.migrations.get(reason, 0)
-    num_used = num_blocks = 0
+        yield "migrations_total", (model, reason.value), stats.counts.migrations[reason]
     for worker in stats.workers:
         labels = (model, worker.worker_id)
         yield "rows_used", labels, worker.rows_used
@@ -286,6 +293,3 @@ def _stats_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
         yield "kv_blocks", (*labels, "free"), worker.blocks_free
         yield "kv_blocks", (*labels, "cached"), worker.blocks_cached
         yield "kv_blocks", (*labels, "used"), worker.blocks_used
-        num_used += worker.blocks_used
-        num_blocks += worker.blocks_free + worker.blocks_cached + worker.blocks_used
-    yield "kv_cache_usage_perc", (model,), num_used / max(1, num_blocks)

@@ -123,11 +123,13 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
         max_waiting_tokens=parts.step_loop.max_waiting_tokens,
     )
     if stats is not None:
+        counts = stats.counts
         status.num_waiting, status.num_running = stats.num_waiting, stats.num_running
-        status.pending_tokens, status.refused_deadline = stats.pending_tokens, stats.refused_deadline
-        status.prefix_query_tokens = stats.prefix_query_tokens
-        status.prefix_hit_tokens = stats.prefix_hit_tokens
-        status.preemptions, status.steps = stats.preemptions, stats.steps
+        status.pending_tokens, status.refused_deadline = stats.pending_tokens, counts.refused_deadline
+        status.prefix_query_tokens = counts.prefix_cache_queries
+        status.prefix_hit_tokens = counts.prefix_cache_hits
+        status.preemptions = counts.num_preemptions + counts.migrations.total()
+        status.steps = counts.steps
     return status
 
 

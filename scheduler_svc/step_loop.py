@@ -22,9 +22,10 @@ from prefix_index.changes import PrefixChanges
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
-from scheduler_svc.core.messages import CachedBlock, Deltas, Load, SchedulerStats, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.stats import Load, SchedulerStats
 from scheduler_svc.links import GatewayLink, WorkerLink
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from

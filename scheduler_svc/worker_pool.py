@@ -19,7 +19,8 @@ import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
 
 from scheduler_svc import wire
-from scheduler_svc.core.messages import SchedulerStats, WorkerCapacity, WorkerStats
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError

@@ -136,48 +136,9 @@ class Deltas:
     owner: int | None = None  # if all columns are known to be this one's
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """One worker's occupancy. free + cached + used = num_blocks."""
-
-    worker_id: str
-    rows_used: int
-    rows_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_used: int
-    steps: int
-    steps_in_flight: int
-
-
 class MigrationReason(Enum):
-    """Why a sequence was taken off its worker, to go on at another one if there is one."""
+    """Why a sequence was taken off its worker, to continue on another one if there is one."""
 
     DRAIN = "drain"
     LOST = "lost"
-    FAILED = "failed"  # its row, or one whose blocks it read
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy a scheduler is; cheap enough to ask for all the time."""
-
-    num_waiting: int = 0  # sequences in the queue
-    num_running: int = 0
-    pending_tokens: int = 0  # tokens to compute before everything that is here decodes: queue and workers together
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Counters since start, and what is queued now."""
-
-    num_waiting: int
-    num_running: int
-    pending_tokens: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    refused_deadline: int
-    steps: int
-    workers: list[WorkerStats]
-    migrations: dict[MigrationReason, int] = field(default_factory=dict)  # of the preemptions
+    FAILED = "failed"  # its row, or a row whose blocks it read

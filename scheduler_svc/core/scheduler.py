@@ -21,20 +21,18 @@ from itertools import islice
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
     Deltas,
     Finished,
-    Load,
     MigrationReason,
     RowFailure,
-    SchedulerStats,
     StepBatch,
     StepOutput,
     WorkerCapacity,
-    WorkerStats,
 )
 from scheduler_svc.core.placement.fleet import Choice, Fleet
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
@@ -44,6 +42,7 @@ from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
 from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
 from scheduler_svc.core.steps.failures import rows_tainted_by
@@ -67,15 +66,13 @@ class Scheduler:
         self._fleet = fleet or Fleet(config)
         self._measures = Measures(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
-        self._requests = Requests(config, self._workers, self._fleet, self._stops, self._measures)
-        self._intake = Intake(config, self._requests, self._fleet, self._measures)
+        self._counts = Counts()
+        self._requests = Requests(config, self._workers, self._fleet, self._stops, self._measures, self._counts)
+        self._intake = Intake(config, self._requests, self._fleet, self._measures, self._counts)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
         self._expired: list[Finished] = []
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
-        self._steps = 0
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -225,7 +222,7 @@ class Scheduler:
             worker.in_flight[-1].sent_at = now
             if self.config.burst_s and not candidates:
                 worker.plan_burst(batch, self.config.burst_s)
-            self._steps += 1 + len(batch.then)
+            self._counts.steps += 1 + len(batch.then)
         return batch
 
     def _note_change(self, worker: WorkerState) -> None:
@@ -254,8 +251,8 @@ class Scheduler:
         self._fleet.fill(worker, seq.data.num_tokens - seq.num_cached_tokens)
         self._measures.note_admitted(seq.data.num_tokens)
         if is_first:
-            self._prefix_query_tokens += seq.data.num_tokens
-            self._prefix_hit_tokens += seq.num_cached_tokens
+            self._counts.prefix_cache_queries += seq.data.num_tokens
+            self._counts.prefix_cache_hits += seq.num_cached_tokens
             self._share.charge_prompt(seq.group.tenant_slot, seq.data.num_tokens - seq.num_cached_tokens)
 
     # -- placement ----------------------------------------------------------------------------------------------------
@@ -391,29 +388,16 @@ class Scheduler:
         return [cached_prefixes(worker) for worker in self._workers.values()]
 
     def load(self) -> Load:
-        """What is queued and what runs now."""
-        workers = self._workers.values()
-        pending = self._waiting.pending_tokens + sum(worker.pending_prefill for worker in workers)
-        return Load(len(self._waiting), sum(worker.rows.num_used for worker in workers), pending)
+        """How much waits and runs now."""
+        return load_of(self._requests, self._workers.values())
 
     def worker_stats(self, worker_id: str) -> WorkerStats:
         """Occupancy of one worker that has joined."""
-        return self._workers[worker_id].stats()
+        return worker_stats(self._workers[worker_id])
 
     def stats(self) -> SchedulerStats:
-        load = self.load()
-        return SchedulerStats(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            pending_tokens=load.pending_tokens,
-            prefix_query_tokens=self._prefix_query_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            preemptions=self._requests.num_preemptions,
-            refused_deadline=self._intake.num_refused_deadline,
-            steps=self._steps,
-            workers=[worker.stats() for worker in self._workers.values()],
-            migrations=dict(self._requests.migrations),
-        )
+        """Counters since the start, load and occupancy."""
+        return scheduler_stats(self._requests, self._workers.values(), self._counts)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if any books disagree. For tests."""

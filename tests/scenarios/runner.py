@@ -184,7 +184,8 @@ class Transcript:
 
     def do_stats(self) -> str:
         s = self.scheduler.stats()
-        lines = [f"waiting={s.num_waiting} running={s.num_running} preemptions={s.preemptions}"]
+        num_requeued = s.counts.num_preemptions + s.counts.migrations.total()
+        lines = [f"waiting={s.num_waiting} running={s.num_running} preemptions={num_requeued}"]
         lines += [
             f"{w.worker_id} free={w.blocks_free} cached={w.blocks_cached} used={w.blocks_used}" for w in s.workers
         ]

@@ -28,6 +28,7 @@ from scheduler_svc.core.messages import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from scheduler_svc.core.stats import worker_stats
 
 NUM_LIFECYCLES = int(os.environ.get("QUIRE_LIFECYCLES", "100000"))
 NUM_PARTS = 10
@@ -247,7 +248,7 @@ class Life:
         assert core._waiting.expected_tokens == 0, f"an empty queue counts {core._waiting.expected_tokens} tokens"
         core._share.check_invariants(Counter())
         for state in core._workers.values():
-            stats = state.stats()
+            stats = worker_stats(state)
             assert stats.blocks_used == 0, f"blocks leak on {stats}"
             assert stats.rows_used == 0, f"rows leak on {stats}"
             assert not state.pool.refs.any(), f"references leak on {stats}"

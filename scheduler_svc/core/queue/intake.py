@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
@@ -32,12 +33,14 @@ LEAST_RETRY_S = 0.1
 class Intake:
     """Refuses with a reason, or says nothing; changes nothing but its count of refusals."""
 
-    def __init__(self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures) -> None:
-        self.num_refused_deadline = 0
+    def __init__(
+        self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures, counts: Counts
+    ) -> None:
         self._config = config
         self._requests = requests
         self._fleet = fleet
         self._measures = measures
+        self._counts = counts
 
     def check_worker(self, capacity: WorkerCapacity) -> None:
         """Raises ValueError for sizes that cannot work, WorkerMismatchError if they differ from those in use."""
@@ -119,7 +122,7 @@ class Intake:
         wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
         if not is_too_late(wait_s, timeout_s):
             return
-        self.num_refused_deadline += 1
+        self._counts.refused_deadline += 1
         raise DeadlineError(
             f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: "
             "too late for an answer; try later, or allow more time",

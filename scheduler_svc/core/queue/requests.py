@@ -7,6 +7,7 @@ from collections import Counter
 from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
@@ -26,19 +27,24 @@ class Requests:
     """Owns groups, queue and shares. `workers`, by name, are the scheduler's: who ends gives its row back."""
 
     def __init__(
-        self, config: SchedulerConfig, workers: dict[str, WorkerState], fleet: Fleet, stops: Stops, measures: Measures
+        self,
+        config: SchedulerConfig,
+        workers: dict[str, WorkerState],
+        fleet: Fleet,
+        stops: Stops,
+        measures: Measures,
+        counts: Counts,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.share = FairShare()
         self.waiting = WaitingQueue(self.share)
         self.priorities: Counter[int] = Counter()  # of live groups
-        self.num_preemptions = 0
-        self.migrations: Counter[MigrationReason] = Counter()  # of the preemptions
         self._config = config
         self._workers = workers
         self._fleet = fleet
         self._stops = stops
         self._measures = measures
+        self._counts = counts
         self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
@@ -181,9 +187,10 @@ class Requests:
 
     def requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
         """It was taken off its worker and waits again."""
-        self.num_preemptions += 1
-        if migration is not None:
-            self.migrations[migration] += 1
+        if migration is None:
+            self._counts.num_preemptions += 1
+        else:
+            self._counts.migrations[migration] += 1
         self._enqueue(seq)
 
     def sort_out(self) -> None:

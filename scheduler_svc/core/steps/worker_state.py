@@ -10,7 +10,7 @@ import numpy as np
 
 from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity, WorkerStats
+from scheduler_svc.core.messages import EMPTY, CachedBlock, RowOpen, StepBatch, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
@@ -65,7 +65,6 @@ class WorkerState:
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
         self._refused: tuple[int, Need] | None = None  # who found no room most recently, at which room_version
         self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
-        self.steps = 0
         self._root_salt = root_salt
         self._next_step_id = next_step_id
         self._run: DecodeRun | None = None
@@ -471,7 +470,6 @@ class WorkerState:
         self.in_flight.append(step)
         self.num_messages += 1
         self._next_step_id += 1
-        self.steps += 1
         return batch
 
     # -- after an answer ----------------------------------------------------------------------------------------------
@@ -542,17 +540,3 @@ class WorkerState:
             self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
-
-    # -- facts --------------------------------------------------------------------------------------------------------
-
-    def stats(self) -> WorkerStats:
-        return WorkerStats(
-            worker_id=self.capacity.worker_id,
-            rows_used=self.rows.num_used,
-            rows_total=self.capacity.max_num_seqs,
-            blocks_free=self.pool.num_empty,
-            blocks_cached=self.pool.num_cached,
-            blocks_used=self.pool.num_used,
-            steps=self.steps,
-            steps_in_flight=len(self.in_flight),
-        )

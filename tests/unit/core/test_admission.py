@@ -68,7 +68,7 @@ def test_sequences_that_fill_the_pool_exactly_run_together(pipeline_depth: int) 
     for i in range(6):  # 257 + 256 tokens: two blocks each, because the last token needs no KV
         scheduler.add_group(make_group(range(1000 * i, 1000 * i + 257), f"r{i}", max_tokens=256, ignore_eos=True), 0.0)
     assert run_to_end(scheduler) == 256
-    assert scheduler.stats().preemptions == 0
+    assert scheduler.stats().counts.num_preemptions == 0
 
 
 def test_a_shared_block_counts_for_the_sequence_that_holds_it_last() -> None:

@@ -240,7 +240,7 @@ def test_without_prefix_caching_every_prompt_is_computed() -> None:
         scheduler.update(answer(batch), 0.0)
         scheduler.check_invariants()
     assert scheduler.take_prefix_events() == []
-    assert scheduler.stats().prefix_hit_tokens == 0
+    assert scheduler.stats().counts.prefix_cache_hits == 0
 
 
 def test_a_drained_worker_finishes_and_takes_nothing_new() -> None:
@@ -294,7 +294,7 @@ def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
     assert fail_all(scheduler, batch) == []
     batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
     assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("other", "a")]
-    assert scheduler.stats().migrations == {MigrationReason.FAILED: 1}
+    assert scheduler.stats().counts.migrations == {MigrationReason.FAILED: 1}
     assert fail_all(scheduler, batches[0]) == [("a", FinishReason.ERROR)]
     assert not scheduler.has_work
 
@@ -350,7 +350,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_advice() -> None:
     with pytest.raises(DeadlineError, match=r"deadline is in 2\.0 s") as caught:
         scheduler.add_group(group("new", range(500, 520), timeout_s=2.0), 3.0)
     assert 3.0 < caught.value.retry_after_s < 9.0
-    assert scheduler.stats().refused_deadline == 1
+    assert scheduler.stats().counts.refused_deadline == 1
     scheduler.add_group(group("patient", range(500, 520), timeout_s=20.0), 3.0)
     scheduler.add_group(group("urgent", range(500, 520), timeout_s=3.0, priority=-1), 3.0)
     scheduler.add_group(group("stranger", range(500, 520), timeout_s=3.0, tenant_id="b"), 3.0)
@@ -362,7 +362,7 @@ def test_no_deadline_is_refused_on_a_cold_estimate() -> None:
     scheduler = make(max_num_seqs=1)
     for i in range(100):
         scheduler.add_group(group(f"{i}", range(20), timeout_s=0.001), 0.0)
-    assert scheduler.stats().refused_deadline == 0
+    assert scheduler.stats().counts.refused_deadline == 0
 
 
 def test_what_is_cached_counts_as_no_work_of_its_own() -> None:
@@ -480,7 +480,7 @@ def test_nobody_leaves_for_who_has_no_room_even_then(urgent: SequenceGroup) -> N
             ended += [end.group.request_id for end in scheduler.update(answer(batch), 0.0).finished]
         scheduler.check_invariants()
     assert ended.index("first") < ended.index("urgent")
-    assert scheduler.stats().preemptions == 0
+    assert scheduler.stats().counts.num_preemptions == 0
 
 
 def test_who_has_no_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,4 +508,4 @@ def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_h
         opened = [row.group.request_id for batch in in_flight for row in batch.opens]
         scheduler.check_invariants()
     assert opened == ["urgent"]
-    assert scheduler.stats().preemptions == 1
+    assert scheduler.stats().counts.num_preemptions == 1

@@ -1,0 +1,78 @@
+"""What the core reports about itself. Reading changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from scheduler_svc.core.counts import Counts
+from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.steps.worker_state import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a scheduler is. Cheap enough to read for every refusal and heartbeat."""
+
+    num_waiting: int = 0  # sequences in the queue
+    num_running: int = 0
+    pending_tokens: int = 0  # tokens to compute before every present sequence decodes: queue and workers together
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker's occupancy."""
+
+    worker_id: str
+    rows_used: int
+    rows_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_used: int
+    steps_in_flight: int
+
+    @property
+    def blocks_total(self) -> int:
+        return self.blocks_free + self.blocks_cached + self.blocks_used
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats(Load):
+    """What status and metrics show. A new field that is a gauge needs a line in scheduler_svc/metrics.py."""
+
+    workers: list[WorkerStats] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+
+def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
+    """The load of a scheduler with these requests and workers."""
+    return Load(
+        num_waiting=len(requests.waiting),
+        num_running=sum(worker.rows.num_used for worker in workers),
+        pending_tokens=requests.waiting.pending_tokens + sum(worker.pending_prefill for worker in workers),
+    )
+
+
+def worker_stats(worker: WorkerState) -> WorkerStats:
+    """The occupancy of this worker."""
+    return WorkerStats(
+        worker_id=worker.capacity.worker_id,
+        rows_used=worker.rows.num_used,
+        rows_total=worker.capacity.max_num_seqs,
+        blocks_free=worker.pool.num_empty,
+        blocks_cached=worker.pool.num_cached,
+        blocks_used=worker.pool.num_used,
+        steps_in_flight=len(worker.in_flight),
+    )
+
+
+def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts: Counts) -> SchedulerStats:
+    """A snapshot of all of it."""
+    load = load_of(requests, workers)
+    return SchedulerStats(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        pending_tokens=load.pending_tokens,
+        workers=[worker_stats(worker) for worker in workers],
+        counts=replace(counts, migrations=counts.migrations.copy()),
+    )
