@@ -12,6 +12,7 @@ from enum import Enum, Flag, auto
 from typing import Any
 
 MAX_UINT32 = 2**32 - 1
+MAX_BANNED_IDS = 512  # token ids that one row may ban from being sampled
 
 
 class Kind(Enum):

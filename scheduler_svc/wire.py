@@ -113,6 +113,8 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         sample_index=row_open.sample_index,
         fork_of_row=row_open.fork_of_row,
         request_id=row_open.group.request_id,
+        banned_ids=row_open.group.banned_ids,
+        banned_before=row_open.group.banned_before,
     )
 
 

@@ -198,12 +198,32 @@ class SimRunner:
         seeds, sample_indices = (np.where(is_greedy, 0, columns[name]) for name in ("seed", "sample_index"))
         keys = mix((columns.positions.astype(np.uint64) << np.uint64(32)) | sample_indices.astype(np.uint64))
         draws = mix(self._histories.digests[rows, positions] ^ mix(seeds.astype(np.uint64) ^ keys))
+        banned = _ids_by_line(columns.banned)
         token_ids: U32 = self._printable[draws % np.uint64(len(self._printable))]
+        for line, ids in banned.items():
+            token_ids[line] = self._draw_allowed(int(draws[line]), ids)
         eos = self._vocabulary.eos_token_id
         if eos is None:
             return token_ids
-        token_ids[mix(draws) < np.uint64(self._vocabulary.eos_below)] = eos
+        ends = mix(draws) < np.uint64(self._vocabulary.eos_below)
+        ends[[line for line, ids in banned.items() if eos in ids]] = False
+        token_ids[ends] = eos
         return token_ids
+
+    def _draw_allowed(self, draw: int, banned: I64) -> int:
+        """A printable token that is not banned; any other one if all of these are."""
+        allowed = np.setdiff1d(self._printable, banned)
+        if not len(allowed):
+            allowed = np.setdiff1d(np.arange(self.info.vocab_size), banned)
+        return int(allowed[draw % len(allowed)])
+
+
+def _ids_by_line(banned: tuple[I64, I64] | None) -> dict[int, I64]:
+    """The banned ids of each line that has some."""
+    if banned is None:
+        return {}
+    lines, ids = banned
+    return {int(line): ids[lines == line] for line in np.unique(lines)}
 
 
 class Histories:

@@ -138,6 +138,8 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         sampling=sampling_params(checks.values_set(row_open.sampling)),
         sample_index=row_open.sample_index,
         fork_of_row=fork_of_row,
+        banned_ids=u32_from_bytes(f"{field}.banned_ids", row_open.banned_ids),
+        banned_before=row_open.banned_before,
     )
 
 

@@ -126,8 +126,8 @@ class SequenceGroup:
     """One request: n samples that share a prompt.
 
     `owner` and `handle` name the request for the caller (which gateway, which of its requests) and come back in
-    Deltas. `sampling` is opaque to the core and reaches the worker in RowOpen. `root_key` separates hash chains
-    (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
+    Deltas. `sampling` and `banned_ids` are opaque to the core and reach the worker in RowOpen. `root_key` separates
+    hash chains (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
     `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way,
     unless that one took over itself and is of another origin: then this one is the older stream, waking up late.
     `tenant_id`: whose share of the work it counts against.
@@ -142,6 +142,8 @@ class SequenceGroup:
     priority: int = 0
     root_key: bytes = b""
     sampling: Any = None
+    banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
+    banned_before: int = 0
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
     takes_over: bool = False

@@ -22,7 +22,17 @@ def columns(*lengths):
 def full_batch():
     prompt, table, more = columns(7, 2, 1)
     opens = [
-        RowOpen(3, prompt, 7, table, 4, SamplingParams(0.7, 2**31, 0.9, 0.05, 2**64 - 1), 2**32 - 1),
+        RowOpen(
+            3,
+            prompt,
+            7,
+            table,
+            4,
+            SamplingParams(0.7, 2**31, 0.9, 0.05, 2**64 - 1),
+            2**32 - 1,
+            banned_ids=more,
+            banned_before=9,
+        ),
         RowOpen(4, prompt[:0], 5, more, 5, SamplingParams(0.0, 0, 1.0, 0.0, 0), 1, fork_of_row=0),
     ]
     rows, lens, contexts, slots, close, *table_changes = columns(3, 3, 3, 9, 1, 2, 2, 2)

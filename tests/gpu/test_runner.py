@@ -8,6 +8,7 @@ import torch
 
 from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
+from tests.unit.engine.banned import check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
@@ -266,3 +267,7 @@ def test_other_faults_of_the_device_are_not_taken_for_a_lack_of_memory(qwen3, mo
     monkeypatch.setattr(runner._compute, "run", lambda *_: (_ for _ in ()).throw(torch.AcceleratorError(message)))
     with pytest.raises(torch.AcceleratorError, match=message):
         driver.step({0: 5})
+
+
+def test_banned_ids_are_not_sampled_before_their_position(qwen3):
+    check_banned_ids(DeviceDriver(load(qwen3)))

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import MAX_BANNED_IDS, SamplingParams
 from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
-from worker_svc.engine.gpu.kernels import noise, sample, threshold
+from worker_svc.engine.gpu.kernels import banned, noise, record, sample, threshold
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.noise import gumbel_noise
@@ -112,6 +112,26 @@ def test_rows_without_numbers_are_told_and_harm_no_other():
     assert [token for token, bad in zip(tokens, statuses, strict=True) if not bad] == [
         t for t in wanted if t is not None
     ]
+
+
+def test_banned_ids_are_masked_before_their_position_only():
+    head = np.zeros((3, HEAD_WORDS), np.int32)
+    ids = [[0, 70, 4499, *range(200, 290)], [5, 6], [7]]
+    for row, banned_ids in enumerate(ids):
+        head[row, record.WORDS["num_banned"]], head[row, record.WORDS["banned_before"]] = len(banned_ids), 4
+    stored = np.full((3, MAX_BANNED_IDS), 99, np.int32)
+    for row, banned_ids in enumerate(ids):
+        stored[row, : len(banned_ids)] = banned_ids
+    state = torch.from_numpy(np.concatenate((head, np.full((3, 2), 8, np.int32), stored), axis=1)).to(DEVICE)
+    logits, wanted = randn(4), randn(4)
+    wanted[0, ids[0]], wanted[3, ids[2]] = -float("inf"), -float("inf")
+    lines, positions = ints(0, 1, -1, 2), ints(3, 4, 0, 0)
+    parts = [logits[:, :3000].clone(), logits[:, 3000:].clone()]
+    banned.mask_banned(logits, state, lines, positions)
+    assert torch.equal(logits, wanted)
+    for first_id, part in zip((0, 3000), parts, strict=True):
+        banned.mask_banned(part, state, lines, positions, first_id)
+    assert torch.equal(torch.cat(parts, 1), wanted)
 
 
 def test_ties_go_to_the_lowest_id():

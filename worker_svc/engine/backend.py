@@ -50,6 +50,7 @@ class SamplingColumns:
     params: Mapping[str, npt.NDArray[Any]]  # one column per field of SamplingParams, and `sample_index`: [max_num_seqs]
     rows: I64  # [S] lines of these columns
     positions: U32  # [S] output positions
+    banned: tuple[I64, I64] | None = None  # lines of the logits and the token ids that cannot be sampled there
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """One parameter of the S rows."""
@@ -133,7 +134,8 @@ class Backend(Protocol):
         ...
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
-        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows held no usable number."""
+        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows held no usable number. Banned ids are minus
+        infinity in the logits already."""
         ...
 
 

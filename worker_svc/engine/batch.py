@@ -36,6 +36,8 @@ class RowOpen:
     sampling: SamplingParams
     sample_index: int
     fork_of_row: int | None = None
+    banned_ids: U32 = field(default_factory=lambda: EMPTY)  # not sampled at output positions below `banned_before`
+    banned_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)

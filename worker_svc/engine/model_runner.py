@@ -176,6 +176,9 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor, errors: RowErrors) -> tuple[I64, U32]:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
+        if columns.banned is not None:
+            lines, ids = map(torch.from_numpy, columns.banned)
+            logits[lines, ids] = -torch.inf
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         if is_bad.any():

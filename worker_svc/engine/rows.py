@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.checks import FieldError, check_sampling
-from request_fields.fields import SAMPLER_FIELDS, Kind
+from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 
@@ -66,6 +66,8 @@ class RowTable:
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
+        self._banned: dict[int, I64] = {}  # by row: the ids that it cannot sample
+        self._banned_before: I64 = np.zeros(max_num_seqs, np.int64)  # output position
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # opens of each row so far
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # only good for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -76,10 +78,14 @@ class RowTable:
     def reset(self) -> None:
         """Closes all rows."""
         self.is_open[:] = False
+        self._banned.clear()
 
     def close(self, rows: U32) -> None:
         """Closes rows; one that is not open stays so."""
         self.is_open[rows[rows < self._max_num_seqs]] = False
+        if self._banned:
+            for row in rows.tolist():
+                self._banned.pop(row, None)
 
     # Opening
 
@@ -98,7 +104,12 @@ class RowTable:
             return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
         if self.is_open[item.row]:
             return f"row {item.row} is open already; close it first"
-        return self._history_refusal(item) or self._table_refusal(item.block_table) or _sampling_refusal(item)
+        return (
+            self._history_refusal(item)
+            or self._table_refusal(item.block_table)
+            or self._banned_refusal(item.banned_ids)
+            or _sampling_refusal(item)
+        )
 
     def _history_refusal(self, item: RowOpen) -> str | None:
         num_tokens = len(item.token_ids)
@@ -126,6 +137,14 @@ class RowTable:
             return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
         return None
 
+    def _banned_refusal(self, ids: U32) -> str | None:
+        if len(ids) > MAX_BANNED_IDS or len(ids) >= self._vocab_size:
+            most = min(MAX_BANNED_IDS, self._vocab_size - 1)
+            return f"banned_ids has {len(ids)} ids, allowed are at most {most}"
+        if len(ids) and int(ids.max()) >= self._vocab_size:
+            return f"banned id {int(ids.max())} is not below the vocabulary size {self._vocab_size}"
+        return None
+
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
@@ -143,6 +162,9 @@ class RowTable:
         for name in SAMPLER_FIELDS:
             self._sampling[name][row] = getattr(item.sampling, name)
         self._sampling["sample_index"][row] = item.sample_index
+        if len(item.banned_ids):
+            self._banned[row] = item.banned_ids.astype(np.int64)
+            self._banned_before[row] = item.banned_before
 
     # Table changes
 
@@ -269,7 +291,18 @@ class RowTable:
 
     def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
         """Parameters for sampling the token at sequence position `positions` of each row."""
-        return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
+        output_positions = positions - self._prompt_lens[rows]
+        banned = self._banned_pairs(rows, output_positions) if self._banned else None
+        return SamplingColumns(self._sampling, rows, output_positions.astype(np.uint32), banned)
+
+    def _banned_pairs(self, rows: I64, output_positions: I64) -> tuple[I64, I64] | None:
+        """Every (index in `rows`, token id) that cannot be sampled; None if there is none."""
+        candidates = np.flatnonzero(output_positions < self._banned_before[rows]).tolist()
+        found = [(i, self._banned[int(rows[i])]) for i in candidates if int(rows[i]) in self._banned]
+        if not found:
+            return None
+        lines, ids = [i for i, _ in found], [ids for _, ids in found]
+        return np.repeat(np.array(lines, np.int64), [len(part) for part in ids]), np.concatenate(ids)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Keys and values of each row now reach up to that sequence position."""

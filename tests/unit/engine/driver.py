@@ -65,6 +65,8 @@ class Driver:
         output: tuple[int, ...] | list[int] = (),
         sample_index: int = 0,
         shared: list[int] | None = None,
+        banned: tuple[int, ...] = (),
+        banned_before: int = 0,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -72,7 +74,7 @@ class Driver:
         self._grow(state, len(tokens))
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
-                    sampling, sample_index)
+                    sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before)
         )  # fmt: skip
         self.rows[row] = state
         return state

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.engine.banned import check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
@@ -67,6 +68,9 @@ BAD_OPENS = {
     "top_k": ({"sampling": seeded(0, top_k=-1)}, "top_k"),
     "min_p": ({"sampling": seeded(0, min_p=1.5)}, "min_p"),
     "seed": ({"sampling": seeded(2**64)}, "seed"),
+    "banned id": ({"banned_ids": u32(211), "banned_before": 1}, "banned id 211 is not below the vocabulary size 211"),
+    "all banned": ({"banned_ids": u32(*range(211)), "banned_before": 1}, "211 ids, allowed are at most 210"),
+    "many banned": ({"banned_ids": u32(*[5] * 513), "banned_before": 1}, "513 ids, allowed are at most 210"),
 }
 
 
@@ -343,3 +347,8 @@ def test_empty_step(runner):
 def test_prompt_without_sampling(runner):
     output = runner.execute(batch(mask=[False], opens=[opening()]))
     assert (output.rows.tolist(), output.errors) == ([], [])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_banned_ids_are_not_sampled_before_their_position(backend, tmp_path):
+    check_banned_ids(Driver(load(make_model(tmp_path, "qwen3"), backend=backend)))

@@ -56,6 +56,8 @@ class Row:
     sample_index: int = 0
     temperature: float = 1.0
     prompt_len: int = 0
+    banned: tuple[int, ...] = ()
+    banned_before: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -63,7 +65,10 @@ class Row:
     def open(self) -> RowOpen:
         sampling = SamplingParams(self.temperature, 0, 1.0, 0.0, self.seed)
         blocks = u32(self.blocks)
-        return RowOpen(self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index)
+        return RowOpen(
+            self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index,
+            banned_ids=u32(list(self.banned)), banned_before=self.banned_before,
+        )  # fmt: skip
 
 
 @dataclass
@@ -291,3 +296,20 @@ def test_a_step_takes_the_time_of_the_model() -> None:
 def test_a_bad_setting_is_named(setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         make_runner(**{setting: -1.0})
+
+
+def test_banned_ids_are_not_drawn_before_their_position() -> None:
+    def generate(banned: tuple[int, ...], before: int, output: tuple[int, ...] = ()) -> list[int]:
+        driver = Driver(make_runner(eos_probability=0.5))
+        row = Row(0, [5, 6, 7, *output], [0, 1, 2, 3], prompt_len=3, banned=banned, banned_before=before)
+        driver.generate(row, 8)
+        return row.tokens[3:]
+
+    free = generate((), 0)
+    eos = VOCABULARY.eos_token_id
+    assert eos is not None
+    assert eos in free
+    tokens = generate(tuple(set(free)), 6)
+    assert not set(tokens[:6]) & set(free)
+    assert generate(tuple(set(free)), 6, output=tuple(tokens[:2])) == tokens
+    assert make_runner()._draw_allowed(5, np.array(VOCABULARY.printable_ids)) not in VOCABULARY.printable_ids

@@ -106,6 +106,12 @@ def test_unset_sampling_counts_as_the_default() -> None:
     assert (given.temperature, given.top_k, given.top_p, given.min_p, given.seed) == (0.0, 4, 0.5, 0.25, 9)
 
 
+def test_banned_ids_arrive() -> None:
+    opened = worker_pb2.RowOpen(banned_ids=column(7, 2**32 - 1), banned_before=3)
+    [item] = step_batch_from_proto(worker_pb2.StepBatch(opens=[opened])).opens
+    assert (item.banned_ids.tolist(), item.banned_before) == ([7, 2**32 - 1], 3)
+
+
 @pytest.mark.parametrize(
     ("row_open", "says"),
     [

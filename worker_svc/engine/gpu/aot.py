@@ -27,6 +27,7 @@ from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
+    banned,
     deltas,
     linear,
     noise,
@@ -166,6 +167,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
             f"descend {kind}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
             {"KIND": kind, "CHUNKS": chunks}, 1,
         )  # fmt: skip
+    yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
     for is_filtered in (False, True):
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}

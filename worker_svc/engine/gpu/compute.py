@@ -17,6 +17,7 @@ import torch
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
+from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
@@ -149,6 +150,7 @@ class StepCompute:
             return
         lowest = None
         if bucket.is_filtered:
+            mask_banned(logits, self._state, columns.sample_rows, columns.output_positions, self._vocab.start)
             lowest = find_thresholds(logits, self._state, columns.sample_rows, self._thresholds, self._group)
         sample.sample(
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,

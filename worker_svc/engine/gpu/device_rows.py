@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from request_fields.fields import SAMPLER_FIELDS, Kind, SamplingParams
+from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, Kind, SamplingParams
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
@@ -17,8 +17,8 @@ NO_DELTAS: I32 = np.empty((0, 2), np.int32)
 
 
 def make_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> torch.Tensor:
-    """Records of all rows, int32 [max_num_seqs, HEAD_WORDS + max_blocks]."""
-    return torch.zeros(max_num_seqs, HEAD_WORDS + max_blocks, dtype=torch.int32, device=device)
+    """Records of all rows, int32 [max_num_seqs, HEAD_WORDS + max_blocks + MAX_BANNED_IDS]."""
+    return torch.zeros(max_num_seqs, HEAD_WORDS + max_blocks + MAX_BANNED_IDS, dtype=torch.int32, device=device)
 
 
 def sampling_words(params: SamplingParams, sample_index: int) -> I32:
@@ -62,7 +62,14 @@ def _opened_words(batch: StepBatch, rows: RowTable, stride: int) -> tuple[list[I
         if item.row >= len(rows.is_open) or not rows.is_open[item.row]:
             continue
         table = rows.tables[item.row, : rows.table_lens[item.row]]
-        record = np.concatenate((sampling_words(item.sampling, item.sample_index), table))
+        head = sampling_words(item.sampling, item.sample_index)
+        head[WORDS["num_banned"]], head[WORDS["banned_before"]] = (
+            len(item.banned_ids),
+            min(item.banned_before, MAX_INT32),
+        )
+        record = np.concatenate((head, table))
         words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
         values.append(record.astype(np.int32))
+        words.append((item.row + 1) * stride - MAX_BANNED_IDS + np.arange(len(item.banned_ids), dtype=np.int64))
+        values.append(item.banned_ids.astype(np.int32))
     return words, values

@@ -2,7 +2,7 @@
 
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
 
-Columns are uint32, little-endian; an open is a record of fixed size, then its tokens and its table.
+Columns are uint32, little-endian; an open is a record of fixed size, then its tokens, table and banned ids.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ COLUMNS = (
 )  # fmt: skip
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
-# row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, tokens, blocks
-OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}II")
+# row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, banned before, and the
+# numbers of tokens, blocks and banned ids
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}IIII")
 
 
 class Kind(IntEnum):
@@ -46,7 +47,7 @@ def step_to_bytes(batch: StepBatch) -> bytes:
     parts += map(_words, columns)
     parts += [batch.sample_mask.tobytes(), *batch.commit_hashes]
     for item in batch.opens:
-        parts += [_open_to_bytes(item), _words(item.token_ids), _words(item.block_table)]
+        parts += [_open_to_bytes(item), *map(_words, (item.token_ids, item.block_table, item.banned_ids))]
     return b"".join(parts)
 
 
@@ -70,7 +71,7 @@ def _open_to_bytes(item: RowOpen) -> bytes:
     return OPEN.pack(
         item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
         *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
-        len(item.token_ids), len(item.block_table),
+        item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
     )  # fmt: skip
 
 
@@ -89,9 +90,8 @@ class _Reader:
         return np.frombuffer(self.take(4 * count), "<u4")
 
     def open(self) -> RowOpen:
-        row, parent, prompt_len, num_computed, sample_index, *sampling, num_tokens, num_blocks = OPEN.unpack(
-            self.take(OPEN.size)
-        )
+        row, parent, prompt_len, num_computed, sample_index, *values = OPEN.unpack(self.take(OPEN.size))
+        *sampling, banned_before, num_tokens, num_blocks, num_banned = values
         return RowOpen(
             row=row,
             token_ids=self.words(num_tokens),
@@ -101,4 +101,6 @@ class _Reader:
             sampling=SamplingParams(*sampling),
             sample_index=sample_index,
             fork_of_row=None if parent < 0 else parent,
+            banned_ids=self.words(num_banned),
+            banned_before=banned_before,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from request_fields.fields import MAX_BANNED_IDS
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.kernels.attention import Queries
@@ -29,7 +30,7 @@ class Bucket:
     rows: int
     samples: int
     is_decode: bool  # every row has one query
-    is_filtered: bool  # some row asks for top_k, top_p or min_p
+    is_filtered: bool  # some row asks for top_k, top_p or min_p, or bans token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class StepBuffer:
 
     def __init__(self, max_rows: int, max_tokens: int, state: torch.Tensor, device: torch.device) -> None:
         self._state = state
-        self._tables = state[:, HEAD_WORDS:]
+        self._tables = state[:, HEAD_WORDS : state.shape[1] - MAX_BANNED_IDS]
         self._places: dict[str, int] = {}
         place = HEADER_WORDS
         sizes = {"rows": max_rows, "starts": max_rows + 1, "contexts": max_rows}

@@ -1,6 +1,7 @@
 """Where a row's record on the device holds what, in int32 words. Floats are stored by their bits.
 
-    last sampled token | sampling parameters, in the order of SamplingParams | sample index | block table
+    last sampled token | sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
+    output position that they end before | block table | banned ids (MAX_BANNED_IDS words)
 
 64-bit integers take two words, the low one first. `min_p` is stored as its logarithm.
 """
@@ -15,7 +16,7 @@ from request_fields.fields import SAMPLER_FIELDS, Kind
 
 ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
 _SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}
-_SIZES["sample_index"] = 1
+_SIZES |= {"sample_index": 1, "num_banned": 1, "banned_before": 1}
 
 WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each
 TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
@@ -29,3 +30,5 @@ LOG_MIN_P = tl.constexpr(WORDS["min_p"])
 SEED_LOW = tl.constexpr(WORDS["seed"])
 SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
 SAMPLE_INDEX = tl.constexpr(WORDS["sample_index"])
+NUM_BANNED = tl.constexpr(WORDS["num_banned"])
+BANNED_BEFORE = tl.constexpr(WORDS["banned_before"])

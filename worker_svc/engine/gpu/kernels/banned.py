@@ -1,0 +1,44 @@
+"""Sets the logits of banned token ids to minus infinity, before anything else reads them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from request_fields.fields import MAX_BANNED_IDS
+from worker_svc.engine.gpu.kernels.record import BANNED_BEFORE, NUM_BANNED
+
+BLOCK = 64
+
+
+@triton.jit
+def banned_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, ids_at, first_id,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    if tl.load(position_ptr + sample) >= tl.load(state + BANNED_BEFORE):
+        return
+    count = tl.load(state + NUM_BANNED)
+    for begin in range(0, count, BLOCK):
+        item = begin + tl.arange(0, BLOCK)
+        id = tl.load(state + ids_at + item, mask=item < count, other=-1) - first_id
+        is_here = (item < count) & (id >= 0) & (id < vocab_size)
+        tl.store(logits_ptr + sample.to(tl.int64) * stride + id, -float("inf"), mask=is_here)
+
+
+def mask_banned(
+    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, first_id: int = 0
+) -> None:
+    """Logits [S, vocab] of lines `rows` of `state` (-1: padding) at these output positions. Of a vocabulary in parts,
+    each rank passes its own, which starts at `first_id`."""
+    num_samples, vocab_size = logits.shape
+    banned_kernel[(num_samples,)](
+        logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,
+        state.shape[1] - MAX_BANNED_IDS, first_id, BLOCK=BLOCK, num_warps=2,
+    )  # fmt: skip
