@@ -40,6 +40,16 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
         lambda stats: stats.num_waiting,
     ),
     (
+        Spec(
+            "num_requests_unschedulable",
+            "gauge",
+            "sequences in the queue that no present worker can run; they end after --worker-patience-s",
+            "",
+            MODEL,
+        ),
+        lambda stats: stats.num_unschedulable,
+    ),
+    (
         Spec("num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)),
         lambda stats: stats.num_running,
     ),

@@ -42,6 +42,7 @@ class SchedulerStats(Load):
 
     workers: list[WorkerStats] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    num_unschedulable: int = 0  # of those in the queue: no present worker could run them, or there is no worker
 
 
 def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
@@ -75,4 +76,5 @@ def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts
         pending_tokens=load.pending_tokens,
         workers=[worker_stats(worker) for worker in workers],
         counts=replace(counts, migrations=counts.migrations.copy()),
+        num_unschedulable=len(requests.waiting.unschedulable if workers else requests.waiting),
     )

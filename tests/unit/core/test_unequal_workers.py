@@ -51,7 +51,7 @@ def test_what_no_worker_could_run_stands_in_nobodys_way() -> None:
     for i in range(5):
         add(scheduler, f"short{i}", 7000 + 10 * i, 4, 4, 0.3, tenant_id=f"t{i}")
     assert run(scheduler, 1.0).keys() == {f"short{i}" for i in range(5)}
-    assert scheduler.stats().num_waiting == 20
+    assert scheduler.stats().num_waiting == scheduler.stats().num_unschedulable == 20
     scheduler.add_worker(BIG)
     ended = run(scheduler, 2.0)
     assert {end.reason for end in ended.values()} == {FinishReason.LENGTH}
@@ -85,6 +85,7 @@ def test_without_any_worker_requests_end_together_and_later_ones_are_refused() -
     scheduler.remove_worker("small")
     run(scheduler, 5.0)
     add(scheduler, "late", 7000, 4, 4, 64.0)
+    assert scheduler.stats().num_unschedulable == 2
     assert not run(scheduler, 64.9)
     assert scheduler.patience_ends_at == 65.0
     ended = run(scheduler, 65.0)
