@@ -1,9 +1,9 @@
-# Two commands for a fresh machine: `make demo` and `make test`. The rest is for developers.
+# On a fresh machine run `make demo` or `make test`. The other targets are for developers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What a machine without a GPU should get: the CPU build of torch, never gigabytes of CUDA.
+# Without a GPU, scripts/install_torch installs the CPU build.
 TORCH ?= torch==2.13.0
 CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/ins
 	$(BIN)/python scripts/gen_protos.py
 	touch $@
 
-demo: $(STAMP)  ## install, start the whole stack, stream one chat answer, stop
+demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP)  ## checks and all tests
@@ -35,28 +35,28 @@ kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tenso
 chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
 	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)
 
-bench-core: $(STAMP)  ## what the scheduler costs: microseconds per step and per admission
+bench-core: $(STAMP)  ## the scheduler's cost per step and per admission, in microseconds
 	$(BIN)/python bench/core.py
 
-chart: $(STAMP)  ## the chart alone: lint, schemas, rendering, and its pods as local processes
+chart: $(STAMP)  ## the chart's tests only: lint, schemas, rendering, its pods as local processes
 	$(BIN)/python -m pytest -q tests/chart
 
-bench-wire: $(STAMP)  ## what messages between the services cost, and whether workers wait for their scheduler
+bench-wire: $(STAMP)  ## the cost of messages between services, and the time that workers wait for the scheduler
 	$(BIN)/python bench/wire.py
 
-bench-gateway: $(STAMP)  ## how many streamed tokens one gateway process delivers to 256 clients
+bench-gateway: $(STAMP)  ## streamed tokens per second of one gateway process with 256 clients
 	$(BIN)/python bench/gateway.py
 
-bench-worker: $(STAMP)  ## the CPU engine alone beside a padded PyTorch loop and the limits of this machine
+bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
 
-bench-serving: $(STAMP)  ## the whole stack beside its own engine and beside peers (PEERS_VENV; see scripts/install_peers)
+bench-serving: $(STAMP)  ## the whole stack compared with its engine and with peers (PEERS_VENV; see scripts/install_peers)
 	$(BIN)/python bench/serving.py $(BENCH_FLAGS)
 
-peers: $(STAMP)  ## install what bench-serving compares with into $PEERS_VENV (default .peers)
+peers: $(STAMP)  ## install the peers of bench-serving into PEERS_VENV (default .peers)
 	scripts/install_peers --llama
 
-bench-cluster: $(STAMP)  ## placement and caching on a simulated cluster, against other policies
+bench-cluster: $(STAMP)  ## placement and caching policies compared on a simulated cluster
 	$(BIN)/python bench/cluster.py
 
 bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running sequences
@@ -65,7 +65,7 @@ bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)
 
-format: $(STAMP)  ## format the code and regenerate the synchronous client
+format: $(STAMP)  ## format, fix lint errors, regenerate the synchronous client
 	$(BIN)/python scripts/gen_sync.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
