@@ -1,4 +1,4 @@
-"""The CPU backend: compiled kernels, and oneDNN for the matrix products that these do not have."""
+"""The CPU backend: compiled kernels, and oneDNN where exactness is not asked for and AMX makes it faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from worker_svc.engine.backend import (
     I64,
     U32,
-    BackendUnavailableError,
     ForwardBatch,
     HeadShape,
     Linear,
@@ -24,7 +23,8 @@ from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.fused import ACTIVATIONS, FusedModel, address_of, fuse
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
-from worker_svc.engine.linear import PackedLinear, RowRules, check_int8_width
+from worker_svc.engine.linear import PackedLinear, check_int8_width
+from worker_svc.engine.machine import has_amx
 
 if TYPE_CHECKING:
     from worker_svc.engine.kv_cache import KVCachePool
@@ -60,7 +60,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_forward_workspace.restype = _LONG
     library.quire_sampling_columns.argtypes = []
     library.quire_sampling_columns.restype = ctypes.c_char_p
-    library.quire_linear_supports.argtypes = [_INT]
+    library.quire_arithmetic.restype = ctypes.c_char_p
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
     return library
@@ -84,20 +84,16 @@ class _Addresses:
 
 
 class CpuBackend:
-    """Kernels of cpu.cpp and linear.cpp. Raises KernelBuildError where they cannot be compiled, BackendUnavailableError
-    where the processor cannot multiply what `quantize` asks for."""
+    """The compiled kernels. Raises KernelBuildError where they cannot be compiled."""
 
     name = "cpu"
 
     def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
+        self.arithmetic = self._kernels.quire_arithmetic().decode().strip()
         self._quantize = quantize
-        if quantize == "int8" and not self._kernels.quire_linear_supports(INT8):
-            raise BackendUnavailableError(
-                "quantize=int8 needs a processor with AVX512-VNNI, and a compiler that knows it; leave it unset here"
-            )
         self._threads = threads
-        self._row_rules = RowRules() if determinism == "exact" else None
+        self._may_use_onednn = determinism == "best_effort" and quantize is None and has_amx()
         self._addresses: _Addresses | None = None
         self._column_names = self._kernels.quire_sampling_columns().decode().split()
         self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -108,21 +104,15 @@ class CpuBackend:
         return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        kind = self._kind_of(weight)
-        if kind is not None:
-            return KernelLinear(self._kernels, kind, weight, bias, self._threads)
-        linear = PackedLinear(weight, bias)
-        if self._row_rules is not None:
-            self._row_rules.apply(linear, weight, bias is not None)
-        return linear
+        if self._may_use_onednn and weight.dtype is torch.bfloat16:
+            return PackedLinear(weight, bias)
+        return KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads)
 
-    def _kind_of(self, weight: torch.Tensor) -> int | None:
-        """What our own kernels multiply this weight as; None where they do not, or not faster than oneDNN."""
+    def _kind_of(self, weight: torch.Tensor) -> int:
         if self._quantize == "int8":
             check_int8_width(weight.shape[1])
             return INT8
-        kind = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[weight.dtype]
-        return kind if self._kernels.quire_linear_supports(kind) else None
+        return {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[weight.dtype]
 
     def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedModel | None:
         """The whole forward pass in one call; see fused.py."""

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # kinds of linear.cpp
+BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
 
 
@@ -24,7 +24,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class KernelLinear:
-    """A weight [out, in] with its bias, packed for linear.cpp, called on [n, in]. Rows are independent as such."""
+    """A weight [out, in] with its bias, packed for linear.cpp, called on [n, in]. Rows do not affect each other."""
 
     def __init__(
         self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor, bias: torch.Tensor | None, threads: int

@@ -6,9 +6,9 @@ import math
 import os
 from pathlib import Path
 
-import torch
-
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+CPUINFO_FIELDS = ("flags", "Features")  # x86, ARM
 
 
 def available_cores(cgroup: Path = CGROUP) -> int:
@@ -34,9 +34,17 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     return free if limit == "max" else min(free, max(int(limit) - used, 0))
 
 
-def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 natively here."""
+def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """The processor's instruction sets as /proc/cpuinfo names them; empty where there is none."""
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next(
+        (frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(CPUINFO_FIELDS)), frozenset()
+    )
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies bfloat16 in tiles, which only oneDNN uses."""
+    return "amx_bf16" in instruction_sets()

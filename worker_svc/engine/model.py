@@ -11,6 +11,7 @@ import torch
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Backend, ForwardBatch, Linear, RotaryTable
 from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
+from worker_svc.engine.exact_ops import cos_sin
 from worker_svc.engine.kv_cache import KVCachePool
 
 Progress = Callable[[float], None]
@@ -57,9 +58,9 @@ class Fuser(Protocol):
 
 
 def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
-    """cos and sin for positions below `length`, computed in float32 as transformers does."""
+    """cos and sin of float32 angles, as in transformers, for positions below `length`; the same on every machine."""
     angles = torch.arange(length).float()[:, None] * inv_freq[None]
-    return RotaryTable(angles.cos().contiguous(), angles.sin().contiguous())
+    return RotaryTable(*cos_sin(angles))
 
 
 class LinearMaker(Protocol):

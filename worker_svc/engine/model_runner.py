@@ -18,7 +18,7 @@ from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
-from worker_svc.engine.machine import available_cores, available_memory, has_bfloat16
+from worker_svc.engine.machine import available_cores, available_memory
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
@@ -66,7 +66,7 @@ class ModelRunner:
         )
         self._model.fuse(self._pool)
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
-        kind = cpu_numerics(self._backend.name)
+        kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
             revision=checkpoint.revision(
@@ -197,17 +197,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
-    if config.dtype == "bfloat16" and not has_bfloat16():
-        logger.warning("this processor has no bfloat16 instructions; float32 is faster on it")
     if config.dtype != "auto":
         return config.dtype
-    stored = checkpoint.stored_dtype()
-    if stored is torch.float32:
-        return "float32"
-    if not has_bfloat16():
-        logger.info("this processor has no bfloat16 instructions; weights are widened to float32")
-        return "float32"
-    return "bfloat16"
+    return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
 
 
 def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

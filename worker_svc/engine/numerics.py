@@ -1,7 +1,7 @@
 """What decides the bits of results besides the model and its settings: the kind of worker, and what it was built from.
 
-In exact mode a sequence may go on at another worker only if its kind is the same, so the kind enters the revision, and
-workers of other kinds are refused. Builds differ during every upgrade; schedulers and logs tell when they do.
+In exact mode a sequence can move to another worker only if its kind is the same. The kind is therefore part of the
+revision, and a scheduler refuses workers of another kind. Builds differ during every upgrade: schedulers only log that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-# Of a processor: what our kernels, or oneDNN, compute differently with.
+from worker_svc.engine.machine import CPUINFO, instruction_sets
+
+# Of a processor: those that our kernels, oneDNN or the C library compute differently with.
 INSTRUCTION_SETS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
@@ -23,15 +25,12 @@ BUILT_FROM = ("torch", "triton")
 SOURCES = Path(__file__).parent
 
 
-def cpu_numerics(backend: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The kind of a worker that computes on the processor."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        lines = []
-    named = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    sets = [name for name in INSTRUCTION_SETS if name in named]
-    return ", ".join((backend, " ".join((platform.machine(), *sets))))
+def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
+    """The kind of a worker that computes on the processor. `arithmetic` is what its backend computes with: kernels can
+    be compiled for less than the processor has."""
+    found = instruction_sets(cpuinfo)
+    sets = [name for name in INSTRUCTION_SETS if name in found]
+    return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 
 
 def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:

@@ -1,7 +1,7 @@
 """The same operations in plain torch and numpy: what the kernels are tested against, and what runs without a compiler.
 
-Slower, and equal to the kernels up to rounding. Attention works in pieces of one constant shape, so here too a row's
-result does not depend on the rows around it.
+Much slower than the kernels, and equal to them up to rounding. In exact mode every operation is one of exact_ops.py, or
+element-wise: a row's result does not depend on the rows around it, on threads or on the processor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
+from worker_svc.engine import exact_ops
 from worker_svc.engine.backend import (
     I64,
     U32,
@@ -22,7 +23,7 @@ from worker_svc.engine.backend import (
     SamplingColumns,
 )
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.linear import Int8Linear, PackedLinear, RowRules
+from worker_svc.engine.linear import FixedPointLinear, Int8Linear, PackedLinear
 from worker_svc.engine.noise import sample_token
 
 KEY_TILE = 128
@@ -33,18 +34,16 @@ class ReferenceBackend:
     """Plain torch operations; see `Backend` for the contracts."""
 
     name = "reference"
+    arithmetic = "fixed point"
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._quantize = quantize
-        self._row_rules = RowRules() if determinism == "exact" else None
+        self._linear_class = FixedPointLinear if determinism == "exact" else PackedLinear
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if self._quantize == "int8":
             return Int8Linear(weight, bias)
-        linear = PackedLinear(weight, bias)
-        if self._row_rules is not None:
-            self._row_rules.apply(linear, weight, bias is not None)
-        return linear
+        return self._linear_class(weight, bias)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
@@ -93,11 +92,7 @@ class ReferenceBackend:
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        if activation == "silu":
-            gate = F.silu(gate)
-        else:
-            gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-        out.copy_(gate * up)
+        out.copy_(_activate(gate, activation) * up)
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
@@ -113,9 +108,18 @@ class ReferenceBackend:
         return tokens, is_bad
 
 
+def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return x / (1.0 + exact_ops.exp(-x))
+    if activation == "gelu_tanh":
+        inner = 0.79788456080286536 * (x + 0.044715 * x * x * x)
+        return x * (1.0 - 1.0 / (exact_ops.exp(2.0 * inner) + 1.0))
+    return 0.5 * x * (1.0 + exact_ops.erf(x * 0.70710678118654752))
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scale = 1.0 / torch.sqrt(exact_ops.ordered_sum(wide * wide) / x.shape[-1] + eps)
     return (wide * scale).to(x.dtype) * weight
 
 
@@ -144,12 +148,12 @@ def _attend(
         keys = torch.arange(start, start + KEY_TILE)
         is_visible = keys <= positions[:, None]  # [TOKEN_TILE, KEY_TILE]
         k, v = _gather(cache, tables, keys, is_visible)
-        scores = (grouped @ k).masked_fill_(~is_visible[:, None, None], -torch.inf)
+        scores = exact_ops.matmul(grouped, k).masked_fill_(~is_visible[:, None, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         safe = top.masked_fill(top == -torch.inf, 0.0)
-        weights, shrink = torch.exp(scores - safe), torch.exp(best - safe)
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        acc = acc * shrink + weights @ v
+        weights, shrink = exact_ops.exp(scores - safe), exact_ops.exp(best - safe)
+        total = total * shrink + exact_ops.ordered_sum(weights)
+        acc = acc * shrink + exact_ops.matmul(weights, v)
         best = top
     return (acc / total)[:count].reshape(count, shape.num_q_heads, dim).to(q.dtype)
 

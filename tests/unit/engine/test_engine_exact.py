@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.unit.engine.driver import Driver, seeded
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
+from worker_svc.engine import cpu_backend
+from worker_svc.engine.backend import make_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.linear import PackedLinear, RowRules
+from worker_svc.engine.kernel_linear import KernelLinear
+from worker_svc.engine.linear import PackedLinear
+from worker_svc.engine.model import rotary_table
 from worker_svc.engine.model_runner import ModelRunner
 
 VOCAB = 211
@@ -137,39 +146,136 @@ def test_blocks_left_dirty_change_nothing(runner_factory):
     assert_same(expected, 0, alone(runner, prompt, 5, seeded(2)), 0)
 
 
-SHAPES = [(1024, 256), (256, 768), (57, 33), (96, 40), (1000, 2000), (64, 8192), (4096, 256)]
+SHAPES = [(1024, 256), (256, 768), (57, 33), (96, 40), (1000, 2000), (64, 8192), (31, 3)]
+ROWS = [(0, 1), (1, 1), (7, 1), (1, 2), (0, 3), (3, 5), (1, 11), (0, 12), (5, 17), (2, 64), (0, 131), (1, 300)]
+
+
+def make_layer(out_size, in_size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(out_size, in_size, generator=generator) / in_size**0.5).to(dtype)
+    bias = torch.randn(out_size, generator=generator).to(dtype)
+    return weight, bias, torch.randn(301, in_size, generator=generator).to(dtype)
+
+
+def assert_rows_do_not_depend_on_their_number(linear, x):
+    expected = linear(x)
+    for start, rows in ROWS:
+        assert torch.equal(linear(x[start : start + rows].contiguous()), expected[start : start + rows]), (start, rows)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("out_size", "in_size"), SHAPES)
+def test_linear_rows_do_not_depend_on_their_number(kernel_build, out_size, in_size, dtype, quantize):
+    weight, bias, x = make_layer(out_size, in_size, dtype)
+    results = []
+    for threads in (1, 2):
+        linear = make_backend("cpu", threads, "exact", quantize).make_linear(weight, bias)
+        assert_rows_do_not_depend_on_their_number(linear, x)
+        results.append(linear(x))
+    assert torch.equal(*results)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    tolerance = {None: 1e-5, "int8": 0.03}[quantize] + (0.005 if dtype is torch.bfloat16 else 0)
+    assert (results[0] - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("out_size", "in_size"), SHAPES)
-def test_linear_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
-    generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(out_size, in_size, generator=generator) / in_size**0.5).to(dtype)
-    linear = PackedLinear(weight, None)
-    RowRules().apply(linear, weight, False)
-    x = torch.randn(501, in_size, generator=generator).to(dtype)
+@pytest.mark.parametrize(("out_size", "in_size"), [(256, 768), (57, 33), (300, 2000), (31, 3)])
+def test_fixed_point_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
+    weight, bias, x = make_layer(out_size, in_size, dtype)
+    linear = make_backend("reference", 1, "exact").make_linear(weight, bias)
+    torch.set_num_threads(2)
     expected = linear(x)
-    for rows in (1, 2, 3, 5, 17, 64, 131, 300, 500):
-        for start in (0, 1):
-            part = linear(x[start : start + rows].contiguous())
-            assert torch.equal(part, expected[start : start + rows]), rows
+    torch.set_num_threads(1)
+    assert torch.equal(linear(x), expected)
+    assert_rows_do_not_depend_on_their_number(linear, x)
+    rounding = 1e-7 if dtype is torch.float32 else 0.005
+    precise = F.linear(x.double(), weight.double(), bias.double())
+    assert (expected - precise).abs().max() <= rounding * precise.abs().max()
 
 
-def test_rule_falls_back_to_tiles_and_single_rows():
-    """A product whose rows depend on their number is called in a shape where they cannot."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vector_width_and_optimiser_change_no_result(kernel_builds, monkeypatch, dtype):
+    """Builds that compute alike give the same bits: all with fused multiply-adds and without pairs of bfloat16."""
+    weight, bias, x = make_layer(96, 250, dtype)
+    results = []
+    for name in ("avx2", "avx512"):
+        kernels = kernel_builds(name)
+        monkeypatch.setattr(cpu_backend, "load_kernels", lambda kernels=kernels: kernels)
+        results.append(make_backend("cpu", 1, "exact").make_linear(weight, bias)(x))
+    assert torch.equal(*results)
 
-    class Fickle(PackedLinear):
-        def __init__(self, error):
-            super().__init__(torch.eye(8), None)
-            self.error = error
 
-        def _multiply(self, x):
-            return super()._multiply(x) + self.error(x.shape[0])
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_a_model_is_exact_on_every_processor(kernel_build, tmp_path, dtype, quantize):
+    """Alone, in chunks, among others and behind a shared prefix, with kernels compiled for less than this processor."""
+    folder = make_model(tmp_path, "qwen3", intermediate_size=128, num_hidden_layers=1, head_dim=24)
+    settings = {"num_blocks": 256, "max_num_seqs": 40, "quantize": quantize}
+    runner = ModelRunner(EngineConfig(folder, dtype, threads=1, **settings))
+    prompt, *others = prompts([60, 3, 17, 40])
+    expected = alone(runner, prompt, 4, seeded(7))
+    crowd = Driver(ModelRunner(EngineConfig(folder, dtype, threads=2, **settings)))
+    for row, other in enumerate(others):
+        crowd.open(row, other, seeded(row))
+    crowd.open(5, prompt, seeded(7))
+    crowd.step({0: 3, 1: 17, 5: 21})
+    crowd.step({5: 38, 2: 40, 0: 1})
+    crowd.step({2: 1, 5: 1, 1: 1})
+    crowd.open(6, prompt, seeded(7), shared=crowd.rows[5].blocks[:3])
+    crowd.prefill(6, 5)
+    crowd.decode([2, 5, 0, 6], 4)
+    assert crowd.errors == []
+    assert_same(expected, 0, crowd, 5)
+    assert_same(expected, 0, crowd, 6)
 
-    by_count = Fickle(lambda n: 1e-3 * (n % 32 > 0))
-    by_place = Fickle(lambda n: torch.arange(n)[:, None] * 1e-3)
-    for linear, tile in ((by_count, 32), (by_place, 1)):
-        RowRules().apply(linear, torch.eye(8), False)
-        assert linear.rule.tile == tile
-        x = torch.randn(70, 8)
-        assert torch.equal(linear(x)[1:33], linear(x[1:33]))
+
+def test_rotary_tables_do_not_depend_on_their_length_or_threads():
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, 40, 2).float() / 40)
+    torch.set_num_threads(2)
+    longest = rotary_table(inv_freq, 70_001)
+    torch.set_num_threads(1)
+    for length in (1, 17, 4095, 60_000):
+        table = rotary_table(inv_freq, length)
+        assert torch.equal(table.cos, longest.cos[:length])
+        assert torch.equal(table.sin, longest.sin[:length])
+    angles = torch.arange(70_001).float()[:, None] * inv_freq
+    assert (longest.cos - angles.double().cos()).abs().max() < 3.1e-8
+    assert (longest.sin - angles.double().sin()).abs().max() < 3.1e-8
+
+
+def test_best_effort_serves_on_a_processor_without_avx512(tmp_path):
+    """oneDNN's path, with oneDNN held to AVX2: environment variables count only before torch is loaded."""
+    folder = make_model(tmp_path, "qwen3")
+    code = f"""
+import torch
+from tests.unit.engine.driver import Driver
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.linear import PackedLinear
+from worker_svc.engine.model_runner import ModelRunner
+from pathlib import Path
+for dtype in ("float32", "bfloat16"):
+    config = EngineConfig(Path({str(folder)!r}), dtype, num_blocks=16, backend="reference", determinism="best_effort")
+    runner = ModelRunner(config)
+    assert isinstance(runner._model._head, PackedLinear)
+    driver = Driver(runner)
+    driver.open(0, list(range(30)))
+    driver.prefill(0)
+    driver.decode([0], 3)
+    assert len(driver.rows[0].output) == 4 and driver.errors == []
+"""
+    masks = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | masks, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("dtype", "is_packed"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_onednn_multiplies_where_amx_makes_it_faster_and_exactness_is_not_asked_for(monkeypatch, dtype, is_packed):
+    monkeypatch.setattr(cpu_backend, "has_amx", lambda: True)
+    weight, bias, x = make_layer(96, 40, dtype)
+    exact = make_backend("cpu", 1, "exact").make_linear(weight, bias)
+    fast = make_backend("cpu", 1, "best_effort").make_linear(weight, bias)
+    assert isinstance(exact, KernelLinear)
+    assert isinstance(fast, PackedLinear) == is_packed
+    assert (fast(x) - exact(x)).abs().max() < 0.05

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.unit.engine.models import make_model
+from worker_svc.engine import cpu_backend
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.machine import instruction_sets
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.numerics import build, cpu_numerics, device_numerics
 
@@ -21,9 +23,21 @@ def test_kinds_of_processors_differ_by_their_instruction_sets(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("processor : 0\nflags\t\t: fpu avx2 sse4\n")
     new.write_text("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 ibpb\n")
-    assert cpu_numerics("cpu", old).endswith(" avx2")
-    assert cpu_numerics("cpu", new).endswith(" avx2 avx512f avx512_bf16")
-    assert cpu_numerics("cpu", tmp_path / "none").startswith("cpu, ")
+    assert cpu_numerics("cpu", "fma avx2", old).endswith(" avx2, fma avx2")
+    assert cpu_numerics("cpu", "fma avx2", new).endswith(" avx2 avx512f avx512_bf16, fma avx2")
+    assert cpu_numerics("cpu", "generic", tmp_path / "none").startswith("cpu, ")
+
+
+def test_kernels_compiled_for_less_announce_another_kind(tmp_path, kernel_builds, monkeypatch):
+    folder = make_model(tmp_path, "qwen3", num_hidden_layers=1)
+    infos = []
+    for name in ("native", "avx2", "generic"):
+        kernels = kernel_builds(name)
+        monkeypatch.setattr(cpu_backend, "load_kernels", lambda kernels=kernels: kernels)
+        infos.append(info_of(folder))
+    assert [info.numerics.split(", ")[-1] for info in infos][1:] == ["fma avx2", "generic"]
+    if "avx512f" in instruction_sets():
+        assert len({info.numerics for info in infos}) == len({info.revision for info in infos}) == 3
 
 
 def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):

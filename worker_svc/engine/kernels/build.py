@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("attention.cpp", "cpu.cpp", "forward.cpp", "linear.cpp", "team.cpp")
 )
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "rows.h", "team.h", "vec.h"))
-ABI_VERSION = 7
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "products.h", "rows.h", "team.h", "vec.h"))
+ABI_VERSION = 8
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order and a multiply-add is fused only where the source says so: results must not depend on how a
@@ -59,6 +59,11 @@ def load_kernels() -> ctypes.CDLL:
         except KernelBuildError as error:
             failures.append(f"{' '.join(flags)}: {error}")
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))
+
+
+def load_kernels_built_with(*flags: str) -> ctypes.CDLL:
+    """As `load_kernels`, with these flags instead of those for this processor: for tests of other processors."""
+    return _load(_build(_find_compiler(), (*STRICT_FLAGS, *flags)))
 
 
 def cache_dir() -> Path:

@@ -439,7 +439,28 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_
 
 extern "C" {
 
-int quire_abi_version() { return 7; }
+int quire_abi_version() { return 8; }
+
+// What this build computes with, as words: instruction sets that change results, and those that do not.
+const char* quire_arithmetic() {
+  return ""
+#if defined(__FMA__) || defined(__ARM_NEON)
+         " fma"
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+         " bfloat16-pairs"
+#endif
+#if defined(__AVX512F__)
+         " avx512f"
+#elif defined(__AVX2__)
+         " avx2"
+#elif defined(__ARM_NEON)
+         " neon"
+#else
+         " generic"
+#endif
+      ;
+}
 
 void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
                         int64_t dim, float eps, int threads) {

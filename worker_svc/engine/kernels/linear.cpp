@@ -1,39 +1,33 @@
-// Linear layers, y = x W^T + b, for processors that multiply 16 floats, pairs of bfloat16 or quads of int8 in one
-// instruction.
+// Linear layers, y = x W^T + b, in float32, bfloat16 or int8 (products.h), on any processor.
 //
 // W is packed once into panels of kPanel outputs: [out / kPanel][in / group][kPanel][group], where a group is the
-// inputs that one lane multiplies at once, always 4 bytes. A call packs x into tiles of up to kTileRows rows:
-// [in / group][rows][group]. An output adds its groups strictly in order in one lane, whatever tile its row is in:
-// rows do not depend on each other, and int8 sums are exact anyway.
+// inputs that 4 bytes hold. A call packs x into tiles of up to kTileRows rows: [in / group][rows][words]. An output adds
+// its groups strictly in order in one lane, whatever the tile of its row: the result of a row does not depend on the
+// number of rows, on its place among them or on the threads.
 //
-// Rows that come in may be normed on the way, outputs that are gates and values may leave as one.
+// A call can norm its input rows first, and can combine outputs that are gates and values into one.
 //
-// int8: W has one scale per output and is stored as w + 128 (the instruction wants one unsigned side), x gets one scale
-// per row. What the 128 added, 128 * sum(x), is taken off at the end.
+// int8: W has one scale per output and is stored as w + 128 (VNNI multiplies unsigned by signed), x has one scale per
+// row. The excess 128 * sum(x) is subtracted at the end.
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <vector>
 
 #include "kernels.h"
+#include "products.h"
 #include "rows.h"
-#include "vec.h"
 
 namespace {
 
 constexpr int kPanel = 32;
-constexpr int kTileRows = 12;  // with kPanel: 24 sums, 2 weights and 1 input fit the 32 registers
-constexpr int kGroupBytes = 4;
+constexpr int kVectors = kPanel / kWidth;
+constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // two or more vectors of outputs times these rows are kSums sums
 constexpr int kLine = 64;
 constexpr int64_t kBlockBytes = 512 << 10;  // of packed x that is used over and over: half a second-level cache
 constexpr int64_t kBlockTiles = 16;         // and no more, so that threads end together
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
-constexpr float kInt8Max = 127.f;
 
-enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
-
-INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -43,7 +37,7 @@ INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group
 template <typename T> float quantize_weight(const T* weight, int64_t in, uint8_t* q) {
   float top = 0.f;
   for (int64_t i = 0; i < in; i++) top = std::max(top, fabsf(to_float(weight[i])));
-  const float inverse = top > 0.f ? kInt8Max / top : 0.f;
+  const float inverse = int8_steps_per_unit(top);
   for (int64_t i = 0; i < in; i++) q[i] = uint8_t(int(nearbyintf(to_float(weight[i]) * inverse)) + 128);
   return top / kInt8Max;
 }
@@ -74,114 +68,61 @@ void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scal
   });
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-
-// ---------------------------------------------------------------------------------------------------------------
-// Packing x, and what one instruction does with a group of it.
-
-// What a row of x needs at the end.
-struct RowScale {
-  float scale;
-  int32_t offset;  // what 128 in every weight has added
-};
-
-struct Float32 {
-  typedef v16 Sum;
-  static constexpr int kGroup = 1;
-  static INLINE Sum multiply_add(Sum sum, __m512i w, int32_t x) {
-    return (Sum)_mm512_fmadd_ps((__m512)w, (__m512)_mm512_set1_epi32(x), (__m512)sum);
-  }
-  static RowScale pack_row(const float* x, int64_t in, int rows, int32_t* packed) {
-    for (int64_t i = 0; i < in; i++) memcpy(packed + i * rows, x + i, 4);
-    return {1.f, 0};
-  }
-  static INLINE v16 finish(Sum sum, RowScale, const float*) { return sum; }
-};
-
-#if defined(__AVX512BF16__)
-struct Bfloat16 {
-  typedef v16 Sum;
-  static constexpr int kGroup = 2;
-  static INLINE Sum multiply_add(Sum sum, __m512i w, int32_t x) {
-    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-  }
-  static RowScale pack_row(const uint16_t* x, int64_t in, int rows, int32_t* packed) {
-    for (int64_t g = 0; g < in / 2; g++) memcpy(packed + g * rows, x + 2 * g, 4);
-    if (in % 2) packed[in / 2 * rows] = x[in - 1];
-    return {1.f, 0};
-  }
-  static INLINE v16 finish(Sum sum, RowScale, const float*) { return sum; }
-};
-#endif
-
-#if defined(__AVX512VNNI__)
-struct Int8 {
-  typedef i16 Sum;
-  static constexpr int kGroup = 4;
-  static INLINE Sum multiply_add(Sum sum, __m512i w, int32_t x) {
-    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, w, _mm512_set1_epi32(x));
-  }
-  template <typename T> static RowScale pack_row(const T* x, int64_t in, int rows, int32_t* packed) {
-    v16 tops{};
-    i16 is_nan = {};
-    int64_t i = 0;
-    for (; i + kLanes <= in; i += kLanes) {
-      const v16 v = load16(x + i);
-      is_nan |= v != v;
-      tops = vmax(vmax(v, -v), tops);
-    }
-    float top = max_lanes(tops), rest[kLanes] = {};
-    for (int64_t j = i; j < in; j++) rest[j - i] = to_float(x[j]);
-    const v16 tail = load16(rest);
-    is_nan |= tail != tail;
-    top = std::max(top, max_lanes(vmax(tail, -tail)));
-    if (_mm512_test_epi32_mask((__m512i)is_nan, (__m512i)is_nan)) top = std::numeric_limits<float>::quiet_NaN();
-    const float inverse = top > 0.f ? kInt8Max / top : 0.f;
-    __m512i sum = _mm512_setzero_si512();
-    for (i = 0; i < in; i += kLanes) {
-      const v16 v = (i + kLanes <= in ? load16(x + i) : tail) * inverse;
-      const __m512i q = _mm512_cvtps_epi32((__m512)v);
-      sum = _mm512_add_epi32(sum, q);
-      int32_t quads[4];
-      _mm_storeu_si128((__m128i*)quads, _mm512_cvtsepi32_epi8(q));
-      const int64_t groups = std::min<int64_t>(4, ceil_div(in - i, 4));
-      for (int64_t g = 0; g < groups; g++) packed[(i / 4 + g) * rows] = quads[g];
-    }
-    return {top / kInt8Max, 128 * _mm512_reduce_add_epi32(sum)};
-  }
-  static INLINE v16 finish(Sum sum, RowScale row, const float* scales) {
-    return __builtin_convertvector(sum - row.offset, v16) * (row.scale * load16(scales));
-  }
-};
-#endif
-
 // ---------------------------------------------------------------------------------------------------------------
 // Multiplying.
 
-// kLines lines per group are fetched ahead from `ahead`, so that the next panel arrives while this one is used.
-template <typename K, int R, int kLines>
-void multiply_tile(const char* w, const int32_t* x, int64_t groups, const char* ahead, typename K::Sum* sums) {
-  typename K::Sum sum[R][2];
-  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = typename K::Sum{};
-  for (int64_t g = 0; g < groups; g++) {
-    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + kLine);
-    for (int line = 0; line < kLines; line++) _mm_prefetch(ahead + line * kLine, _MM_HINT_T1);
-    for (int r = 0; r < R; r++) {
-      sum[r][0] = K::multiply_add(sum[r][0], w0, x[r]);
-      sum[r][1] = K::multiply_add(sum[r][1], w1, x[r]);
-    }
-    w += 2 * kLine;
-    x += R;
-    ahead += kLines * kLine;
-  }
-  for (int r = 0; r < R; r++) sums[2 * r] = sum[r][0], sums[2 * r + 1] = sum[r][1];
+// Vectors of outputs that R rows multiply at once.
+constexpr int vectors_at_once(int rows) {
+  int vectors = 1;
+  while (vectors < kVectors && rows * vectors * 2 <= kSums) vectors *= 2;
+  return vectors;
 }
 
-template <typename K, int kLines, int R = kTileRows>
-INLINE void multiply(int rows, const char* w, const int32_t* x, int64_t groups, const char* ahead,
-                     typename K::Sum* sums) {
-  if (rows == R) return multiply_tile<K, R, kLines>(w, x, groups, ahead, sums);
-  if constexpr (R > 1) multiply<K, kLines, R - 1>(rows, w, x, groups, ahead, sums);
+// R rows times V vectors of a panel, into sums [R, kPanel]. kLines lines per group are fetched from `ahead`, so that the
+// next panel arrives while this one is used.
+template <typename K, int R, int V, int kLines>
+void multiply_part(const char* w, const int32_t* x, int64_t groups, const char* ahead, int32_t* sums) {
+  typename K::Sum sum[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sum[r][v] = typename K::Sum{};
+  for (int64_t g = 0; g < groups; g++) {
+    typename K::Weights weights[V];
+    for (int v = 0; v < V; v++) weights[v] = K::load(w + v * kWidth * kGroupBytes);
+    for (int line = 0; line < kLines; line++) __builtin_prefetch(ahead + line * kLine, 0, 2);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) sum[r][v] = K::add(sum[r][v], weights[v], x + r * K::kWords);
+    w += kPanel * kGroupBytes;
+    x += R * K::kWords;
+    ahead += kLines * kLine;
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) memcpy(sums + r * kPanel + v * kWidth, &sum[r][v], sizeof sum[r][v]);
+}
+
+// R rows, tile number `tile` of `tiles`, times a panel. The first two passes over the panel fetch half of the next one
+// each; a single pass fetches all of it.
+template <typename K, int R>
+void multiply_tile(const char* w, const int32_t* x, int64_t groups, const char* ahead, int64_t tile, int64_t tiles,
+                   int32_t* sums) {
+  constexpr int V = vectors_at_once(R), kParts = kVectors / V;
+  for (int part = 0; part < kParts; part++) {
+    const int64_t pass = tile * kParts + part;
+    const char* first = w + part * V * kWidth * kGroupBytes;
+    int32_t* out = sums + part * V * kWidth;
+    if (kParts == 1 && tiles == 1)
+      multiply_part<K, R, V, 2>(first, x, groups, ahead, out);
+    else if (pass < 2)
+      multiply_part<K, R, V, 1>(first, x, groups, ahead + pass * groups * kLine, out);
+    else
+      multiply_part<K, R, V, 0>(first, x, groups, w, out);
+  }
+}
+
+template <typename K, int R = kTileRows>
+INLINE void multiply(int rows, const char* w, const int32_t* x, int64_t groups, const char* ahead, int64_t tile,
+                     int64_t tiles, int32_t* sums) {
+  if (rows == R) return multiply_tile<K, R>(w, x, groups, ahead, tile, tiles, sums);
+  if constexpr (R > 1) multiply<K, R - 1>(rows, w, x, groups, ahead, tile, tiles, sums);
 }
 
 template <typename T> INLINE void store_part(T* out, v16 y, int64_t count) {
@@ -218,7 +159,7 @@ struct Tiles {
 };
 
 template <typename K, typename T>
-INLINE void store_tile(const Call<T>& c, const Target<T>& target, const typename K::Sum* sums, const RowScale* scales,
+INLINE void store_tile(const Call<T>& c, const Target<T>& target, const int32_t* sums, const RowScale* scales,
                        int64_t row, int rows, int64_t first) {
   for (int half = 0; half < 2; half++) {
     const int64_t o = half * kLanes, count = std::min<int64_t>(kLanes, target.count - o);
@@ -227,7 +168,7 @@ INLINE void store_tile(const Call<T>& c, const Target<T>& target, const typename
     if (c.bias) memcpy(bias, c.bias + first + o, count * sizeof(T));
     const v16 added = load16(bias);
     for (int r = 0; r < rows; r++) {
-      v16 y = K::finish(sums[2 * r + half], scales[row + r], c.scales + first + o);
+      v16 y = K::finish(sums + r * kPanel + o, scales[row + r], c.scales + first + o);
       if (c.bias) y += added;
       if (target.gates)
         y = activate16(load16(target.gates + (row + r) * kPanel + o), target.activation) * round16<T>(y);
@@ -244,19 +185,13 @@ INLINE void store_tile(const Call<T>& c, const Target<T>& target, const typename
 template <typename K, typename T>
 void multiply_panel(const Call<T>& c, const Tiles& tiles, int64_t first_tile, int64_t last_tile, int64_t panel,
                     int64_t following, const int32_t* x, const RowScale* scales, const Target<T>& target) {
-  const int64_t groups = ceil_div(c.in, K::kGroup), bytes = groups * 2 * kLine;
+  const int64_t groups = ceil_div(c.in, K::kGroup), bytes = groups * kPanel * kGroupBytes;
   const char *w = c.weight + panel * bytes, *ahead = c.weight + following * bytes;
-  typename K::Sum sums[2 * kTileRows];
+  int32_t sums[kTileRows * kPanel];
   for (int64_t t = first_tile; t < last_tile; t++) {
     const int rows = tiles.rows(t);
-    const int64_t row = tiles.start(t), nth = t - first_tile;
-    const int32_t* tile = x + row * groups;
-    if (last_tile - first_tile == 1)
-      multiply<K, 2>(rows, w, tile, groups, ahead, sums);
-    else if (nth < 2)
-      multiply<K, 1>(rows, w, tile, groups, ahead + nth * (bytes / 2), sums);
-    else
-      multiply<K, 0>(rows, w, tile, groups, w, sums);
+    const int64_t row = tiles.start(t);
+    multiply<K>(rows, w, x + row * groups * K::kWords, groups, ahead, t - first_tile, last_tile - first_tile, sums);
     store_tile<K>(c, target, sums, scales, row, rows, panel * kPanel);
   }
 }
@@ -280,21 +215,21 @@ template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
 // Packed rows, and how they are cut.
 struct Packed {
   Tiles tiles;
-  int64_t groups;
+  int64_t words;  // of a row
   std::unique_ptr<int32_t[]> x;
   std::unique_ptr<RowScale[]> scales;
 };
 
 template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c) {
-  const int64_t groups = ceil_div(c.in, K::kGroup);
-  Packed packed{Tiles(c.n), groups, std::unique_ptr<int32_t[]>(new int32_t[c.n * groups]),
+  const int64_t words = ceil_div(c.in, K::kGroup) * K::kWords;
+  Packed packed{Tiles(c.n), words, std::unique_ptr<int32_t[]>(new int32_t[c.n * words]),
                 std::unique_ptr<RowScale[]>(new RowScale[c.n])};
   pass.run(packed.tiles.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) {
       const int64_t start = packed.tiles.start(t), rows = packed.tiles.rows(t);
       for (int64_t r = 0; r < rows; r++)
         packed.scales[start + r] =
-            K::pack_row(row_of(c, start + r), c.in, int(rows), packed.x.get() + start * groups + r);
+            K::pack_row(row_of(c, start + r), c.in, rows * K::kWords, packed.x.get() + start * words + r * K::kWords);
     }
   });
   return packed;
@@ -302,7 +237,7 @@ template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c)
 
 // run(first_tile, last_tile, panel) for all panels over one block of rows after the other.
 template <typename Run> void over_panels(Pass& pass, const Packed& packed, int64_t panels, const Run& run) {
-  const int64_t fitting = kBlockBytes / (packed.groups * kGroupBytes * kTileRows);
+  const int64_t fitting = kBlockBytes / (packed.words * int64_t(sizeof(int32_t)) * kTileRows);
   const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);
   const int64_t grain = std::max<int64_t>(1, panels / (8 * pass.threads));
   const int64_t parts = ceil_div(panels, grain);
@@ -342,25 +277,14 @@ template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>&
 // run(kind, type) with the kind and the storage type that the numbers stand for.
 template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run) {
   if (kind == kFloat32) return run(Float32(), float());
-#if defined(__AVX512BF16__)
   if (kind == kBfloat16) return run(Bfloat16(), uint16_t());
-#endif
-#if defined(__AVX512VNNI__)
-  if (kind == kInt8 && is_bf16) return run(Int8(), uint16_t());
-  if (kind == kInt8) return run(Int8(), float());
-#endif
+  return is_bf16 ? run(Int8(), uint16_t()) : run(Int8(), float());
 }
 
 template <typename T>
 Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, void* y, int64_t n) {
   return {(const T*)x, norm, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)y, n, layer.in, layer.out};
 }
-
-#else
-
-template <typename Run> void with_kind(int64_t, int, const Run&) {}
-
-#endif
 
 }  // namespace
 
@@ -390,20 +314,6 @@ void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const No
 // The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32. `is_bf16` chooses the storage type of weight, x, bias and y.
 
 extern "C" {
-
-// Whether this processor, as this file was compiled for it, multiplies that kind.
-int quire_linear_supports(int kind) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  if (kind == kFloat32) return 1;
-#endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  if (kind == kBfloat16) return 1;
-#endif
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (kind == kInt8) return 1;
-#endif
-  return 0;
-}
 
 int64_t quire_linear_packed_bytes(int kind, int64_t out, int64_t in) {
   return ceil_div(out, kPanel) * panel_bytes(kind, in);

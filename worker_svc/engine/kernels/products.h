@@ -1,0 +1,213 @@
+// What a linear layer does with one group of inputs, for each kind of number: how x is packed, how a vector of outputs
+// adds one group, and how a sum becomes a result.
+//
+// A vector is as wide as the processor's registers (`kWidth` lanes). Its width decides nothing: a lane is one output, and
+// adds its inputs strictly in order. What decides a result is listed by `quire_arithmetic` (cpu.cpp): whether
+// multiply-adds are fused, and whether one instruction multiplies pairs of bfloat16. int8 sums are exact.
+#pragma once
+#include <algorithm>
+
+#include "vec.h"
+
+namespace {
+
+enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
+
+constexpr int kGroupBytes = 4;  // of a weight's group, for every kind
+constexpr float kInt8Max = 127.f;
+constexpr float kInt8Smallest = 1e-35f;  // rows and weights of no larger magnitude become 0: their inverse overflows
+
+INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE float int8_steps_per_unit(float largest) { return largest > kInt8Smallest ? kInt8Max / largest : 0.f; }
+
+// kSums: sums of one vector each that fit the registers beside weights and inputs.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16, kSums = 24;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8, kSums = 12;
+#elif defined(__ARM_NEON)
+constexpr int kWidth = 4, kSums = 24;
+#else
+constexpr int kWidth = 4, kSums = 12;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
+
+INLINE Floats splat_floats(int32_t bits) { return (Floats)(bits + Ints{}); }
+
+INLINE Words load_words(const char* p) {
+  Words words;
+  memcpy(&words, p, sizeof words);
+  return words;
+}
+
+INLINE Floats fma_floats(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Per lane: the products of the low and of the high halves, as signed 16-bit numbers, added up.
+INLINE Ints multiply_halves(Ints a, Ints b) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX2__)
+  return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// What a row of x needs at the end.
+struct RowScale {
+  float scale;
+  int32_t offset;  // what 128 in every weight has added
+};
+
+// Each kind K has
+//   kGroup     inputs of a group
+//   kWords     32-bit words that a group of x is packed into
+//   Sum        kWidth running sums
+//   Weights    a group of kWidth outputs, unpacked; `load` reads it
+//   add        sum plus one group of x
+//   pack_row   one row of x, from word to word of a group, and `stride` words from group to group
+//   finish     16 sums as floats
+
+struct Float32 {
+  typedef Floats Sum, Weights;
+  static constexpr int kGroup = 1, kWords = 1;
+  static INLINE Weights load(const char* w) { return (Floats)load_words(w); }
+  static INLINE Sum add(Sum sum, Weights w, const int32_t* x) { return fma_floats(w, splat_floats(*x), sum); }
+  static RowScale pack_row(const float* x, int64_t in, int64_t stride, int32_t* packed) {
+    for (int64_t i = 0; i < in; i++) memcpy(packed + i * stride, x + i, 4);
+    return {1.f, 0};
+  }
+  static INLINE v16 finish(const int32_t* sums, RowScale, const float*) { return load16((const float*)sums); }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Pairs, multiplied by one instruction.
+struct Bfloat16 {
+  typedef Floats Sum;
+  typedef Words Weights;
+  static constexpr int kGroup = 2, kWords = 1;
+  static INLINE Weights load(const char* w) { return load_words(w); }
+  static INLINE Sum add(Sum sum, Weights w, const int32_t* x) {
+    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(*x));
+  }
+  static RowScale pack_row(const uint16_t* x, int64_t in, int64_t stride, int32_t* packed) {
+    for (int64_t g = 0; g < in / 2; g++) memcpy(packed + g * stride, x + 2 * g, 4);
+    if (in % 2) packed[in / 2 * stride] = x[in - 1];
+    return {1.f, 0};
+  }
+  static INLINE v16 finish(const int32_t* sums, RowScale, const float*) { return load16((const float*)sums); }
+};
+#else
+// Widened to float: the even input of a group, then the odd one.
+struct Bfloat16 {
+  typedef Floats Sum;
+  struct Weights {
+    Floats even, odd;
+  };
+  static constexpr int kGroup = 2, kWords = 2;
+  static INLINE Weights load(const char* w) {
+    const Words pairs = load_words(w);
+    return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+  }
+  static INLINE Sum add(Sum sum, const Weights& w, const int32_t* x) {
+    return fma_floats(w.odd, splat_floats(x[1]), fma_floats(w.even, splat_floats(x[0]), sum));
+  }
+  static RowScale pack_row(const uint16_t* x, int64_t in, int64_t stride, int32_t* packed) {
+    for (int64_t i = 0; i < in; i++) packed[i / 2 * stride + i % 2] = int32_t(uint32_t(x[i]) << 16);
+    if (in % 2) packed[in / 2 * stride + 1] = 0;
+    return {1.f, 0};
+  }
+  static INLINE v16 finish(const int32_t* sums, RowScale, const float*) { return load16((const float*)sums); }
+};
+#endif
+
+struct Int8 {
+  typedef Ints Sum;
+  static constexpr int kGroup = 4;
+#if defined(__AVX512VNNI__)
+  typedef Words Weights;
+  static constexpr int kWords = 1;
+  static INLINE Weights load(const char* w) { return load_words(w); }
+  static INLINE Sum add(Sum sum, Weights w, const int32_t* x) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(*x));
+  }
+  static INLINE void store_group(const int8_t* q, int32_t* packed) { memcpy(packed, q, 4); }
+#else
+  // Inputs 0 and 2 of a group, and inputs 1 and 3, as 16-bit numbers.
+  struct Weights {
+    Ints even, odd;
+  };
+  static constexpr int kWords = 2;
+  static INLINE Weights load(const char* w) {
+    const Words quads = load_words(w);
+    return {(Ints)(quads & 0x00ff00ffu), (Ints)(quads >> 8 & 0x00ff00ffu)};
+  }
+  static INLINE Sum add(Sum sum, const Weights& w, const int32_t* x) {
+    return sum + multiply_halves(w.even, x[0] + Ints{}) + multiply_halves(w.odd, x[1] + Ints{});
+  }
+  static INLINE void store_group(const int8_t* q, int32_t* packed) {
+    for (int i = 0; i < 2; i++) packed[i] = int32_t(uint32_t(uint16_t(q[i])) | uint32_t(q[i + 2]) << 16);
+  }
+#endif
+
+  // The largest magnitude of a row; NaN if the row holds one.
+  template <typename T> static float largest(const T* x, int64_t in, v16 tail) {
+    v16 tops = vmax(tail, -tail);
+    i16 is_nan = tail != tail;
+    for (int64_t i = 0; i + kLanes <= in; i += kLanes) {
+      const v16 v = load16(x + i);
+      is_nan |= v != v;
+      tops = vmax(vmax(v, -v), tops);
+    }
+    bool has_nan = false;
+    for (int lane = 0; lane < kLanes; lane++) has_nan |= is_nan[lane] != 0;
+    return has_nan ? std::numeric_limits<float>::quiet_NaN() : max_lanes(tops);
+  }
+
+  template <typename T> static RowScale pack_row(const T* x, int64_t in, int64_t stride, int32_t* packed) {
+    const int64_t whole = in / kLanes * kLanes;
+    float rest[kLanes] = {};
+    for (int64_t i = whole; i < in; i++) rest[i - whole] = to_float(x[i]);
+    const v16 tail = load16(rest);
+    const float top = largest(x, in, tail), inverse = int8_steps_per_unit(top);
+    const v16 magic = splat(12582912.f);  // adding it rounds to the nearest integer, ties to even
+    i16 total = {};
+    for (int64_t i = 0; i < in; i += kLanes) {
+      const v16 v = (i < whole ? load16(x + i) : tail) * inverse;
+      const i16 q = __builtin_convertvector((v + magic) - magic, i16) & (v == v);
+      total += q;
+      typedef int8_t b16 __attribute__((vector_size(16)));
+      const b16 narrow = __builtin_convertvector(q, b16);
+      int8_t quads[kLanes];
+      memcpy(quads, &narrow, sizeof quads);
+      const int64_t groups = std::min<int64_t>(kLanes / 4, ceil_div(in - i, 4));
+      for (int64_t g = 0; g < groups; g++) store_group(quads + 4 * g, packed + (i / 4 + g) * stride);
+    }
+    int32_t sum = 0;
+    for (int lane = 0; lane < kLanes; lane++) sum += total[lane];
+    return {top / kInt8Max, 128 * sum};
+  }
+
+  static INLINE v16 finish(const int32_t* sums, RowScale row, const float* scales) {
+    i16 sum;
+    memcpy(&sum, sums, sizeof sum);
+    return __builtin_convertvector(sum - row.offset, v16) * (row.scale * load16(scales));
+  }
+};
+
+}  // namespace
