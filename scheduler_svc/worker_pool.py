@@ -1,9 +1,9 @@
-"""The workers of this scheduler: who registered, who is leased, who is lost.
+"""The workers of this scheduler: which are registered, leased or lost.
 
-    Register stream    identity, state and heartbeats; may break and come back while the lease goes on
+    Register stream    identity, state and heartbeats; may break and reconnect while the lease continues
     lease              from READY until the step stream breaks, the worker is silent, or a step takes too long
 
-When a lease ends, the Register stream ends with the reason; the worker registers again and is leased anew.
+When a lease ends, the Register stream ends with the reason; the worker registers again and gets a new lease.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
 
 from scheduler_svc import wire
+from scheduler_svc.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
@@ -30,39 +30,17 @@ log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOST_SHOWN_S = 300.0  # how long status shows a lost worker
-TOLD_TIMEOUT_S = 2.0  # a worker that cannot be told to drain says so sooner
+DRAIN_REFUSED_S = 2.0  # a worker that cannot be drained reports it within this time
 MAX_RELEASE_S = 24 * 3600.0
 
 LOADING = scheduler_pb2.WORKER_STATE_LOADING
 READY = scheduler_pb2.WORKER_STATE_READY
 DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 
-# What all workers of a scheduler agree in; num_blocks and max_num_seqs may differ.
-SHARED_FACTS = (
-    "model",
-    "dtype",  # these five before the revision, which differs with them but tells nobody why
-    "quantization",
-    "kv_cache_dtype",
-    "determinism",
-    "numerics",  # of exact workers only
-    "revision",
-    "block_size",
-    "max_model_len",
-    "vocab_size",
-    "bundle_digest",
-    "eos_token_ids",
-)
-
-
-class WorkerRefusedError(QuireError):
-    """A worker that does not fit to the others; it may serve under another scheduler."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-
 
 @dataclass(slots=True, eq=False)
-class Registration:
-    """One Register stream. `ended` carries why the scheduler ends it; None is a friendly end."""
+class RegisterStream:
+    """One Register stream. `ended` is set when the scheduler ends it: to an error, or to None for a normal end."""
 
     ended: asyncio.Future[QuireError | None]
 
@@ -72,15 +50,15 @@ class Registration:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
-    """What is known of one worker in one life of its process."""
+class WorkerRecord:
+    """What the pool knows of one worker in one life of its process."""
 
     worker_id: str
     worker_epoch: int
     address: str
     state: scheduler_pb2.WorkerState.ValueType = LOADING
     load_progress: float = 0.0
-    registration: Registration | None = None
+    registration: RegisterStream | None = None
     link: LeasedWorker | None = None  # set while it takes steps
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
@@ -91,18 +69,10 @@ class Worker:
         return self.link is not None and self.state == READY
 
 
-@dataclass(slots=True)
-class Reference:
-    """The first worker's facts, which later ones must share."""
-
-    worker_id: str
-    info: types_pb2.ModelInfo = field(default_factory=types_pb2.ModelInfo)
-
-
 class WorkerPool:
-    """Owns channels and liveness of workers; tells the step loop who joined, drains or is lost.
+    """Owns channels and liveness of workers. Tells the step loop which workers joined, drain or are lost.
 
-    `on_change(info, ready_workers)` is called whenever gateways may have to hear something new.
+    `on_change(info, ready_workers)` is called whenever what gateways should know may have changed.
     """
 
     def __init__(
@@ -117,15 +87,15 @@ class WorkerPool:
         self._dialer = dialer
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_change = on_change
-        self._workers: dict[str, Worker] = {}
-        self._reference: Reference | None = None
+        self._workers: dict[str, WorkerRecord] = {}
+        self._agreement = Agreement()
         self._info: types_pb2.ModelInfo | None = None
         self._releases: set[asyncio.Task[int]] = set()
         self._is_closed = False
 
     @property
     def info(self) -> types_pb2.ModelInfo | None:
-        """The model, with the largest pool and row count of the leased workers; None before the first lease."""
+        """The model, with the largest pool and row count of all leased workers; None before the first lease."""
         return self._info
 
     @property
@@ -141,13 +111,13 @@ class WorkerPool:
     async def register(
         self, requests: AsyncIterator[scheduler_pb2.RegisterRequest]
     ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
-        """One Register stream. Raises what refuses the worker; a stream that only breaks costs it nothing."""
+        """One Register stream. Raises the error that refuses the worker. A broken stream alone does not end a lease."""
         stream = aiter(requests)
         first = await anext(stream, None)
         if first is None:
             return
         worker = self._admit(first)
-        registration = Registration(asyncio.get_running_loop().create_future())
+        registration = RegisterStream(asyncio.get_running_loop().create_future())
         self._replace_registration(worker, registration)
         try:
             yield scheduler_pb2.RegisterResponse(
@@ -165,9 +135,9 @@ class WorkerPool:
             self._leave(worker, registration)
 
     async def _next_heartbeat(
-        self, stream: AsyncIterator[scheduler_pb2.RegisterRequest], worker: Worker, registration: Registration
+        self, stream: AsyncIterator[scheduler_pb2.RegisterRequest], worker: WorkerRecord, registration: RegisterStream
     ) -> scheduler_pb2.RegisterRequest | None:
-        """None when either side has ended the stream, or the worker is silent for too long."""
+        """The next message; None when either side has ended the stream or the worker was silent for too long."""
         following = asyncio.ensure_future(_next(stream))
         try:
             if not await wait_for_peer(following, registration.ended, timeout_s=self._heartbeat_timeout_s):
@@ -176,17 +146,17 @@ class WorkerPool:
         finally:
             following.cancel()
 
-    def _give_up(self, worker: Worker, registration: Registration) -> None:
-        """Its host may be gone without a word. A lease has its own watch; a handshake would wait for minutes, and keep
-        out whoever comes back under this id.
+    def _give_up(self, worker: WorkerRecord, registration: RegisterStream) -> None:
+        """The worker is silent: its host may have vanished. A lease has its own watch, but a handshake would wait for
+        minutes and refuse the same worker id meanwhile.
         """
         registration.end(UnavailableError(f"no heartbeat for {self._heartbeat_timeout_s:g} s; register again"))
         if worker.link is None and worker.lease_task is not None and worker.registration is registration:
             log.warning("worker %s is lost before it was ready: no heartbeat", worker.worker_id)
             worker.lease_task.cancel()
 
-    def _admit(self, request: scheduler_pb2.RegisterRequest) -> Worker:
-        """The record of this life of the worker. A worker id that another live process uses is refused."""
+    def _admit(self, request: scheduler_pb2.RegisterRequest) -> WorkerRecord:
+        """The record of this life of the worker. Refuses a worker id that another live process uses."""
         if self._is_closed:
             raise UnavailableError("the scheduler is stopping; register again later")
         for name in ("worker_id", "address"):
@@ -201,33 +171,33 @@ class WorkerPool:
         if known.registration is not None or known.link is not None:
             raise AlreadyExistsError(
                 f"worker_id {request.worker_id!r} is in use by a worker at {known.address}; give each worker its own "
-                f"--worker-id, or wait {self._heartbeat_timeout_s:g} s if that one has died",
+                f"--worker-id, or wait {self._heartbeat_timeout_s:g} s if that worker has died",
                 field="worker_id",
             )
         return self._remember(request)
 
-    def _remember(self, request: scheduler_pb2.RegisterRequest) -> Worker:
+    def _remember(self, request: scheduler_pb2.RegisterRequest) -> WorkerRecord:
         self._workers = {known.worker_id: known for known in self._known()}
-        worker = Worker(request.worker_id, request.worker_epoch, request.address)
+        worker = WorkerRecord(request.worker_id, request.worker_epoch, request.address)
         self._workers[worker.worker_id] = worker
         log.info("worker %s registered from %s", worker.worker_id, worker.address)
         return worker
 
-    def _replace_registration(self, worker: Worker, registration: Registration) -> None:
+    def _replace_registration(self, worker: WorkerRecord, registration: RegisterStream) -> None:
         if worker.registration is not None:
             worker.registration.end(UnavailableError("a newer Register stream of this worker took over"))
         worker.registration = registration
 
-    def _leave(self, worker: Worker, registration: Registration) -> None:
-        """The stream is over. The lease, if there is one, has its own watch."""
+    def _leave(self, worker: WorkerRecord, registration: RegisterStream) -> None:
+        """The stream has ended. The lease, if there is one, has its own watch."""
         if worker.registration is not registration:
             return
         worker.registration = None
         if worker.lease_task is None:
             self._mark_lost(worker)
 
-    def _hear(self, worker: Worker, request: scheduler_pb2.RegisterRequest) -> None:
-        """A heartbeat, and maybe a new state."""
+    def _hear(self, worker: WorkerRecord, request: scheduler_pb2.RegisterRequest) -> None:
+        """A heartbeat, possibly with a new state."""
         was_draining = worker.state == DRAINING
         worker.state, worker.load_progress = request.state, request.load_progress
         if worker.link is not None:
@@ -239,36 +209,39 @@ class WorkerPool:
             self._changed()
 
     async def release(self, worker_id: str, timeout_s: float) -> int:
-        """Let a worker go: it is told to drain and drains here. Returns the sequences it ran.
+        """Drain a worker, here and in its own process. Returns how many sequences it ran.
 
-        It may take `timeout_s` (0: its own limit) to leave; this returns sooner. Raises QuireError if it is not told.
+        The worker has `timeout_s` (0: its own limit) to leave; this returns earlier. Raises QuireError if the worker
+        refuses or cannot be reached.
         """
         worker = self._workers.get(worker_id)
         if worker is None or worker.link is None:
             known = ", ".join(w.worker_id for w in self._workers.values() if w.link is not None) or "none"
-            raise NotFoundError(f"no worker {worker_id!r} takes steps here; those that do: {known}", field="worker_id")
+            raise NotFoundError(
+                f"no worker {worker_id!r} is leased by this scheduler; leased workers: {known}", field="worker_id"
+            )
         if not 0 <= timeout_s <= MAX_RELEASE_S:
             raise InvalidRequestError(
                 f"timeout_s is {timeout_s:g}; must be from 0 to {MAX_RELEASE_S:g}", field="timeout_s"
             )
         num_rows = self._step_loop.num_rows(worker_id)
         self._step_loop.worker_draining(worker.link)
-        told = asyncio.create_task(self._dialer.drain(worker.address, timeout_s))
-        self._releases.add(told)
-        told.add_done_callback(self._released)
-        await asyncio.wait([told], timeout=TOLD_TIMEOUT_S)
-        if told.done() and (error := told.exception()) is not None:
+        draining = asyncio.create_task(self._dialer.drain(worker.address, timeout_s))
+        self._releases.add(draining)
+        draining.add_done_callback(self._released)
+        await asyncio.wait([draining], timeout=DRAIN_REFUSED_S)
+        if draining.done() and (error := draining.exception()) is not None:
             raise error
         return num_rows
 
-    def _released(self, told: asyncio.Task[int]) -> None:
-        self._releases.discard(told)
-        if not told.cancelled() and (error := told.exception()) is not None:
-            log.warning("a worker may not have drained: %s", error)
+    def _released(self, draining: asyncio.Task[int]) -> None:
+        self._releases.discard(draining)
+        if not draining.cancelled() and (error := draining.exception()) is not None:
+            log.warning("a released worker may not have drained: %s", error)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def _start_lease(self, worker: Worker, request: scheduler_pb2.RegisterRequest) -> None:
+    def _start_lease(self, worker: WorkerRecord, request: scheduler_pb2.RegisterRequest) -> None:
         capacity = wire.capacity_from_proto(request)
         info = request.capacity.info
         if info.block_size != capacity.block_size:
@@ -276,41 +249,29 @@ class WorkerPool:
                 f"capacity.block_size is {capacity.block_size}, but capacity.info.block_size is {info.block_size}",
                 field="capacity.block_size",
             )
-        self._check_facts(worker.worker_id, info)
+        self._check_agreement(worker.worker_id, info)
         worker.info = types_pb2.ModelInfo()
         worker.info.CopyFrom(info)
         worker.info.max_num_blocks = capacity.num_blocks
         worker.info.max_num_seqs = capacity.max_num_seqs
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info))
 
-    def _check_facts(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """All workers agree, as long as the model is in use; then a first worker may bring another one."""
-        if self._reference is None or not (self._has_links or self._step_loop.has_work):
-            return
-        is_exact = info.determinism == types_pb2.DETERMINISM_EXACT
-        for name in SHARED_FACTS:
-            if name == "numerics" and not is_exact:
-                continue
-            mine, theirs = getattr(info, name), getattr(self._reference.info, name)
-            if mine != theirs:
-                raise WorkerRefusedError(
-                    f"worker {worker_id} has {name} {_show(name, mine)}, but this scheduler serves "
-                    f"{_show(name, theirs)} (from worker {self._reference.worker_id}); start the worker with "
-                    "the same, or under another scheduler",
-                    field=f"capacity.info.{name}",
-                )
+    def _check_agreement(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """All workers agree while the model is in use. Afterwards a first worker may bring another model."""
+        if self._has_links or self._step_loop.has_work:
+            self._agreement.check(worker_id, info)
 
-    async def _keep_lease(self, worker: Worker, capacity: WorkerCapacity, info: types_pb2.ModelInfo) -> None:
+    async def _keep_lease(self, worker: WorkerRecord, capacity: WorkerCapacity, info: types_pb2.ModelInfo) -> None:
         error: QuireError | None = None
         try:
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
-                self._check_facts(worker.worker_id, info)
+                self._check_agreement(worker.worker_id, info)
                 facts = ModelFacts(frozenset(info.eos_token_ids), wire.root_salt(info))
                 self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                 self._joined(worker, link, info, len(blocks))
                 error = self._end_of_lease(worker, await self._run_link(link))
         except QuireError as refused:
-            log.error("worker %s is not taken: %s", worker.worker_id, refused.message)
+            log.error("worker %s is refused: %s", worker.worker_id, refused.message)
             error = refused
         finally:
             worker.link = worker.lease_task = None
@@ -320,7 +281,7 @@ class WorkerPool:
             self._changed()
 
     async def _run_link(self, link: LeasedWorker) -> str:
-        """Until it ends, which the step loop hears whatever the reason. Returns that."""
+        """Serve the link until it ends, and report the end to the step loop. Returns the reason."""
         reason = "the step stream failed"
         try:
             reason = await link.run(lambda output: self._step_loop.step_answered(link, output))
@@ -330,40 +291,27 @@ class WorkerPool:
             self._step_loop.worker_lost(link, reason)
         return reason
 
-    def _joined(self, worker: Worker, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
-        if self._reference is None or not self._has_links:
-            self._reference = Reference(worker.worker_id, info)
+    def _joined(self, worker: WorkerRecord, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
+        if not self._has_links:
+            self._agreement.start_with(worker.worker_id, info)
         worker.link = link
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
-        self._tell_of_other_bits(worker.worker_id, info)
-        if worker.state == DRAINING:  # it changed its mind during the handshake
+        self._agreement.warn_numerics_mismatch(worker.worker_id, info)
+        if worker.state == DRAINING:  # it began to drain during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
 
-    def _tell_of_other_bits(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """What is no reason to refuse a worker, and may yet change a token of a sequence that moves."""
-        if self._reference is None:
-            return
-        for name in ("numerics", "build"):
-            mine, theirs = getattr(info, name), getattr(self._reference.info, name)
-            if mine != theirs:
-                log.warning(
-                    "worker %s has %s %s, worker %s has %s: a sequence that moves between them may go on with other "
-                    "tokens where two are nearly as likely",
-                    worker_id, name, _show(name, mine), self._reference.worker_id, _show(name, theirs),
-                )  # fmt: skip
-
-    def _end_of_lease(self, worker: Worker, reason: str) -> QuireError | None:
+    def _end_of_lease(self, worker: WorkerRecord, reason: str) -> QuireError | None:
         if worker.state == DRAINING or self._is_closed:
             log.info("worker %s left: %s", worker.worker_id, reason)
             return None
         log.warning("worker %s is lost: %s", worker.worker_id, reason)
         return UnavailableError(f"the lease ended: {reason}; register again")
 
-    def _mark_lost(self, worker: Worker) -> None:
+    def _mark_lost(self, worker: WorkerRecord) -> None:
         worker.lost_at = asyncio.get_running_loop().time()
 
-    def _known(self) -> list[Worker]:
+    def _known(self) -> list[WorkerRecord]:
         """All workers but those that were lost long ago."""
         since = asyncio.get_running_loop().time() - LOST_SHOWN_S
         return [worker for worker in self._workers.values() if worker.lost_at is None or worker.lost_at > since]
@@ -372,20 +320,20 @@ class WorkerPool:
         infos = [
             worker.info for worker in self._workers.values() if worker.link is not None and worker.info is not None
         ]
-        if infos and self._reference is not None:
+        if infos and self._agreement.info is not None:
             self._info = types_pb2.ModelInfo()
-            self._info.CopyFrom(self._reference.info)
+            self._info.CopyFrom(self._agreement.info)
             self._info.max_num_blocks = max(info.max_num_blocks for info in infos)
             self._info.max_num_seqs = max(info.max_num_seqs for info in infos)
         self._on_change(self._info, self.num_ready)
 
     async def close(self) -> None:
-        """End every lease and every Register stream; workers keep their pools and look for another scheduler."""
+        """End every lease and every Register stream. Workers keep their pools and register with another scheduler."""
         self._is_closed = True
         tasks: list[asyncio.Task[Any]] = [w.lease_task for w in self._workers.values() if w.lease_task is not None]
         tasks += self._releases
-        for told in self._releases:
-            told.cancel()
+        for draining in self._releases:
+            draining.cancel()
         for worker in self._workers.values():
             if worker.registration is not None:
                 worker.registration.end(UnavailableError("the scheduler is stopping; register again later"))
@@ -395,27 +343,27 @@ class WorkerPool:
                 worker.lease_task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- facts for people ---------------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------------------
 
     def num_in_states(self) -> Counter[str]:
-        """Workers by state, those lost lately included."""
+        """Workers by state, including those lost recently."""
         return Counter(_state_of(worker) for worker in self._known())
 
     def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
-        """All workers, those that are still loading and those lost lately included."""
-        books = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
-        return [_describe(worker, books.get(worker.worker_id)) for worker in self._known()]
+        """All workers, including those still loading and those lost recently."""
+        occupancy = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
+        return [_describe(worker, occupancy.get(worker.worker_id)) for worker in self._known()]
 
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:
     return await anext(stream, None)
 
 
-def _state_of(worker: Worker) -> str:
+def _state_of(worker: WorkerRecord) -> str:
     return "lost" if worker.lost_at is not None else WORKER_STATE_TEXT.get(worker.state, "loading")
 
 
-def _describe(worker: Worker, books: WorkerStats | None) -> inference_pb2.WorkerInfo:
+def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_pb2.WorkerInfo:
     info = inference_pb2.WorkerInfo(
         worker_id=worker.worker_id,
         address=worker.address,
@@ -423,19 +371,8 @@ def _describe(worker: Worker, books: WorkerStats | None) -> inference_pb2.Worker
         worker_epoch=worker.worker_epoch,
         steps=worker.link.num_answered if worker.link is not None else 0,
     )
-    if books is not None and worker.link is not None:
-        info.rows_used, info.rows_total = books.rows_used, books.rows_total
-        info.blocks_free, info.blocks_cached = books.blocks_free, books.blocks_cached
-        info.blocks_used = books.blocks_used
+    if occupancy is not None and worker.link is not None:
+        info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total
+        info.blocks_free, info.blocks_cached = occupancy.blocks_free, occupancy.blocks_cached
+        info.blocks_used = occupancy.blocks_used
     return info
-
-
-def _show(name: str, value: object) -> str:
-    """A fact in an error message: digests as hex, enums by name."""
-    if isinstance(value, bytes):
-        return value.hex()
-    if name == "determinism" and isinstance(value, int):
-        return types_pb2.Determinism.Name(types_pb2.Determinism.ValueType(value)).removeprefix("DETERMINISM_").lower()
-    if value == "":
-        return "none"
-    return repr(value) if isinstance(value, str) else str(value)

@@ -468,7 +468,7 @@ async def test_what_a_draining_worker_runs_moves_when_another_one_comes(make_sta
 async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_pool, "TOLD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_pool, "DRAIN_REFUSED_S", 0.2)
     stack = await make_stack()
     leaving, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)

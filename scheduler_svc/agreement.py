@@ -1,0 +1,90 @@
+"""What all workers of one scheduler have in common, and how a worker that differs is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+from quire.v1 import types_pb2
+
+from svc_common.errors import QuireError
+
+log = logging.getLogger(__name__)
+
+# num_blocks and max_num_seqs may differ between workers; these may not.
+SHARED_FACTS = (
+    "model",
+    "dtype",  # these five before the revision, which depends on them but explains nothing
+    "quantization",
+    "kv_cache_dtype",
+    "determinism",
+    "numerics",  # of exact workers only
+    "revision",
+    "block_size",
+    "max_model_len",
+    "vocab_size",
+    "bundle_digest",
+    "eos_token_ids",
+)
+
+
+class WorkerRefusedError(QuireError):
+    """The worker does not fit the others; it may serve under another scheduler."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Agreement:
+    """The facts of the first worker. Later workers must share them while the model is in use."""
+
+    def __init__(self) -> None:
+        self._worker_id = ""
+        self._info: types_pb2.ModelInfo | None = None
+
+    @property
+    def info(self) -> types_pb2.ModelInfo | None:
+        """The model as the first worker describes it; None before the first worker."""
+        return self._info
+
+    def start_with(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """This worker is the first one."""
+        self._worker_id, self._info = worker_id, info
+
+    def check(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """Raise WorkerRefusedError, with the fact, if this worker differs from the first one."""
+        if self._info is None:
+            return
+        is_exact = info.determinism == types_pb2.DETERMINISM_EXACT
+        for name in SHARED_FACTS:
+            if name == "numerics" and not is_exact:
+                continue
+            mine, theirs = getattr(info, name), getattr(self._info, name)
+            if mine != theirs:
+                raise WorkerRefusedError(
+                    f"worker {worker_id} has {name} {_shown(name, mine)}, but this scheduler serves "
+                    f"{_shown(name, theirs)} (from worker {self._worker_id}); start the worker with the same {name}, "
+                    "or under another scheduler",
+                    field=f"capacity.info.{name}",
+                )
+
+    def warn_numerics_mismatch(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """Log differences that are no reason to refuse a worker, but may change a token of a sequence that moves."""
+        for name in ("numerics", "build"):
+            mine, theirs = getattr(info, name), getattr(self._info, name)
+            if mine != theirs:
+                log.warning(
+                    "worker %s has %s %s, worker %s has %s: a sequence that moves between them may continue with "
+                    "different tokens where two are almost equally likely",
+                    worker_id, name, _shown(name, mine), self._worker_id, _shown(name, theirs),
+                )  # fmt: skip
+
+
+def _shown(name: str, value: object) -> str:
+    """A fact in a message: digests as hex, enums by name."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if name == "determinism" and isinstance(value, int):
+        return types_pb2.Determinism.Name(types_pb2.Determinism.ValueType(value)).removeprefix("DETERMINISM_").lower()
+    if value == "":
+        return "none"
+    return repr(value) if isinstance(value, str) else str(value)
