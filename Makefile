@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-worker bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/ins
 demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP)  ## checks and all tests
+test: $(STAMP)  ## checks and tests: at most 12 minutes on two cores
 	scripts/test $(BIN)
+
+test-deep: $(STAMP)  ## more seeds, longer chaos: an hour or more on two cores, not part of CI
+	$(BIN)/python -m pytest -m deep -n logical --dist worksteal
 
 kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel
 	$(BIN)/python -m pytest tests/gpu

@@ -42,6 +42,14 @@ async def test_many_simulated_streams(tmp_path: Path) -> None:
     assert len(report.records) > settings.lanes
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("executor", ["cpu", "sim"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_long_runs(tmp_path: Path, seed: int, executor: str) -> None:
+    check(await run(Settings(seconds=300, seed=seed, executor=executor), tmp_path))
+
+
 def test_no_process_outlives_a_killed_runner(tmp_path: Path) -> None:
     with (tmp_path / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "tests.chaos.run", "--executor", "sim", "--seconds", "120"]

@@ -1,32 +1,21 @@
-"""Thousands of seeds on the scheduler core. QUIRE_SIM_SEEDS sets how many, --sim-seed N runs one."""
+"""Hundreds of seeds on the scheduler core, thousands with `-m deep`. --sim-seed N runs one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 
-NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "2000"))
-NUM_CHUNKS = 20
+NUM_SEEDS, NUM_DEEP_SEEDS = 700, 20_000
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 
-def regressions() -> list[int]:
-    """Seeds that failed once; whatever follows the number says why."""
-    lines = [line.split("#")[0].split() for line in REGRESSIONS.read_text().splitlines()]
-    return [int(words[0]) for words in lines if words]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seeds" not in metafunc.fixturenames:
-        return
-    only = metafunc.config.getoption("--sim-seed")
-    chunks = [range(chunk, NUM_SEEDS, NUM_CHUNKS) for chunk in range(NUM_CHUNKS)] if only is None else [[only]]
-    metafunc.parametrize("seeds", chunks, ids=lambda seeds: f"{seeds[0]}.." if len(seeds) > 1 else f"{seeds[0]}")
+    parametrize_seeds(metafunc, num_seeds=NUM_SEEDS, num_deep=NUM_DEEP_SEEDS)
 
 
 def test_seeds(seeds: Iterable[int]) -> None:
@@ -34,7 +23,7 @@ def test_seeds(seeds: Iterable[int]) -> None:
         run_seed(seed)
 
 
-@pytest.mark.parametrize("seed", regressions())
+@pytest.mark.parametrize("seed", read_regressions(REGRESSIONS))
 def test_regression(seed: int) -> None:
     run_seed(seed)
 
