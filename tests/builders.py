@@ -26,7 +26,7 @@ def make_capacity(
     pipeline_depth: int = 1,
     worker_epoch: int = 1,
 ) -> WorkerCapacity:
-    """A small worker; one step in flight unless a test asks for more."""
+    """The capacity of a small worker with one step in flight."""
     return WorkerCapacity(
         worker_id=worker_id,
         worker_epoch=worker_epoch,
@@ -40,7 +40,7 @@ def make_capacity(
 
 
 def make_scheduler(*workers: WorkerCapacity, eos_token_ids: Iterable[int] = (), **config: Any) -> Scheduler:
-    """A scheduler that these workers have joined (one default worker if none is given)."""
+    """A scheduler with these workers (one default worker if none is given)."""
     scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset(eos_token_ids), **config))
     for capacity in workers or (make_capacity(),):
         scheduler.add_worker(capacity)
@@ -58,7 +58,7 @@ def make_group(
     outputs: Sequence[Iterable[int]] = (),
     **fields: Any,
 ) -> SequenceGroup:
-    """A request. `prompt` is its tokens, or their number (then 1, 2, 3, ...); `outputs` is a continuation."""
+    """A request. `prompt`: its tokens, or their number (then they are 1, 2, 3, ...). `outputs`: a continuation."""
     tokens = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     return SequenceGroup(
         request_id=request_id,

@@ -1,4 +1,4 @@
-"""Options of the whole suite."""
+"""Settings and options of the whole test suite."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples each time, and no verdict that depends on how busy the machine is.
+# The same examples in every run, and no deadline: results must not depend on the load of the machine.
 settings.register_profile(
     "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -19,10 +19,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads it when it is imported, and something else may import it first.
+    # Triton reads this when it is imported, which another package may do first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite", action="store_true", help="write golden transcripts anew; then read the diff")
-    parser.addoption("--sim-seed", type=int, help="run only this seed of the simulation (tests/sim)")
+    parser.addoption("--rewrite", action="store_true", help="rewrite golden transcripts; read the diff afterwards")
+    parser.addoption("--sim-seed", type=int, help="run only this seed of the simulations (tests/sim)")
