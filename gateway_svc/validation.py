@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
@@ -16,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel
 from request_fields import checks
-from request_fields.fields import StopCondition, stop_condition
+from request_fields.fields import FieldError, StopCondition, stop_condition
 from svc_common.errors import InvalidRequestError, UnimplementedError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -52,11 +53,8 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """Check what does not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
-    try:
+    with _field_errors():
         checks.check_fields(request)
-    except checks.FieldError as error:
-        kind = UnimplementedError if error.is_unserved else InvalidRequestError
-        raise kind(str(error), field=error.field) from None
 
 
 def check_request_id(request_id: str) -> None:
@@ -119,6 +117,8 @@ def plan_generation(
     stop = types.StopParams()
     stop.CopyFrom(request.stop)
     stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
+    with _field_errors():
+        condition = stop_condition(checks.values_set(stop))
     outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
     output = request.output
     return GenerationPlan(
@@ -127,7 +127,7 @@ def plan_generation(
         prompt_ids=array("I", prompt_ids),
         sampling=sampling,
         stop=stop,
-        stop_condition=stop_condition(checks.values_set(stop)),
+        stop_condition=condition,
         scheduling=request.scheduling,
         wants_text=(not output.HasField("text") or output.text) and model.text.tokenizer is not None,
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,
@@ -192,6 +192,16 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
             f"has {size} bytes, more than the {limit} bytes that max_model_len "
             f"({model.info.max_model_len} tokens) can hold: shorten it",
         )
+
+
+@contextmanager
+def _field_errors() -> Iterator[None]:
+    """Turns a FieldError into the error that a client gets."""
+    try:
+        yield
+    except FieldError as error:
+        kind = UnimplementedError if error.is_unserved else InvalidRequestError
+        raise kind(str(error), field=error.field) from None
 
 
 def _invalid(field: str, words: str) -> InvalidRequestError:

@@ -12,6 +12,7 @@ from request_fields.fields import (
     NUMBERS,
     SAMPLER_FIELDS,
     Field,
+    FieldError,
     Kind,
     SamplingParams,
     sampling_params,
@@ -20,15 +21,6 @@ from request_fields.fields import (
 
 MESSAGES = {field.message for field in FIELDS}
 SERVED_SAMPLING = served("sampling")
-
-
-class FieldError(ValueError):
-    """A field has a value that is refused. The message names field, value and limit."""
-
-    def __init__(self, field: str, problem: str, *, is_unserved: bool = False) -> None:
-        super().__init__(f"{field} {problem}")
-        self.field = field
-        self.is_unserved = is_unserved
 
 
 class Message(Protocol):

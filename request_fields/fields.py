@@ -15,6 +15,15 @@ MAX_UINT32 = 2**32 - 1
 MAX_BANNED_IDS = 512  # token ids that one row may ban from being sampled
 
 
+class FieldError(ValueError):
+    """A field has a value that is refused. The message names field, value and limit."""
+
+    def __init__(self, field: str, problem: str, *, is_unserved: bool = False) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.is_unserved = is_unserved
+
+
 class Kind(Enum):
     """Type of a field's value, named as in the protocol."""
 
@@ -243,6 +252,6 @@ class StopCondition:
 
 
 def stop_condition(given: Mapping[str, Any]) -> StopCondition:
-    """Values by field name, max_tokens among them; one that is missing takes the field's default."""
+    """Values by field name, max_tokens among them; one that is missing takes the field's default. Raises FieldError."""
     values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
     return StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})

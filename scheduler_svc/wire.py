@@ -6,7 +6,8 @@ Hot messages are columns: one `tobytes` or `frombuffer` per column, nothing per 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields import checks
-from request_fields.fields import StopCondition, stop_condition
+from request_fields.fields import FieldError, StopCondition, stop_condition
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -180,6 +181,16 @@ def group_from_proto(
     )
 
 
+@contextmanager
+def _field_errors() -> Iterator[None]:
+    """Turns a FieldError into the refusal that a gateway gets."""
+    try:
+        yield
+    except FieldError as error:
+        kind = UnimplementedError if error.is_unserved else InvalidRequestError
+        raise kind(str(error), field=error.field) from None
+
+
 def _prompt(data: bytes, vocab_size: int) -> U32:
     if not data:
         raise InvalidRequestError(
@@ -217,11 +228,8 @@ def _tenant_id(tenant_id: str) -> str:
 
 
 def _check_fields(submit: scheduler_pb2.Submit) -> None:
-    try:
+    with _field_errors():
         checks.check_fields(submit)
-    except checks.FieldError as error:
-        kind = UnimplementedError if error.is_unserved else InvalidRequestError
-        raise kind(str(error), field=error.field) from None
     if not submit.sampling.HasField("seed"):
         raise InvalidRequestError("sampling.seed is unset; the gateway draws one", field="sampling.seed")
 
@@ -234,7 +242,8 @@ def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopConditio
             f"stop.stop_token_ids holds {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
             field="stop.stop_token_ids",
         )
-    return stop_condition(checks.values_set(stop))
+    with _field_errors():
+        return stop_condition(checks.values_set(stop))
 
 
 def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:

@@ -13,11 +13,14 @@ class SampleText:
     they were grouped, so a stream that is continued elsewhere goes on at exactly the same byte.
     """
 
-    __slots__ = ("_detokenizer", "_matcher")
+    __slots__ = ("_detokenizer", "_first_stop", "_matcher", "_num_tokens")
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None) -> None:
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None, *, first_stop: int = 0) -> None:
+        """`first_stop`: the first output position whose token may complete a stop string."""
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._first_stop = first_stop
+        self._num_tokens = 0  # so far
 
     @property
     def stop(self) -> str | None:
@@ -33,7 +36,9 @@ class SampleText:
             return self._detokenizer.push(ids), len(ids)
         parts: list[str] = []
         for position in range(len(ids)):
-            parts.append(self._matcher.push(self._detokenizer.push(ids[position : position + 1])))
+            text = self._detokenizer.push(ids[position : position + 1])
+            parts.append(self._matcher.push(text, can_match=self._num_tokens >= self._first_stop))
+            self._num_tokens += 1
             if self._matcher.match is not None:
                 return "".join(parts), position + 1
         return "".join(parts), len(ids)
@@ -45,5 +50,5 @@ class SampleText:
             return text
         if self._matcher.match is not None:
             return ""
-        text = self._matcher.push(text)
+        text = self._matcher.push(text, can_match=self._num_tokens > self._first_stop)
         return text if self._matcher.match is not None else text + self._matcher.flush()

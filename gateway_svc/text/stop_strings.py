@@ -77,13 +77,16 @@ class StopMatcher:
         self._held = ""
         self.match: str | None = None
 
-    def push(self, text: str) -> str:
-        """Take new text, return what can be released: everything that cannot become part of a match."""
+    def push(self, text: str, *, can_match: bool = True) -> str:
+        """Take new text, return what can be released: everything that cannot become part of a match.
+
+        Without `can_match`, a stop string that ends in this text is passed over.
+        """
         if self.match is not None or not text:
             return ""
         if self._node == 0 and self._stops.first_chars.isdisjoint(text):
             return text
-        end = self._scan(text)
+        end = self._scan(text, can_match=can_match)
         whole = self._held + text[:end]
         if self.match is None:
             cut = len(whole) - self._stops.depths[self._node]
@@ -97,12 +100,12 @@ class StopMatcher:
         held, self._held, self._node = self._held, "", 0
         return held
 
-    def _scan(self, text: str) -> int:
+    def _scan(self, text: str, *, can_match: bool) -> int:
         """Advance to the end of the text or of the first match; returns how many characters were read."""
         for position, char in enumerate(text):
             self._node = self._stops.step(self._node, char)
             index = self._stops.matches[self._node]
-            if index is not None:
+            if index is not None and can_match:
                 self.match = self._stops.stops[index]
                 return position + 1
         return len(text)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from request_fields.checks import FieldError, check_sampling
-from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, Kind
+from request_fields.checks import check_sampling
+from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, FieldError, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 

@@ -12,7 +12,7 @@ from quire.v1 import types_pb2 as types
 from quire_client.requests import GenerateOptions
 
 from request_fields import checks
-from request_fields.fields import BY_PATH, FIELDS, SAMPLER_FIELDS, Kind, SamplingParams, sampling_params
+from request_fields.fields import BY_PATH, FIELDS, SAMPLER_FIELDS, FieldError, Kind, SamplingParams, sampling_params
 
 MESSAGES = {
     "sampling": types.SamplingParams,
@@ -76,9 +76,7 @@ def test_numbers_at_their_limits_pass_and_beyond_are_refused(field: Any) -> None
     bad += [] if field.high is None else [field.high + step]
     bad += [math.nan, math.inf, -math.inf] if field.kind is Kind.FLOAT else []
     for value in bad:
-        with pytest.raises(
-            checks.FieldError, match=rf"^{field.path} is .*; must be .*(from|above|at least) "
-        ) as caught:
+        with pytest.raises(FieldError, match=rf"^{field.path} is .*; must be .*(from|above|at least) ") as caught:
             checks.check_value(field, value)
         assert (caught.value.field, caught.value.is_unserved) == (field.path, False)
 

@@ -101,3 +101,31 @@ def test_without_a_match_the_flush_releases_what_was_held() -> None:
     assert text.push([ord("a"), ord("b"), 0]) == ("a", 3)
     assert text.flush() == "b!"
     assert text.stop is None
+
+
+@given(
+    text=st.text("abc", max_size=24),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    first_stop=st.integers(0, 26),
+    num_first=st.integers(0, 24),
+)
+@settings(max_examples=400)
+def test_a_stop_string_counts_only_if_it_ends_at_or_after_the_first_stop(
+    text: str, stops: list[str], first_stop: int, num_first: int
+) -> None:
+    """One character per token; what is found does not depend on how the tokens are grouped."""
+    ends = [
+        (end, i) for end in range(first_stop + 1, len(text) + 1) for i, s in enumerate(stops) if text[:end].endswith(s)
+    ]
+    sample = SampleText(Letters(), StopStrings(stops).new_matcher(include_stop=True), first_stop=first_stop)
+    ids = [ord(char) for char in text]
+    parts = [sample.push(ids[:num_first])]
+    if sample.stop is None:
+        parts.append(sample.push(ids[num_first:]))
+    if ends:
+        end, index = min(ends)
+        assert (sample.stop, "".join(part for part, _ in parts)) == (stops[index], text[:end])
+        assert sum(count for _, count in parts) == end
+    else:
+        assert sample.stop is None
+        assert "".join(part for part, _ in parts) + sample.flush() == text + "!"
