@@ -226,6 +226,7 @@ def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
         SampleText(
             tokenizer.new_detokenizer(skip_special_tokens=plan.skip_special_tokens),
             None if stops is None else stops.new_matcher(include_stop=include_stop),
+            first_stop=plan.stop_condition.min_tokens,
         )
         for _ in range(plan.sampling.n)
     ]

@@ -6,7 +6,7 @@ of each backend, and the SDK's `GenerateOptions`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, Flag, auto
 from typing import Any
@@ -151,7 +151,12 @@ FIELDS = (
         "Output tokens at most. 0 computes the prompt and returns no token. Unset: the rest of the model's length.",
         Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True,
     ),
-    Field("stop.min_tokens", Kind.UINT32, "", off=0),
+    Field(
+        "stop.min_tokens", Kind.UINT32,
+        "Output tokens at least, up to max_tokens. Until these exist, EOS and stop_token_ids cannot be sampled, and "
+        "stop strings do not count.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, default=0, low=0, has_flag=True,
+    ),
     Field(
         "stop.stop", Kind.STRINGS,
         "A string that ends the output; several may be given. The text is cut before the match.",
@@ -241,17 +246,28 @@ class StopCondition:
     max_tokens: int  # output tokens; 0 computes the prompt and returns nothing
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
     def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
         """Why the sequence ends with its newest output token, of `num_output`; None: it continues."""
-        if last_token in eos_token_ids and not self.ignore_eos:
-            return End.EOS
-        if last_token in self.stop_token_ids:
-            return End.STOP
+        if num_output > self.min_tokens:
+            if last_token in eos_token_ids and not self.ignore_eos:
+                return End.EOS
+            if last_token in self.stop_token_ids:
+                return End.STOP
         return End.LENGTH if num_output >= self.max_tokens else None
+
+    def banned_ids(self, eos_token_ids: Iterable[int]) -> list[int]:
+        """Ids that cannot be sampled before `min_tokens` output tokens exist."""
+        if not self.min_tokens:
+            return []
+        return sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids))
 
 
 def stop_condition(given: Mapping[str, Any]) -> StopCondition:
     """Values by field name, max_tokens among them; one that is missing takes the field's default. Raises FieldError."""
     values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
-    return StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})
+    stop = StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})
+    if stop.min_tokens > stop.max_tokens:
+        raise FieldError("stop.min_tokens", f"is {stop.min_tokens}; must be at most stop.max_tokens, {stop.max_tokens}")
+    return stop

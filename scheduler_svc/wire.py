@@ -15,7 +15,7 @@ from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields import checks
-from request_fields.fields import FieldError, StopCondition, stop_condition
+from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -172,6 +172,8 @@ def group_from_proto(
         priority=submit.priority,
         root_key=_root_key(submit.cache_salt),
         sampling=submit.sampling,
+        banned_ids=_banned_ids(stop, info),
+        banned_before=stop.min_tokens,
         outputs=outputs,
         finished_samples=finished,
         takes_over=submit.takes_over,
@@ -244,6 +246,18 @@ def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopConditio
         )
     with _field_errors():
         return stop_condition(checks.values_set(stop))
+
+
+def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
+    ids = [token_id for token_id in stop.banned_ids(info.eos_token_ids) if token_id < info.vocab_size]
+    most = min(MAX_BANNED_IDS, info.vocab_size - 1)
+    if len(ids) > most:
+        raise InvalidRequestError(
+            f"stop.min_tokens is {stop.min_tokens}, which bans {len(ids)} ids (EOS and stop_token_ids); "
+            f"at most {most} can be banned: list fewer stop_token_ids",
+            field="stop.min_tokens",
+        )
+    return u32_to_bytes(np.array(ids, dtype=np.uint32))
 
 
 def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:

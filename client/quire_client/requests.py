@@ -46,6 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     n: int  # samples of one prompt
     # When to end
     max_tokens: int  # default: the rest of the model's length
+    min_tokens: int  # no end before so many output tokens; range [0, max_tokens]
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool

@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import types_pb2 as types
 
 from request_fields import checks
-from request_fields.fields import End, Side, StopCondition, served, stop_condition
+from request_fields.fields import End, FieldError, Side, StopCondition, served, stop_condition
 
 EOS = (7, 8)
 
@@ -26,6 +26,11 @@ EOS = (7, 8)
         (StopCondition(5, frozenset({3})), 3, 5, End.STOP),
         (StopCondition(5, frozenset({8})), 8, 1, End.EOS),
         (StopCondition(5, frozenset({8}), ignore_eos=True), 8, 1, End.STOP),
+        (StopCondition(5, frozenset({3}), min_tokens=2), 3, 2, None),
+        (StopCondition(5, frozenset({3}), min_tokens=2), 3, 3, End.STOP),
+        (StopCondition(5, min_tokens=2), 8, 2, None),
+        (StopCondition(5, min_tokens=2), 8, 3, End.EOS),
+        (StopCondition(5, min_tokens=5), 8, 5, End.LENGTH),
     ],
 )
 def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
@@ -43,3 +48,22 @@ def test_the_condition_of_a_message() -> None:
     message = types.StopParams(max_tokens=4, stop=["x"], stop_token_ids=[3, 3, 2], ignore_eos=True)
     assert stop_condition(checks.values_set(message)) == StopCondition(4, frozenset({2, 3}), ignore_eos=True)
     assert stop_condition({"max_tokens": 0}) == StopCondition(0)
+
+
+def test_min_tokens_is_at_most_max_tokens() -> None:
+    assert stop_condition({"max_tokens": 3, "min_tokens": 3}).min_tokens == 3
+    with pytest.raises(FieldError, match=r"^stop\.min_tokens is 4; must be at most stop\.max_tokens, 3$"):
+        stop_condition({"max_tokens": 3, "min_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids"),
+    [
+        (StopCondition(5, frozenset({3})), []),
+        (StopCondition(5, frozenset({3}), min_tokens=1), [3, 7, 8]),
+        (StopCondition(5, frozenset({3}), ignore_eos=True, min_tokens=1), [3]),
+        (StopCondition(5, ignore_eos=True, min_tokens=1), []),
+    ],
+)
+def test_ids_that_would_end_the_sequence_are_banned(stop: StopCondition, ids: list[int]) -> None:
+    assert stop.banned_ids(EOS) == ids

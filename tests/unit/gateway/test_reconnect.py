@@ -362,6 +362,27 @@ async def test_finished_samples_of_a_client_get_no_more_events(gateway: TestGate
     assert scheduler.cancels == []
 
 
+@pytest.mark.parametrize("num_known", [0, 3, 5, 7])
+async def test_stop_strings_do_not_count_before_min_tokens(
+    gateway: TestGateway, scheduler: FakeScheduler, num_known: int
+) -> None:
+    ids = encode_chars("ab" * 8)
+    scheduler.play(ids)
+    stop = types.StopParams(stop=["ab"], min_tokens=7)
+    result = await gateway.collect(stop=stop, sampling=SEEDED, continuation=continuation(ids[:num_known]))
+    assert ids[:num_known] + result.ids() == ids[:8]
+    assert (result.finished[0].reason, result.finished[0].stop) == (STOP, "ab")
+
+
+async def test_a_continuation_past_min_tokens_and_its_stop_string_is_refused(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    stop = types.StopParams(stop=["ab"], min_tokens=7)
+    known = continuation(encode_chars("ab" * 4 + "a"))
+    error = await refused(gateway.generate(stop=stop, sampling=SEEDED, continuation=known))
+    assert "complete with the token at position 7" in error.details()
+
+
 async def test_a_continuation_past_its_stop_string_is_refused(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     request = {"stop": types.StopParams(stop=["b"]), "continuation": continuation(encode_chars("abc"))}
     error = await refused(gateway.generate(sampling=SEEDED, **request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +124,31 @@ def test_reads_a_request() -> None:
     assert (group.tenant_id, group.timeout_s, group.takes_over) == ("acme", 1.5, True)
 
 
+@pytest.mark.parametrize(
+    ("stop", "banned"),
+    [
+        ({}, []),
+        ({"min_tokens": 2}, [2, 7, 9]),
+        ({"min_tokens": 2, "ignore_eos": True}, [7, 9]),
+    ],
+)
+def test_the_worker_bans_what_would_end_a_sample_too_early(stop: dict[str, Any], banned: list[int]) -> None:
+    submit = make_submit(1, [1, 2, 3], max_tokens=8)
+    submit.stop.CopyFrom(types_pb2.StopParams(max_tokens=8, stop_token_ids=[9, 7], **stop))
+    model = make_info(max_num_blocks=40, max_num_seqs=8, eos_token_ids=[2, 5000])
+    group = wire.group_from_proto(submit, model, owner=0)
+    assert wire.u32_from_bytes(group.banned_ids, "banned_ids").tolist() == banned
+    assert group.banned_before == stop.get("min_tokens", 0)
+
+
+def test_a_request_that_bans_every_id_is_refused() -> None:
+    submit = make_submit(1, [1, 2, 3], max_tokens=8)
+    submit.stop.MergeFrom(types_pb2.StopParams(stop_token_ids=range(4), min_tokens=1))
+    model = make_info(max_num_blocks=40, max_num_seqs=8, vocab_size=4, eos_token_ids=[])
+    with pytest.raises(InvalidRequestError, match=r"bans 4 ids .* at most 3 can be banned"):
+        wire.group_from_proto(submit, model, owner=0)
+
+
 Change = Callable[[scheduler_pb2.Submit], object]
 
 
@@ -143,6 +169,7 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
         (lambda s: setattr(s.stop, "max_tokens", 255), "stop.max_tokens"),
         (lambda s: setattr(s.stop, "max_tokens", 170), "stop.max_tokens"),
         (lambda s: s.stop.stop_token_ids.append(1000), "stop.stop_token_ids"),
+        (lambda s: setattr(s.stop, "min_tokens", 9), "stop.min_tokens"),
         (lambda s: setattr(s.sampling, "n", 9), "sampling.n"),
         (lambda s: setattr(s.sampling, "n", 0), "sampling.n"),
         (lambda s: setattr(s.sampling, "temperature", float("nan")), "sampling.temperature"),
@@ -184,7 +211,6 @@ def test_refuses_a_bad_request_by_its_field(change: Change, field: str) -> None:
         (lambda s: setattr(s.sampling, "beam_width", 2), "sampling.beam_width"),
         (lambda s: setattr(s.sampling, "json_schema", "{}"), "sampling.json_schema"),
         (lambda s: s.sampling.logit_bias.update({1: 2.0}), "sampling.logit_bias"),
-        (lambda s: setattr(s.stop, "min_tokens", 2), "stop.min_tokens"),
     ],
 )
 def test_names_what_is_not_served(change: Change, field: str) -> None:
