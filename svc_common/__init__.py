@@ -1,1 +1,1 @@
-"""What every service needs to run: serve and drain, config, errors, logs. Nothing of the domain."""
+"""What every service needs to run: serving and draining, settings, errors, logs, metrics. Nothing of the domain."""

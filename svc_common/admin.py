@@ -1,10 +1,10 @@
-"""What operators ask of a service: numbers over HTTP, and health for a kubelet, both without TLS and off by default.
+"""The operators' ports of a service: metrics over HTTP and health for a kubelet, both without TLS and off by default.
 
     --metrics-listen   GET /metrics, /livez, /readyz
     --health-listen    grpc.health.v1: `liveness` and `readiness` ("" is readiness)
 
-`liveness` fails when only a restart can help; `readiness` when requests do not belong here now. Both answer on the
-service's event loop, so an answer at all says that it runs.
+`liveness` fails when only a restart can help; `readiness` fails while the service should get no requests. Both answer
+on the service's event loop, so any answer shows that the loop runs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 16_384
 STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 PLAIN = "text/plain; charset=utf-8"
-# The encoder compares versions as numbers and raises TypeError for others.
+# The encoder compares versions as numbers and raises TypeError for anything else.
 BAD_VERSION = re.compile(r"\bversion=(?!\d{1,4}(\.\d{1,4})*\s*([;,]|$))")
 
 Check = Callable[[], bool]
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Check alone, answered by asking: a kubelet asks again and again, and does not watch."""
+    """Implements Check only, because a kubelet polls and does not watch."""
 
     def __init__(self, checks: Mapping[str, Check]) -> None:
         self._checks = checks
@@ -47,13 +47,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         check = self._checks.get(request.service)
         if check is None:
             names = ", ".join(name for name in self._checks if name)
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here; there is {names}")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}; known services: {names}"
+            )
         response = health_pb2.HealthCheckResponse
         return response(status=response.SERVING if check() else response.NOT_SERVING)
 
 
 class AdminServer:
-    """The service's two operators' ports. `start` binds those that are not off; `close` comes last of all."""
+    """Owns both ports. `start` binds those that are not off; call `close` after everything else has stopped."""
 
     def __init__(
         self, *, metrics_listen: str, health_listen: str, registry: CollectorRegistry, is_alive: Check, is_ready: Check
@@ -69,7 +71,7 @@ class AdminServer:
         self._grpc: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Bind and answer; raises BindError."""
+        """Bind and serve. Raises BindError."""
         if self._metrics_listen != OFF:
             self.metrics_address = await self._start_http(self._metrics_listen)
             log.info("metrics on http://%s/metrics", self.metrics_address)
@@ -78,7 +80,7 @@ class AdminServer:
             log.info("health for probes on %s", self.health_address)
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         if self._http is not None:
             self._http.close()
         if self._grpc is not None:
@@ -106,7 +108,7 @@ class AdminServer:
     # -- HTTP ---------------------------------------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer, end of the connection."""
+        """One request per connection."""
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -121,9 +123,9 @@ class AdminServer:
         request_line, *lines = head.split("\r\n")
         words = request_line.split(" ")
         if len(words) != 3:
-            return _response(400, PLAIN, b"this is no HTTP request\n")
+            return _response(400, PLAIN, b"not an HTTP request\n")
         if words[0] not in ("GET", "HEAD"):
-            return _response(405, PLAIN, b"only GET is answered here\n")
+            return _response(405, PLAIN, b"only GET and HEAD are supported\n")
         status, content_type, body = self._answer(words[1].partition("?")[0], _accept(lines))
         return _response(status, content_type, body, with_body=words[0] == "GET")
 
@@ -133,8 +135,8 @@ class AdminServer:
             return 200, content_type, encode(self._registry)
         check = {"/livez": self._is_alive, "/readyz": self._is_ready}.get(path)
         if check is None:
-            return 404, PLAIN, b"there is /metrics, /livez and /readyz\n"
-        return (200, PLAIN, b"ok\n") if check() else (503, PLAIN, b"no\n")
+            return 404, PLAIN, b"not found; use /metrics, /livez or /readyz\n"
+        return (200, PLAIN, b"ok\n") if check() else (503, PLAIN, b"not ok\n")
 
 
 def _accept(lines: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""Settings of a service: flags, then environment, then a file, then defaults. A bad one stops the start with its name.
+"""Settings of a service: flags override the environment, which overrides a file, which overrides defaults.
 
 The flag `--max-waiting` is `QUIRE_MAX_WAITING` in the environment and `max-waiting` in the TOML file that `--config`
-names. A table `[scheduler]` in the file holds settings of that service only, so one file may serve all of them.
+names. A table `[scheduler]` in the file holds settings of that service only, so one file may serve all services. An
+invalid setting stops the start with its name and source.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ OFF = "off"
 NO_SETTINGS = ("help", "config", "print-config")  # flags that a file cannot hold
 EPILOG = """
 Every flag can be set by environment and file: --max-waiting is QUIRE_MAX_WAITING in the environment, and max-waiting
-in the TOML file of --config. A flag goes before the environment, and that before the file.
+in the TOML file of --config. A flag overrides the environment, which overrides the file.
 """
 SECRET_ENDS = ("-key", "-token", "-password", "-secret")
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """An argparse type that can say what it takes."""
+    """An argparse type that can describe the values it accepts."""
 
     convert: Callable[[str], T]
     allowed: str
@@ -44,14 +45,14 @@ class Kind(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A setting as somebody wrote it, and where."""
+    """A setting as written by the user, and where."""
 
     value: Any
     source: str
 
 
 def make_parser(service: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """A parser with the flags that every service has."""
+    """A parser with the flags that all services share."""
     parser = argparse.ArgumentParser(
         prog=f"quire-{service}",
         description=description,
@@ -60,41 +61,41 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
         allow_abbrev=False,
     )
     common = parser.add_argument_group("configuration, logs, metrics, probes")
-    common.add_argument(
-        "--config", metavar="FILE", help="TOML file with settings, in the environment QUIRE_CONFIG; unset: none"
-    )
+    common.add_argument("--config", metavar="FILE", help="TOML file with settings; in the environment QUIRE_CONFIG")
     common.add_argument(
         "--print-config", action="store_true", help="print the settings in force, each with its source, and exit"
     )
-    common.add_argument("--log-format", choices=("text", "json"), default="text", help="log lines for people or JSON")
     common.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level that is logged"
+        "--log-format", choices=("text", "json"), default="text", help="text for terminals or JSON for collectors"
+    )
+    common.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"
     )
     common.add_argument(
         "--metrics-listen",
         type=address_or_off,
         default=OFF,
         metavar="HOST:PORT",
-        help="serve /metrics, /livez and /readyz there over HTTP; port 0: any free, as the log says",
+        help="address for /metrics, /livez and /readyz over HTTP; port 0: any free port, shown in the log",
     )
     common.add_argument(
         "--metrics-compat",
         choices=("none", "vllm"),
         default="none",
-        help="vllm: also under the names of vLLM, for dashboards and autoscalers that know those",
+        help="vllm: export metrics under vLLM's names too, for dashboards and autoscalers made for vLLM",
     )
     common.add_argument(
         "--health-listen",
         type=address_or_off,
         default=OFF,
         metavar="HOST:PORT",
-        help="serve grpc.health there without TLS (services `liveness` and `readiness`), for kubelet probes",
+        help="address for grpc.health without TLS (services `liveness` and `readiness`), for kubelet probes",
     )
     return parser
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults that say something and keeps the epilog's line breaks."""
+    """Shows defaults other than None and keeps the epilog's line breaks."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -104,7 +105,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse flags over environment over file over defaults; exits with 2 and the setting's name on a bad one."""
+    """Parse all sources. Exits with status 2 and the setting's name if one is invalid."""
     words = sys.argv[1:] if argv is None else list(argv)
     flags = {word.partition("=")[0] for word in words}
     in_file = _read_file(parser, words)
@@ -125,7 +126,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def settings_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Every setting by its name, as files spell it."""
+    """Every setting with its name in a file."""
     for action in parser._actions:
         name = next((s[2:] for s in action.option_strings if s.startswith("--")), None)
         if name is not None and name not in NO_SETTINGS:
@@ -144,7 +145,7 @@ def _from_environment(name: str) -> Given | None:
 
 
 def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Given]:
-    """The file's settings of this service. Ends the process for what is none."""
+    """The file's settings of this service. Exits if the file has an unknown setting."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default=os.environ.get("QUIRE_CONFIG"))
     path = finder.parse_known_args(words)[0].config
@@ -156,7 +157,7 @@ def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[st
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
     own = parser.prog.removeprefix("quire-")
-    # `scheduler` is a table of that service, or a list of addresses for those that have this setting.
+    # `scheduler` is the table of that service, or the list of addresses that gateways and workers have as a setting.
     of_services = {name: value for name, value in tables.items() if name in SERVICES and isinstance(value, dict)}
     for_all = {name: value for name, value in tables.items() if name not in of_services}
     given: dict[str, Given] = {}
@@ -171,11 +172,13 @@ def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[st
 def _check_name(parser: argparse.ArgumentParser, name: str, value: object, where: str) -> None:
     known = [known for known, _ in settings_of(parser)]
     if isinstance(value, dict):
-        parser.error(f"{where}: [{name}] is no service; tables are {', '.join(f'[{service}]' for service in SERVICES)}")
+        parser.error(
+            f"{where}: [{name}] is not a service; the tables are {', '.join(f'[{service}]' for service in SERVICES)}"
+        )
     if name not in known:
         close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"{parser.prog} --help lists them"
-        parser.error(f"{where}: {name} is no setting of {parser.prog}; {advice}")
+        advice = f"did you mean {close[0]}?" if close else f"{parser.prog} --help lists all settings"
+        parser.error(f"{where}: {name} is not a setting of {parser.prog}; {advice}")
 
 
 def _line_of(text: str, table: str, name: str) -> int:
@@ -192,16 +195,16 @@ def _line_of(text: str, table: str, name: str) -> int:
 
 
 def _convert(parser: argparse.ArgumentParser, name: str, action: argparse.Action, given: Given) -> Any:
-    told = f"={given.value!r}" if given.source.startswith("env") else f": {name} = {_toml(given.value)}"
-    told = f"{given.source}{told if not _is_secret(name) else ''}"
+    shown = f"={given.value!r}" if given.source.startswith("env") else f": {name} = {_toml(given.value)}"
+    where = given.source if _is_secret(name) else given.source + shown
     try:
         return _values(action, given.value)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(f"{told}: {error}")
+        parser.error(f"{where}: {error}")
 
 
 def _values(action: argparse.Action, value: Any) -> Any:
-    """The setting's value of what environment (text) or file (text, number, boolean, list) say. Raises ValueError."""
+    """The setting's value from an environment's text or a file's text, number, boolean or list. Raises ValueError."""
     if _is_list(action):
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [_one_value(action, part) for part in parts]
@@ -232,7 +235,7 @@ def _flag(text: str) -> bool:
     raise ValueError("use true or false")
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- showing ----------------------------------------------------------------------------------------------------------
 
 
 def describe(parser: argparse.ArgumentParser, args: argparse.Namespace, sources: Mapping[str, str]) -> str:
@@ -249,7 +252,7 @@ def describe(parser: argparse.ArgumentParser, args: argparse.Namespace, sources:
 
 
 def allowed_values(action: argparse.Action) -> str:
-    """What a setting takes, for messages and docs."""
+    """The values that a setting accepts, for messages and docs."""
     if isinstance(action, argparse._StoreTrueAction):
         return "true or false"
     if action.choices is not None:
@@ -263,20 +266,20 @@ def _is_secret(name: str) -> bool:
 
 
 def without_password(value: Any) -> Any:
-    """A setting as it may be shown: in a URL `***` stands for the password, before the host and as a parameter."""
+    """A setting that is safe to show: in a URL `***` replaces the password, before the host and as a parameter."""
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = re.sub(r"(?<=[?&]password=)[^&#]*", "***", value, flags=re.IGNORECASE).partition("://")
-    # The last @ of all: a password with a bare / or ? in it is no URL, and no less secret.
+    # The last @ of all: with a bare / or ? in its password the URL is malformed, but the password is still secret.
     _, at, place = rest.rpartition("@")
     return f"{scheme}://{'***@' if at else ''}{place}"
 
 
 def bad_redis_url(url: str) -> str:
-    """The complaint about a --redis that is none. The parser's own words may quote a piece of the password."""
+    """The error for a malformed --redis. The URL parser's own message may quote a piece of the password."""
     return (
-        f"--redis {without_password(url)!r} is no URL of a Redis server; write redis://[:password@]host:port/db or "
-        "unix:///path, and in a password %2F for /, %3F for ?, %40 for @"
+        f"--redis {without_password(url)!r} is not the URL of a Redis server; write redis://[:password@]host:port/db "
+        "or unix:///path, and in a password %2F for /, %3F for ?, %40 for @"
     )
 
 

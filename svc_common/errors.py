@@ -1,17 +1,17 @@
 """Errors that a client may see, and their gRPC codes.
 
-    QuireError                  INTERNAL             a bug of ours
+    QuireError                  INTERNAL             a bug in the service
       InvalidRequestError       INVALID_ARGUMENT     the caller's mistake: field, value, limit
       NotFoundError             NOT_FOUND            no such model or request
       AlreadyExistsError        ALREADY_EXISTS       the request id is in flight
-      OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; says when to try again
-      UnavailableError          UNAVAILABLE          nobody there to do it now
-      TakenOverError            ABORTED              the same request goes on in another stream
+      OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; contains when to retry
+      UnavailableError          UNAVAILABLE          no process can serve it now
+      TakenOverError            ABORTED              the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      no API key, or an unknown one
       UnimplementedError        UNIMPLEMENTED        a field that is not served yet
-      StaleEpochError           FAILED_PRECONDITION  a fence: somebody else owns this worker now
+      StaleEpochError           FAILED_PRECONDITION  a fence: another scheduler owns this worker now
 
-A handler just raises; `ErrorInterceptor` turns these into statuses with google.rpc details.
+A handler raises them; `ErrorInterceptor` turns them into statuses with google.rpc details.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from google.rpc.status_pb2 import Status
 
 log = logging.getLogger(__name__)
 
-# gRPC refuses trailing metadata of more than 8 KB, all of it together. A message is there three times: as grpc-message,
-# which escapes a byte as three, and twice in the details, as base64.
+# gRPC refuses trailing metadata of more than 8 KB in total. It contains the message three times: as grpc-message, where
+# an escaped byte takes three, and twice in the details, as base64.
 MAX_TRAILER_BYTES = 6000
 IN_DETAILS = 2 * 4 / 3
 TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
 
 class QuireError(Exception):
-    """Base of everything that is told to a client. `field` is the request field at fault, if one is."""
+    """Base of all errors that a client may see. `field` is the request field at fault, if there is one."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -104,12 +104,12 @@ BY_CODE: dict[int, type[QuireError]] = {
 
 
 def error_from_code(code: int, message: str, *, field: str = "", retry_after_s: float | None = None) -> QuireError:
-    """The error another service meant by a gRPC status code number."""
+    """The error of another service, from the number of its gRPC status code."""
     return BY_CODE.get(code, QuireError)(message, field=field, retry_after_s=retry_after_s)
 
 
 def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata of an error: google.rpc details, and the retry pushback that gRPC clients know."""
+    """Trailing metadata of an error: google.rpc details, and the retry pushback that gRPC clients understand."""
     status = Status(code=error.code.value[0], message=error.message)
     if error.field:
         _pack(status, BadRequest(field_violations=[{"field": error.field, "description": error.message}]))
@@ -125,7 +125,7 @@ def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def _shortened(message: str) -> str:
-    """Its first characters, as many as fit into the trailing metadata."""
+    """As many of its first characters as fit into the trailing metadata."""
     text = message.encode("utf-8", "replace")
     sizes = list(accumulate(TRAILER_BYTES[byte] for byte in text[:MAX_TRAILER_BYTES]))
     return text[: bisect_right(sizes, MAX_TRAILER_BYTES)].decode("utf-8", "ignore")
@@ -154,7 +154,7 @@ class RpcStats:
     sent_bytes: Counter[str] = field(default_factory=Counter)
 
     def counting_deserializer(self, deserialize: Any, method: str) -> Any:
-        """`deserialize`, and its bytes are counted."""
+        """`deserialize` that also counts the bytes."""
         num_bytes = self.received_bytes
 
         def convert(data: bytes) -> Any:
@@ -164,7 +164,7 @@ class RpcStats:
         return convert
 
     def counting_serializer(self, serialize: Any, method: str) -> Any:
-        """`serialize`, and its bytes are counted."""
+        """`serialize` that also counts the bytes."""
         num_bytes = self.sent_bytes
 
         def convert(message: Any) -> Any:
@@ -176,7 +176,7 @@ class RpcStats:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns QuireError into its status, and anything unforeseen into INTERNAL with a loud log. Counts in `stats`."""
+    """Turns a QuireError into its status, and any other exception into INTERNAL and an error log. Counts in `stats`."""
 
     def __init__(self, stats: RpcStats | None = None) -> None:
         self.stats = stats or RpcStats()
@@ -231,20 +231,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        told = error if isinstance(error, QuireError) else _unforeseen(method, error)
-        self.stats.errors[method, told.code.name] += 1
-        await abort(context, told)
+        shown = error if isinstance(error, QuireError) else _unexpected(method, error)
+        self.stats.errors[method, shown.code.name] += 1
+        await abort(context, shown)
 
 
 class _Undecodable:
-    """Stands for a request whose bytes are no message: grpc itself would answer UNKNOWN before any handler runs."""
+    """A request whose bytes are not a valid message. Without it, grpc would answer UNKNOWN before any handler runs."""
 
     def __init__(self, error: DecodeError) -> None:
         self._error = error
 
     def refuse(self, method: str) -> NoReturn:
         raise InvalidRequestError(
-            f"{method} got bytes that are no such message, or text that is no UTF-8: {self._error}"
+            f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {self._error}"
         )
 
 
@@ -258,6 +258,6 @@ def _tolerant(deserialize: Any) -> Any:
     return convert
 
 
-def _unforeseen(method: str, error: Exception) -> QuireError:
+def _unexpected(method: str, error: Exception) -> QuireError:
     log.error("%s failed", method, exc_info=error)
-    return QuireError(f"internal error in {method}: {type(error).__name__}; the server's log has it")
+    return QuireError(f"internal error in {method}: {type(error).__name__}; see the server's log")

@@ -1,7 +1,7 @@
-"""Logs: one line per event on stderr, as text for people or JSON for collectors.
+"""Logs: one line per event on stderr, as text for terminals or JSON for collectors.
 
-A JSON line has time, level, service, instance, logger and message; request_id where the event belongs to a request; and
-whatever else the event tells in `extra`.
+A JSON line has time, level, service, instance, logger and message; request_id if the event belongs to a request; and
+the fields that the event passes in `extra`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from contextvars import ContextVar
 
-# The request that the running task works for. Set by who handles one request per task; others use `extra`.
+# The request that the running task serves. Set by code that handles one request per task; other code uses `extra`.
 current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
 
 RESERVED = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
@@ -52,7 +52,7 @@ class RequestIdFilter(logging.Filter):
 
 
 class CancelledNoiseFilter(logging.Filter):
-    """Drops asyncio's tracebacks of handlers that were cancelled because a client left."""
+    """Drops asyncio's tracebacks of handlers that were cancelled because their client left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CancelledError" not in record.getMessage()

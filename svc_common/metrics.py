@@ -1,7 +1,7 @@
-"""Numbers of a service for Prometheus. Counting costs a dictionary entry; names and text are made at a scrape.
+"""Metrics of a service for Prometheus. Counting changes a plain number; names and text are produced at a scrape.
 
-A service lists its metrics as `Spec`s, keeps plain numbers, `Counter`s and `Buckets` wherever they arise, and gives one
-function that reads them all as rows. docs/metrics.md is the same list for people.
+A service lists its metrics as `Spec`s, keeps ints, `Counter`s and `Buckets` where the events happen, and has one
+function that reads them all as rows. docs/metrics.md is generated from the lists.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from svc_common.errors import RpcStats
 
 PREFIX = "quire_"
 
-# Upper bounds of buckets, in seconds: from a fast decode step to the patience of a person.
+# Upper bounds of buckets, in seconds: from a fast decode step to the longest wait of a person.
 LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 SHORT_TIMES_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
 TOKEN_COUNTS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
-# Label values that vLLM spells in another way.
+# Label values that have another name in vLLM.
 VLLM_VALUES = {
     "finished_reason": {"eos": "stop", "stop": "stop", "length": "length", "aborted": "abort", "cancelled": "abort"}
 }
@@ -36,7 +36,7 @@ VLLM_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. `unit` is empty for plain counts; `vllm` lists its names there."""
+    """One metric. `meaning` is its help text, `unit` is empty for plain counts, `vllm` lists its names in vLLM."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -47,7 +47,7 @@ class Spec:
 
 
 class Buckets:
-    """One series of a histogram. One thread observes; another may read while it does."""
+    """One series of a histogram. One thread observes; another thread may read at the same time."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -57,12 +57,12 @@ class Buckets:
         self.total = 0.0
 
     def observe(self, value: float, weight: int = 1) -> None:
-        """Count `value`, `weight` times."""
+        """Count `value` as observed `weight` times."""
         self.counts[bisect_left(self.bounds, value)] += weight
         self.total += value * weight
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(le, count) as Prometheus wants them."""
+        """The pairs (le, count) of Prometheus' format."""
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
@@ -79,18 +79,20 @@ Labels: TypeAlias = tuple[str, ...]
 Row: TypeAlias = tuple[str, Labels, "float | Buckets"]  # name, values of its labels, value
 
 COMMON = (
-    Spec("build_info", "gauge", "1, for joins: which service and version this is", labels=("service", "version")),
     Spec(
-        "rpc_errors_total", "counter", "RPCs served that ended with an error, by status code", labels=("method", "code")
+        "build_info", "gauge", "always 1; the labels name service and version, for joins", labels=("service", "version")
     ),
-    Spec("rpc_received_bytes_total", "counter", "messages received by RPCs served", "bytes", ("method",)),
-    Spec("rpc_sent_bytes_total", "counter", "messages sent by RPCs served", "bytes", ("method",)),
+    Spec(
+        "rpc_errors_total", "counter", "served RPCs that ended with an error, by status code", labels=("method", "code")
+    ),
+    Spec("rpc_received_bytes_total", "counter", "size of messages received by served RPCs", "bytes", ("method",)),
+    Spec("rpc_sent_bytes_total", "counter", "size of messages sent by served RPCs", "bytes", ("method",)),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceMetrics(Collector):
-    """Everything one service tells: its own metrics and the common ones. `has_vllm`: under vLLM's names as well."""
+    """All metrics of one service: its own and the common ones. `has_vllm`: under vLLM's names as well."""
 
     service: str
     specs: tuple[Spec, ...]
@@ -99,7 +101,7 @@ class ServiceMetrics(Collector):
     has_vllm: bool = False
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at a scrape. KeyError: a row that no Spec lists, which is a bug."""
+        """Called by the registry at a scrape. A KeyError means a row without a Spec, which is a bug."""
         rows: dict[str, list[tuple[Labels, float | Buckets]]] = {spec.name: [] for spec in (*COMMON, *self.specs)}
         for name, labels, value in (*self._common_rows(), *self.read()):
             rows[name].append((labels, value))
@@ -119,7 +121,7 @@ class ServiceMetrics(Collector):
 
 
 def make_registry(metrics: ServiceMetrics) -> CollectorRegistry:
-    """What /metrics shows: the service's numbers, and those of its process."""
+    """What /metrics shows: the metrics of the service and of its process."""
     registry = CollectorRegistry()
     registry.register(metrics)
     ProcessCollector(registry=registry)
@@ -142,14 +144,14 @@ def _family(name: str, spec: Spec, labels: Sequence[str], rows: Iterable[tuple[L
 
 
 def _as_vllm(spec: Spec, rows: Iterable[tuple[Labels, float | Buckets]]) -> list[tuple[Labels, float | Buckets]]:
-    """The same rows with vLLM's label values; values that are one there are added up, those unknown there left out."""
+    """The same rows with vLLM's label values: values with the same name there are added, unknown ones are dropped."""
     merged: dict[Labels, float | Buckets] = {}
     for labels, value in rows:
         pairs = zip(spec.labels, labels, strict=True)
-        spelled = [VLLM_VALUES.get(name, {label: label}).get(label) for name, label in pairs]
-        if None in spelled:
+        renamed = [VLLM_VALUES.get(name, {label: label}).get(label) for name, label in pairs]
+        if None in renamed:
             continue
-        key = (*(label for label in spelled if label is not None), "0")
+        key = (*(label for label in renamed if label is not None), "0")
         before = merged.get(key, 0)
         merged[key] = value if isinstance(value, Buckets) or isinstance(before, Buckets) else before + value
     return list(merged.items())

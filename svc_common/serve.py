@@ -33,10 +33,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 OLDER_POLLER = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.so_reuseport", 0),  # otherwise a second server could bind the same port without an error
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A client may ping every 10 s during a long silent prefill without being cut off (too_many_pings).
+    # Lets a client ping every 10 s during a long prefill without a GOAWAY (too_many_pings).
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
@@ -50,7 +50,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is back in a moment: do not wait minutes before dialling it again.
+    # A restarted peer is back soon: do not wait minutes before reconnecting.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
@@ -62,16 +62,16 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 class _Loop(uvloop.Loop):
-    """uvloop with asyncio's clock: its own one counts milliseconds and stands still while callbacks run."""
+    """uvloop with asyncio's clock: uvloop's counts milliseconds and does not advance while callbacks run."""
 
     def time(self) -> float:
         return time.monotonic()
 
 
 def run_service(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` for a whole service, with what makes a message cheap (docs/adr/0014-fewer-wakes.md): uvloop, and
-    gRPC's older poller, which wakes one thread before the event loop where its event engine wakes four. To be called
-    before the first channel or server; $GRPC_EXPERIMENTS goes first.
+    """`asyncio.run` for a whole service, with cheap messages (docs/adr/0014-fewer-wakes.md): uvloop, and gRPC's older
+    poller, which wakes one thread before the event loop where its event engine wakes four. To be called before the
+    first channel or server; $GRPC_EXPERIMENTS overrides the poller.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", OLDER_POLLER)
     with asyncio.Runner(loop_factory=_Loop) as runner:
@@ -79,8 +79,10 @@ def run_service(main: Coroutine[Any, Any, T]) -> T:
 
 
 def settle_gc() -> None:
-    """Modules, code and a loaded model live as long as the process: collections need not walk them. What requests and
-    steps create is mostly freed by reference counts, so full collections can be rare; each is a pause for every stream.
+    """Make garbage collections rare and short; each one pauses every stream.
+
+    Modules, code and a loaded model live as long as the process, so collections skip them. Most objects of requests and
+    steps are freed by their reference counts.
     """
     gc.collect()
     gc.freeze()
@@ -88,10 +90,10 @@ def settle_gc() -> None:
 
 
 def _server_options(shares_port: bool, max_connection_age_s: float) -> list[tuple[str, Any]]:
-    """`shares_port`: on purpose, with other processes of ours."""
+    """`shares_port`: other processes of the same service may listen on the port."""
     options = [*SERVER_OPTIONS[1:], ("grpc.so_reuseport", 1)] if shares_port else [*SERVER_OPTIONS]
     if max_connection_age_s:
-        # GOAWAY: what is open on the connection may finish without a limit, what is new goes to another one.
+        # GOAWAY: open calls may finish on the connection, new calls use another one.
         options.append(("grpc.max_connection_age_ms", int(max_connection_age_s * 1000)))
     return options
 
@@ -101,11 +103,11 @@ class BindError(RuntimeError):
 
 
 class GrpcServer:
-    """A grpc.aio server with health and reflection; owns the process's signals while it runs.
+    """A grpc.aio server with health and reflection. Owns the process's signal handlers while it runs.
 
-    `shares_port`: several processes listen on the same one; the kernel spreads connections over them. `credentials`:
-    TLS; None is plaintext. `max_connection_age_s`: after it, give or take a tenth, clients are told to connect anew; 0:
-    never. `interceptors`: what comes between the errors' and the handlers.
+    `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
+    `credentials`: TLS; None is plaintext. `max_connection_age_s`: after this time, give or take a tenth, a client must
+    reconnect; 0: never. `interceptors` run after the error interceptor and before the handlers.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class GrpcServer:
         reflection.enable_server_reflection((*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
     async def start(self) -> str:
-        """Bind and accept calls. Health says NOT_SERVING until `set_serving`. Returns host:port."""
+        """Bind and accept calls. Health is NOT_SERVING until `set_serving`. Returns host:port. Raises BindError."""
         host = self._listen.rpartition(":")[0]
         try:
             port = self._bind()
@@ -150,14 +152,15 @@ class GrpcServer:
         return self.grpc.add_secure_port(self._listen, self._credentials)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Tell health checks and load balancers whether requests are welcome."""
+        """Set the health status, which load balancers follow."""
         self.is_serving = is_serving
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)
 
     async def run_until_stopped(self, drain: Callable[[], Awaitable[None]], *, grace_s: float = 5.0) -> None:
-        """Wait for SIGTERM, SIGINT or `stopping`; then NOT_SERVING, `drain()`, stop with `grace_s` for open calls.
+        """Wait for SIGTERM, SIGINT or `stopping`. Then set NOT_SERVING, await `drain()`, and stop; open calls get
+        `grace_s`.
 
         A second signal skips the drain.
         """
@@ -166,7 +169,7 @@ class GrpcServer:
             loop.add_signal_handler(sig, self.stopping.set)
         await self.stopping.wait()
         await self.set_serving(False)
-        log.info("draining; a second signal stops at once")
+        log.info("draining; a second signal stops the process at once")
         hurried = asyncio.Event()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, hurried.set)

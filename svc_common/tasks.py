@@ -1,4 +1,4 @@
-"""What asyncio leaves to its users."""
+"""Helpers for asyncio tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their ends, whatever they are."""
+    """Cancel tasks and wait until they have ended, in whatever way."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

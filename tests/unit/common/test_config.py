@@ -1,4 +1,4 @@
-"""Settings: flags over environment over file over defaults; a bad one names itself, its place and what is allowed."""
+"""Settings: flags override environment, file and defaults; an error names the setting, its place and the limits."""
 
 import argparse
 import tomllib
@@ -20,14 +20,14 @@ def make() -> argparse.ArgumentParser:
     return parser
 
 
-def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment_which_overrides_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(make(), []).max_waiting == 5
     monkeypatch.setenv("QUIRE_MAX_WAITING", "7")
     assert parse(make(), []).max_waiting == 7
     assert parse(make(), ["--max-waiting", "9"]).max_waiting == 9
 
 
-def test_a_list_on_the_command_line_replaces_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_flags_replaces_the_list_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_SCHEDULER", "a:1,b:2")
     assert parse(make(), []).scheduler == ["a:1", "b:2"]
     assert parse(make(), ["--scheduler", "c:3"]).scheduler == ["c:3"]
@@ -43,7 +43,7 @@ def test_a_list_on_the_command_line_replaces_the_environments(monkeypatch: pytes
         ("QUIRE_LOG_FORMAT", "xml", "choose from text, json"),
     ],
 )
-def test_a_bad_environment_value_stops_the_start_with_its_name(
+def test_an_invalid_environment_value_stops_the_start_with_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, complaint: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -60,7 +60,7 @@ def test_sizes(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1M", "1Q", "nan", "1e999"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         size_bytes(text)
 
@@ -68,7 +68,7 @@ def test_what_is_no_size(text: str) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 FILE = """\
-# for everyone
+# for every service
 max-waiting = 3
 is-quick = true
 
@@ -88,7 +88,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_environment_wins_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_the_environment_overrides_the_file_which_overrides_defaults(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
     args = parse(make(), ["--config", str(file)])
     assert (args.max_waiting, args.is_quick, args.memory) == (3, True, 1024)
     assert args.scheduler == ["a:1", "b:2"]
@@ -105,17 +107,21 @@ def test_environment_wins_over_file_over_defaults(monkeypatch: pytest.MonkeyPatc
     [
         ("max-waiting = 3", "max-waiting = 11", ":2: max-waiting = 11: 11 is outside 1 to 10"),
         ("max-waiting = 3", "max-waiting = true", ":2: max-waiting = true: write 1 to 10"),
-        ("max-waiting = 3", "max-wating = 3", ":2: max-wating is no setting of quire-scheduler; did you mean max-w"),
-        ("max-waiting = 3", "max_waiting = 3", ":2: max_waiting is no setting of quire-scheduler; did you mean max-w"),
+        ("max-waiting = 3", "max-wating = 3", ":2: max-wating is not a setting of quire-scheduler; did you mean max-w"),
+        (
+            "max-waiting = 3",
+            "max_waiting = 3",
+            ":2: max_waiting is not a setting of quire-scheduler; did you mean max-w",
+        ),
         ("is-quick = true", 'is-quick = "often"', ':3: is-quick = "often": use true or false'),
         ('["a:1", "b:2"]', '["a:1", "b"]', """:6: scheduler = ["a:1", "b"]: 'b' is not host:port"""),
-        ('"redis://user:pass@cache:6379/0"', "{ url = 1 }", ":7: [redis] is no service; tables are [gateway]"),
-        ("[worker]", "[wroker]", ":9: [wroker] is no service; tables are [gateway], [scheduler], [worker]"),
+        ('"redis://user:pass@cache:6379/0"', "{ url = 1 }", ":7: [redis] is not a service; the tables are [gateway]"),
+        ("[worker]", "[wroker]", ":9: [wroker] is not a service; the tables are [gateway], [scheduler], [worker]"),
         ("max-waiting = 3", "config = 3", ":2: config is no setting"),
         ("[scheduler]", "[scheduler", "--config"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(
+def test_an_error_in_the_file_names_its_line(
     capsys: pytest.CaptureFixture[str], file: Path, was: str, now: str, complaint: str
 ) -> None:
     file.write_text(FILE.replace(was, now))
@@ -124,7 +130,7 @@ def test_a_bad_file_is_told_with_its_line(
     assert complaint in capsys.readouterr().err.replace("quire.toml:", ":")
 
 
-def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(make(), ["--config", "/nowhere/quire.toml"])
     assert "--config /nowhere/quire.toml: " in capsys.readouterr().err

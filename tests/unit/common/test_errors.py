@@ -1,4 +1,4 @@
-"""Errors on the wire: a message of any length and in any writing keeps its code, its text and its field."""
+"""Errors on the wire: a message of any length and in any script keeps its code, its text and its field."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -37,8 +37,8 @@ async def refused(channel: grpc.aio.Channel, message: str) -> grpc.aio.AioRpcErr
 
 
 @pytest.mark.parametrize("character", ["x", "é", "中", "😀", "%", "\n", "\x7f", "\ud800"])
-async def test_a_long_message_keeps_its_code_and_its_beginning(refusing: grpc.aio.Channel, character: str) -> None:
-    for _ in range(10):  # between 8 and 16 KB of metadata gRPC refuses some and lets others through
+async def test_a_long_message_keeps_its_code_and_its_start(refusing: grpc.aio.Channel, character: str) -> None:
+    for _ in range(10):  # between 8 and 16 KB of metadata gRPC refuses some and accepts others
         error = await refused(refusing, "no: " + 3000 * character)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     told = error.details()
@@ -53,5 +53,5 @@ async def test_a_long_message_keeps_its_code_and_its_beginning(refusing: grpc.ai
 
 
 @pytest.mark.parametrize("message", ["", "n is 0; write 1 to 16", 100 * "中文"])
-async def test_a_short_message_is_told_whole(refusing: grpc.aio.Channel, message: str) -> None:
+async def test_a_short_message_arrives_complete(refusing: grpc.aio.Channel, message: str) -> None:
     assert (await refused(refusing, message)).details() == message

@@ -1,4 +1,4 @@
-"""Lines for collectors: one JSON object each, with the request where there is one."""
+"""Log lines for collectors: one JSON object each, with the request id if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_a_line_says_who_and_when(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_time_service_and_instance(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("worker", "json", "info", instance="worker-0")
     logging.getLogger("here").info("loaded %d", 7, extra={"row": 3})
     logging.getLogger("here").debug("not wanted")
@@ -41,7 +41,7 @@ def test_a_line_says_who_and_when(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_traceback_stays_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("worker", "json")
     try:
         raise ValueError("two\nlines")
@@ -66,7 +66,7 @@ async def test_each_task_has_its_own_request_id(capsys: pytest.CaptureFixture[st
     assert [line.get("request_id") for line in lines(capsys)] == ["r1", "r2", None, "r3"]
 
 
-def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_lines(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("gateway", "text")
     logging.getLogger("here").warning("careful")
     assert capsys.readouterr().err.endswith(" gateway WARNING careful\n")

@@ -1,4 +1,4 @@
-"""Counting, and what a scrape shows of it; the probes; and the evaluator that other tests judge expressions with."""
+"""Counting, scrapes, probes, and the evaluator that other tests use for PromQL expressions."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def test_a_scrape_shows_every_row_and_the_process() -> None:
     assert not any(name.startswith("vllm:") for name in samples)
 
 
-def test_vllm_names_have_their_labels_and_words() -> None:
+def test_vllm_names_have_vllms_labels_and_values() -> None:
     samples = scrape(has_vllm=True)
     engine, model = ("engine", "0"), ("model_name", "m")
     assert samples["vllm:num_requests_waiting"] == {(engine, model): 3.0}
     assert samples["vllm:request_success_total"] == {
-        (engine, ("finished_reason", "stop"), model): 3.0,  # eos and stop are one there
+        (engine, ("finished_reason", "stop"), model): 3.0,  # vLLM has one value for eos and stop
         (engine, ("finished_reason", "abort"), model): 5.0,
     }
     assert samples["vllm:e2e_request_latency_seconds_count"] == {(engine, model): 6.0}
     assert not any("gateways" in name for name in samples if name.startswith("vllm:"))
 
 
-def test_a_row_that_nobody_lists_is_a_bug() -> None:
+def test_a_row_without_a_spec_is_a_bug() -> None:
     metrics = ServiceMetrics("test", SPECS, lambda: [("nobody", (), 1)])
     with pytest.raises(KeyError, match="nobody"):
         list(metrics.collect())
@@ -82,7 +82,7 @@ def test_a_row_that_nobody_lists_is_a_bug() -> None:
 
 
 class Probed:
-    """An AdminServer and what it is told."""
+    """An AdminServer and the results of its checks."""
 
     def __init__(self) -> None:
         self.is_alive = self.is_ready = True
@@ -135,7 +135,7 @@ async def test_http_answers_metrics_and_probes(probed: Probed) -> None:
         (b"GET /metrics HTTP/1.1\r\n" + b"X: " + b"x" * 40_000 + b"\r\n\r\n", 0),  # closed without an answer
     ],
 )
-async def test_http_refuses_what_it_does_not_know(probed: Probed, request_bytes: bytes, status: int) -> None:
+async def test_http_refuses_unknown_requests(probed: Probed, request_bytes: bytes, status: int) -> None:
     try:
         assert (await probed.send(request_bytes))[0] == status
     except ConnectionResetError:
@@ -144,7 +144,7 @@ async def test_http_refuses_what_it_does_not_know(probed: Probed, request_bytes:
 
 @pytest.mark.parametrize("version", ["x.y", "1.", "2.0.x", '"1.0.0"', "²", "9" * 5000, "0.0.4", "-1"])
 @pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
-async def test_a_version_that_is_none_gets_the_text_format(probed: Probed, kind: str, version: str) -> None:
+async def test_an_invalid_version_gets_the_text_format(probed: Probed, kind: str, version: str) -> None:
     request = f"GET /metrics HTTP/1.1\r\nAccept: {kind}; version={version}\r\n\r\n"
     status, text = await probed.send(request.encode("latin-1"))
     assert status == 200
@@ -152,7 +152,7 @@ async def test_a_version_that_is_none_gets_the_text_format(probed: Probed, kind:
     assert "# EOF" not in text
 
 
-async def test_openmetrics_comes_in_the_version_that_was_asked_for(probed: Probed) -> None:
+async def test_openmetrics_has_the_requested_version(probed: Probed) -> None:
     accept = "application/openmetrics-text; version=1.0.0; escaping=underscores, text/plain; version=0.0.4;q=0.5"
     _, text = await probed.send(f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n".encode())
     assert text.endswith("# EOF\n")
@@ -162,7 +162,7 @@ async def test_head_has_no_body(probed: Probed) -> None:
     assert await probed.send(b"HEAD /livez HTTP/1.1\r\n\r\n") == (200, "")
 
 
-async def test_grpc_health_asks_at_every_check(probed: Probed) -> None:
+async def test_grpc_health_runs_the_check_each_time(probed: Probed) -> None:
     async with grpc.aio.insecure_channel(probed.server.health_address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -176,7 +176,7 @@ async def test_grpc_health_asks_at_every_check(probed: Probed) -> None:
             await status("startup")
 
 
-async def test_a_taken_port_is_named(probed: Probed) -> None:
+async def test_a_port_in_use_is_named(probed: Probed) -> None:
     taken = probed.server.metrics_address
     registry = make_registry(ServiceMetrics("test", SPECS, rows))
     facts = {"registry": registry, "is_alive": lambda: True, "is_ready": lambda: True}
