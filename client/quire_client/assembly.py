@@ -1,9 +1,11 @@
-"""Puts a stream of events together, and proves that none is missing; also over several RPCs of one request. No I/O.
+"""Assembles the events of one request, also over several RPCs, and verifies that none is missing. No I/O.
 
-The rules it checks, each broken one raises StreamCorrupted:
-event_seq counts 0, 1, 2, ... in each RPC; Accepted comes once and first, and says the same after a break; a chunk
-starts where its sample stands (tokens and text); nothing follows a sample's Finished; at the end every sample is
-finished; output_digest fits the tokens of the whole sample.
+It raises StreamCorrupted unless all of these hold:
+- event_seq counts 0, 1, 2, ... in each RPC.
+- Accepted is the first event of each RPC, and repeats the same values after a break.
+- A chunk starts where its sample ends so far (tokens and text).
+- Nothing follows a sample's Finished, and at the end every sample is finished.
+- output_digest matches the tokens of the whole sample.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from quire_client.types import Delta, FinishReason, GenerateResult, Sample
 
 
 def load_digest() -> Callable[[bytes], int] | None:
-    """xxh3_64, when xxhash is installed: the SDK does not depend on it."""
+    """xxh3_64 if xxhash is installed; the SDK does not require it."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError:
@@ -31,7 +33,7 @@ def load_digest() -> Callable[[bytes], int] | None:
 
 @dataclass(slots=True)
 class _Partial:
-    """A sample that grows."""
+    """The output of one sample so far."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -40,9 +42,9 @@ class _Partial:
 
 
 class StreamAssembler:
-    """Turns events into deltas and, at the end, into a result; and what it has into a request for the rest.
+    """Turns events into deltas and, at the end, into a result. After a break, builds the request for the rest.
 
-    With `can_resume` the server is asked for token ids even if the caller wants none: the caller does not see them.
+    With `can_resume` the request always asks for token ids; they are hidden from a caller that did not ask for them.
     """
 
     def __init__(self, request: pb.GenerateRequest, *, can_resume: bool = False) -> None:
@@ -50,7 +52,7 @@ class StreamAssembler:
         self.num_resumes = 0
         self._num_events = 0
         self._is_resuming = False
-        self._samples: list[_Partial] = []  # from Accepted on: before, the server may still refuse so many
+        self._samples: list[_Partial] = []  # set by Accepted: before it, the server may still refuse this n
         self._num_open = max(1, request.sampling.n)
         self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
         self._has_token_ids = self._shows_token_ids or can_resume
@@ -77,13 +79,13 @@ class StreamAssembler:
 
     @property
     def made_progress(self) -> bool:
-        """This RPC brought more than its Accepted."""
+        """This RPC delivered events after its Accepted."""
         return self._num_events > 1
 
     def next_request(self, *, is_repeated: bool = False) -> pb.GenerateRequest:
-        """What the next RPC sends: the request, or after Accepted what is left of it.
+        """The request for the next RPC: the original, or after Accepted its continuation.
 
-        `is_repeated`: an earlier RPC of it may have reached a server, whose copy then gives way.
+        `is_repeated`: an earlier RPC may have reached a server; the new one then takes over the request_id.
         """
         self._num_events = 0
         self._is_resuming = self.accepted is not None
@@ -105,13 +107,13 @@ class StreamAssembler:
         return request
 
     def feed(self, event: pb.GenerateResponse) -> Delta | None:
-        """Take the next event. Returns new output, or None when the event carried none."""
+        """Process the next event. Returns new output, or None if the event has none."""
         if event.event_seq != self._num_events:
-            raise self._corrupted(f"event {event.event_seq} came where {self._num_events} was due")
+            raise self._corrupted(f"received event {event.event_seq}, expected event {self._num_events}")
         self._num_events += 1
         kind = event.WhichOneof("event")
         if (kind == "accepted") != (event.event_seq == 0):
-            raise self._corrupted(f"event {event.event_seq} is {kind}; Accepted comes once and first")
+            raise self._corrupted(f"event {event.event_seq} is {kind}; Accepted must be the first event, and only that")
         if kind == "chunk":
             return self._chunk(event.chunk)
         if kind == "accepted":
@@ -131,7 +133,7 @@ class StreamAssembler:
         )
 
     def result(self) -> GenerateResult:
-        """The whole request, once the stream has ended. Raises GenerationFailed when a sample ended with ERROR."""
+        """The result, after the stream has ended. Raises GenerationFailed if a sample ended with ERROR."""
         if self.accepted is None or not self.is_complete:
             raise self.ended_early()
         accepted, samples = self.accepted, self.finished_samples
@@ -152,13 +154,13 @@ class StreamAssembler:
         for name in ("request_id", "seed", "model", "prompt_tokens"):
             before, now = getattr(self.accepted, name), getattr(accepted, name)
             if before != now:
-                raise self._corrupted(f"{name} was {before} before the stream broke and is {now} now")
+                raise self._corrupted(f"{name} was {before} before the stream broke and is {now} after it")
 
     def _chunk(self, chunk: pb.Chunk) -> Delta | None:
         partial = self._open_sample(chunk.index)
         if chunk.token_ids and chunk.offset != len(partial.token_ids):
             raise self._corrupted(
-                f"sample {chunk.index}: a chunk starts at position {chunk.offset}, {len(partial.token_ids)} was due"
+                f"sample {chunk.index}: a chunk starts at position {chunk.offset}, expected {len(partial.token_ids)}"
             )
         text = chunk.text
         if text and chunk.text_offset != partial.text_bytes:
@@ -172,16 +174,19 @@ class StreamAssembler:
         return Delta(chunk.index, chunk.offset, (), text) if text else None
 
     def _new_text(self, partial: _Partial, chunk: pb.Chunk) -> str:
-        """What of a chunk's text is new: a server that takes over may send text again that was here already."""
+        """The new part of a chunk's text: after a break, a server may repeat text that was already received."""
         data = chunk.text.encode()
         have = partial.text_bytes - chunk.text_offset
         if not self._is_resuming or have < 0:
             raise self._corrupted(
-                f"sample {chunk.index}: a chunk's text starts at byte {chunk.text_offset}, {partial.text_bytes} was due"
+                f"sample {chunk.index}: the text of a chunk starts at byte {chunk.text_offset}, "
+                f"expected {partial.text_bytes}"
             )
         known = "".join(partial.texts).encode()[chunk.text_offset :]
         if data[:have] != known[: len(data)]:
-            raise self._corrupted(f"sample {chunk.index}: text at byte {chunk.text_offset} changed after a break")
+            raise self._corrupted(
+                f"sample {chunk.index}: text at byte {chunk.text_offset} changed after the stream broke"
+            )
         return data[have:].decode()
 
     def _finished(self, finished: pb.Finished) -> None:
@@ -201,15 +206,17 @@ class StreamAssembler:
         if digest != finished.output_digest:
             raise self._corrupted(
                 f"sample {finished.index}: the digest of {len(token_ids)} output tokens is {digest:#x}, "
-                f"the server says {finished.output_digest:#x}"
+                f"the server sent {finished.output_digest:#x}"
             )
 
     def _open_sample(self, index: int) -> _Partial:
         if index >= len(self._samples):
-            raise self._corrupted(f"output of sample {index}, but the request asked for {len(self._samples)}")
+            raise self._corrupted(
+                f"received output of sample {index}, but the request has {len(self._samples)} samples"
+            )
         if self._samples[index].finished is not None:
-            raise self._corrupted(f"output of sample {index} after its end")
+            raise self._corrupted(f"received output of sample {index} after its Finished")
         return self._samples[index]
 
     def _corrupted(self, message: str) -> StreamCorrupted:
-        return StreamCorrupted(f"{message}; the answer is not trustworthy, ask again", request_id=self.request_id)
+        return StreamCorrupted(f"{message}; discard this answer and send the request again", request_id=self.request_id)

@@ -1,4 +1,4 @@
-"""Targets, channel options, metadata and health bytes, the same for both clients."""
+"""Targets, channel options, metadata and health messages of both clients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ API_KEY_ENV = "QUIRE_API_KEY"
 MAX_MESSAGE_BYTES = 64 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # A long prefill is silent: pings tell a slow server from a host that is gone. Servers answer GOAWAY to pings that
-    # come less than 10 s apart.
+    # A long prefill sends nothing: pings distinguish a slow server from a dead host. Servers answer GOAWAY to pings
+    # less than 10 s apart.
     ("grpc.keepalive_time_ms", 11_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -32,44 +32,44 @@ HEALTH_STATES = {0: "unknown", 1: "serving", 2: "not_serving", 3: "service_unkno
 
 
 def resolve_targets(target: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The gateways that were given, else those in QUIRE_TARGET, else localhost:50051.
+    """The gateways in `target`, else those in QUIRE_TARGET, else localhost:50051.
 
-    Several are a list, or one text with commas. Raises InvalidRequest when what was given names none.
+    Several gateways are a list or a comma-separated string. Raises InvalidRequest if `target` names none.
     """
     given = target if target is not None else os.environ.get(TARGET_ENV) or DEFAULT_TARGET
     listed = [given or DEFAULT_TARGET] if isinstance(given, str) else list(given)
     found = tuple(dict.fromkeys(part for entry in listed for part in _split(entry)))
     if not found:
-        raise invalid(
-            "target", f"target={given!r} names no gateway; write host:port, or several as host:port,host:port"
-        )
+        raise invalid("target", f"target={given!r} names no gateway; use host:port, or host:port,host:port for several")
     return found
 
 
 def _split(entry: str) -> list[str]:
-    """The targets in one text; gRPC's own lists of addresses (ipv4:a,b) are one target."""
+    """The targets in one string; a gRPC address list (ipv4:a,b) is one target."""
     if entry.startswith(("ipv4:", "ipv6:")):
         return [entry]
     return [part.strip() for part in entry.split(",") if part.strip()]
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call: the API key as a bearer token, when there is one. Raises InvalidRequest."""
+    """Metadata of every call: the API key as a bearer token, if there is one. Raises InvalidRequest."""
     key = (api_key if api_key is not None else os.environ.get(API_KEY_ENV, "")).strip()
     if not (key.isascii() and key.isprintable()):
-        raise invalid("api_key", "holds a character that no header can carry; keys are printable ASCII")
+        raise invalid(
+            "api_key", "api_key contains a character that is not allowed in a header; use printable ASCII only"
+        )
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:
-    """Options of a channel to `target`. A proxy from the environment is never asked for this machine's own services."""
+    """Options of a channel to `target`. Connections to this machine never use a proxy from the environment."""
     host = target.rpartition("/")[2].rpartition(":")[0].strip("[]")
     is_local = target.startswith("unix:") or host == "localhost" or host.startswith("127.") or host == "::1"
     return [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else CHANNEL_OPTIONS
 
 
 def health_request(service: str) -> bytes:
-    """grpc.health.v1.HealthCheckRequest {1: service}; names are shorter than 128 bytes."""
+    """grpc.health.v1.HealthCheckRequest {1: service}; names must be shorter than 128 bytes."""
     name = service.encode()
     return bytes((0x0A, len(name))) + name if name else b""
 

@@ -1,4 +1,4 @@
-"""Protos to the SDK's types."""
+"""Converts protos to the SDK's types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINISH_REASONS = {
 
 
 def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample:
-    """A finished sample. A reason that this client does not know (a newer server's) counts as ERROR."""
+    """A finished sample. An unknown reason (of a newer server) becomes ERROR."""
     matched: int | str | None = None
     if finished.WhichOneof("matched") == "stop_token_id":
         matched = finished.stop_token_id
@@ -61,7 +61,7 @@ def tokenize_result(response: pb.TokenizeResponse) -> TokenizeResult:
 
 
 def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest) -> AbortResult:
-    """What became of the ids over all gateways: unknown are those that nobody knew."""
+    """The union over all gateways; an id is unknown if no gateway knows it."""
     aborted = {request_id for response in responses for request_id in response.aborted_ids}
     ids = tuple(dict.fromkeys(request.request_ids))
     return AbortResult(tuple(i for i in ids if i in aborted), tuple(i for i in ids if i not in aborted))

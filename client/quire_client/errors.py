@@ -1,20 +1,20 @@
-"""Everything the SDK raises.
+"""All exceptions of the SDK.
 
 QuireError                the base: code, message, request_id, details
-  ConnectionFailed        UNAVAILABLE          nobody answers, or nobody can serve it now; safe to try again
-  DeadlineExceeded        DEADLINE_EXCEEDED    timeout_s is over
-  Cancelled               CANCELLED            this client or the server ended it
-  InvalidRequest          INVALID_ARGUMENT     your mistake: field_violations says which field and limit
+  ConnectionFailed        UNAVAILABLE          no server answers, or none can serve it now; safe to retry
+  DeadlineExceeded        DEADLINE_EXCEEDED    timeout_s has passed
+  Cancelled               CANCELLED            this client or the server cancelled it
+  InvalidRequest          INVALID_ARGUMENT     the request is wrong: field_violations has field and limit
   ModelNotFound           NOT_FOUND            no such model
   AlreadyExists           ALREADY_EXISTS       this request_id is in flight
-  Overloaded              RESOURCE_EXHAUSTED   a limit is reached: retry_after_s says when to come back
-  Unauthenticated         UNAUTHENTICATED      no or a wrong API key
-  PermissionDenied        PERMISSION_DENIED    this key may not do that
-  Unimplemented           UNIMPLEMENTED        a field or call that this server does not serve yet
-  InternalError           INTERNAL and others  a bug on the server's side
-    GenerationFailed      a sample ended with ERROR; `result` holds what there is
-    StreamCorrupted       DATA_LOSS            events are missing, doubled, changed or out of order
-      StreamEndedEarly    DATA_LOSS            the stream ended before every sample had
+  Overloaded              RESOURCE_EXHAUSTED   a limit is reached: try again after retry_after_s
+  Unauthenticated         UNAUTHENTICATED      the API key is missing or wrong
+  PermissionDenied        PERMISSION_DENIED    the API key does not allow this call
+  Unimplemented           UNIMPLEMENTED        a field or call that this server does not support
+  InternalError           INTERNAL and others  a bug in the server
+    GenerationFailed      a sample ended with ERROR; `result` has the output so far
+    StreamCorrupted       DATA_LOSS            events are missing, repeated, changed or out of order
+      StreamEndedEarly    DATA_LOSS            the stream ended before all samples had finished
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from quire_client import protobuf_wire
 if TYPE_CHECKING:
     from quire_client.types import GenerateResult
 
-# A gRPC server that stops ends what is open with CANCELLED and no words; whoever cancels on purpose says something.
-SERVER_GONE = "the server ended the call without a reason; it is probably shutting down"
-# What gRPC itself says, under several codes, when a connection dies below a call. A server's own words differ.
+# A gRPC server that stops ends open calls with CANCELLED and no message; an intended cancel has a message.
+SERVER_GONE = "the server cancelled the call without a message; it is probably shutting down"
+# gRPC's own messages, under several codes, for a connection that breaks during a call. A server's messages differ.
 TRANSPORT_CODES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 TRANSPORT_WORDS = (
     "rst_stream",
@@ -52,16 +52,16 @@ TRANSPORT_WORDS = (
     "unexpected <class 'asyncio.exceptions.cancellederror'>",
 )
 CLOSED_AT_ONCE = (
-    "it closed the connection at once: perhaps it speaks TLS (--tls, QUIRE_TLS=1, tls=True), or wants a certificate of "
-    "this client (--tls-cert and --tls-key)"
+    "it closed the connection immediately: it may require TLS (--tls, QUIRE_TLS=1, tls=True) or a client certificate "
+    "(--tls-cert and --tls-key)"
 )
-# What connections that fail for TLS say, and what to do.
+# Messages of failed TLS connections, and the remedy.
 TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is known here; set --tls-ca, QUIRE_TLS_CA or "
+    "CERTIFICATE_VERIFY_FAILED": "the authority of its certificate is unknown here; set --tls-ca, QUIRE_TLS_CA or "
     "Tls(ca_file=...)",
-    "Hostname Verification Check failed": "its certificate is for another name; set --tls-server-name, "
+    "Hostname Verification Check failed": "its certificate has another name; set --tls-server-name, "
     "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS; leave out --tls and QUIRE_TLS...",
+    "WRONG_VERSION_NUMBER": "it does not use TLS; remove --tls and the QUIRE_TLS* variables",
     "Socket closed": CLOSED_AT_ONCE,
     "Connection reset": CLOSED_AT_ONCE,
 }
@@ -71,14 +71,14 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """A request field at fault and what is wrong with it."""
+    """An invalid request field and the reason."""
 
     field: str
     description: str
 
 
 class QuireError(Exception):
-    """Base of all errors. `details` holds the raw google.rpc details as type URL -> bytes."""
+    """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes."""
 
     code = grpc.StatusCode.UNKNOWN
 
@@ -150,11 +150,11 @@ class StreamCorrupted(InternalError):
 
 
 class StreamEndedEarly(StreamCorrupted):
-    """The server closed the stream as if it were complete, and it is not."""
+    """The server closed the stream without an error before it was complete."""
 
 
 class GenerationFailed(InternalError):
-    """A sample ended with ERROR. `result` holds all samples, with the tokens they got."""
+    """A sample ended with ERROR. `result` has all samples with their tokens so far."""
 
     def __init__(self, message: str, *, result: GenerateResult) -> None:
         super().__init__(message, request_id=result.request_id)
@@ -202,37 +202,37 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
 
 
 def gateway_hangs(stall_timeout_s: float | None, request_id: str) -> ConnectionFailed:
-    """The error of a stream whose gateway neither sends nor answers."""
-    words = f"the gateway has said nothing for {stall_timeout_s or 0:g} s and does not answer health checks"
-    return ConnectionFailed(words, request_id=request_id)
+    """The error of a stream whose gateway sends nothing and answers no health check."""
+    message = f"the gateway has sent nothing for {stall_timeout_s or 0:g} s and does not answer health checks"
+    return ConnectionFailed(message, request_id=request_id)
 
 
 def unanswered(error: QuireError) -> QuireError | None:
-    """What a failed health check says: this error when nobody answered, None when a server did, whatever it said."""
+    """The error of a health check without an answer; None if a server answered anything."""
     if isinstance(error, DeadlineExceeded):
         return ConnectionFailed(f"no answer in time: {error.message}")
     return error if isinstance(error, ConnectionFailed | Cancelled) else None
 
 
 def client_closed() -> Cancelled:
-    """The error of what is called on a closed client."""
+    """The error of a call on a closed client."""
     return Cancelled("the client is closed")
 
 
 def _is_dead_connection(code: grpc.StatusCode, message: str) -> bool:
     if code is grpc.StatusCode.UNKNOWN and message == code.name:
-        return True  # no trailers: nobody was there any more to write them
+        return True  # no trailers: the server ended without writing them
     words = message.lower()
     return code in TRANSPORT_CODES and any(word in words for word in TRANSPORT_WORDS)
 
 
 def invalid(field: str, message: str) -> InvalidRequest:
-    """The caller's mistake, found before anything was sent."""
+    """An invalid argument, detected before anything is sent."""
     return InvalidRequest(message, field_violations=(FieldViolation(field, message),))
 
 
 def cannot_connect(targets: Sequence[str], error: QuireError) -> ConnectionFailed:
-    """What `connect` raises when nobody answers. gRPC's own sentence ends with the cause that helps, but for TLS."""
+    """The error of `connect` without an answer. gRPC's message ends with the cause, except for TLS."""
     for words, advice in TLS_ADVICE.items():
         if words in error.message:
             return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {advice}")
@@ -285,7 +285,7 @@ def _repeated(data: str | bytes, number: int) -> list[bytes]:
 
 
 def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Fields of a message; none when a server sent something else: details are extra, never a second error."""
+    """Fields of a message; empty for invalid bytes: error details must not cause a second error."""
     try:
         return list(protobuf_wire.fields(data))
     except ValueError:

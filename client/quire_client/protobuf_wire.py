@@ -1,7 +1,7 @@
 """Reads protobuf bytes without generated classes.
 
-The SDK depends on grpcio and protobuf only. Error details (google.rpc) and health checks (grpc.health.v1) are
-four tiny, frozen messages; reading them by field number saves two dependencies and any clash of descriptors.
+The SDK requires only grpcio and protobuf. Error details (google.rpc) and health checks (grpc.health.v1) are four small,
+frozen messages; reading them by field number avoids two requirements and conflicts of descriptors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (field number, value): int for varints and fixed numbers, bytes for anything with a length.
+    """Yield (field number, value): int for varints and fixed-size numbers, bytes for length-delimited fields.
 
     Raises ValueError when `data` is not a protobuf message.
     """

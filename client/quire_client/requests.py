@@ -1,4 +1,4 @@
-"""Builds requests out of keyword options, the same for both clients."""
+"""Builds requests from keyword options, for both clients."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ DETERMINISM = {
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a chat template is given besides the messages."""
+    """Inputs of a chat template besides the messages."""
 
     template_kwargs: Mapping[str, Any]  # extra variables, e.g. {"enable_thinking": True}
     tools: Sequence[Mapping[str, Any]]
-    continue_final_message: bool  # leave the last message open instead of starting an answer
+    continue_final_message: bool  # continue the last message instead of starting an answer
 
 
 class GenerateOptions(ChatOptions, total=False):
-    """Keyword options of every generation. What is not given takes the model's own default, then the server's."""
+    """Keyword options of every generation. An unset option takes the model's default, then the server's."""
 
-    model: str  # not needed while the gateway serves one model
-    request_id: str  # at most 64 characters of [A-Za-z0-9._:-]; the server chooses one
-    # How tokens are chosen
+    model: str  # optional if the gateway serves one model
+    request_id: str  # at most 64 characters of [A-Za-z0-9._:-]; default: chosen by the server
+    # Sampling
     temperature: float  # 0 is greedy; range [0, 2]
     top_p: float  # range (0, 1]
     top_k: int  # 0 is off
     min_p: float  # range [0, 1]
-    seed: int  # the same seed gives the same tokens; the server draws one and tells it in the result
+    seed: int  # the same seed gives the same tokens; default: random, returned in the result
     n: int  # samples of one prompt
-    # When to end
+    # Stopping
     max_tokens: int  # default: the rest of the model's length
     min_tokens: int  # no end before so many output tokens; range [0, max_tokens]
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop_in_output: bool
-    # What to send
+    # Output
     send_text: bool  # default True
     send_token_ids: bool  # default True
     skip_special_tokens: bool  # default True
-    # How to queue
+    # Scheduling
     priority: int  # lower runs first; range [-1000, 1000]
     cache_salt: str  # requests with different salts share no cached blocks
     determinism: str  # exact or best_effort
-    tenant_id: str  # whose fair share it counts against; at most 128 bytes
-    # How long: None waits for ever
+    tenant_id: str  # the tenant whose fair share the request uses; at most 128 bytes
+    # Deadline of the request; None: no deadline
     timeout_s: float | None
-    # What happens when the stream breaks; default: as the client was made
+    # Resuming a stream that broke; default: the settings of the client
     resume: bool
     resume_timeout_s: float
     stall_timeout_s: float | None
@@ -83,7 +83,7 @@ def generate_request(
     """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong kind."""
     unknown = set(options) - KNOWN
     if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known are {', '.join(sorted(KNOWN))}")
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known options: {', '.join(sorted(KNOWN))}")
     request = pb.GenerateRequest()
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
     _assign(request, "model", options)
@@ -95,7 +95,7 @@ def generate_request(
 
 
 def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) -> None:
-    """Set one served field to its option."""
+    """Set one served field from its option."""
     value = options[field.option]
     if field.kind in LISTS:
         _extend(message, field.name, [value] if isinstance(value, str) else value)
@@ -111,7 +111,7 @@ def prompt_message(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.Prompt:
-    """A Prompt out of exactly one of its three kinds."""
+    """A Prompt from exactly one of its three forms."""
     given = [
         name
         for name, value in (("prompt", prompt), ("token_ids", token_ids), ("messages", messages))
@@ -123,7 +123,7 @@ def prompt_message(
         )
     chat_options = sorted(CHAT & set(options))
     if chat_options and messages is None:
-        raise invalid(chat_options[0], f"{chat_options[0]} needs messages: only a chat has a template")
+        raise invalid(chat_options[0], f"{chat_options[0]} requires messages: only a chat uses the chat template")
     request = pb.Prompt()
     if messages is not None:
         _fill_chat(request.chat, messages, options)
@@ -170,17 +170,19 @@ def _role_and_content(message: MessageLike) -> tuple[str, str]:
         return message
     if isinstance(message, Mapping) and set(message) == {"role", "content"}:
         return message["role"], message["content"]
-    raise invalid("messages", f'a message is {{"role": ..., "content": ...}}, a pair or a Message; got {message!r}')
+    raise invalid(
+        "messages", f'a message must be {{"role": ..., "content": ...}}, a pair or a Message; got {message!r}'
+    )
 
 
 def _determinism(value: str) -> types_pb2.Determinism.ValueType:
     if value not in DETERMINISM:
-        raise invalid("determinism", f"determinism is exact or best_effort; got {value!r}")
+        raise invalid("determinism", f"determinism must be exact or best_effort; got {value!r}")
     return DETERMINISM[value]
 
 
 def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option: str = "") -> None:
-    """Set a scalar field if the option is there. protobuf refuses what the field cannot hold (-1, a str, ...)."""
+    """Set a scalar field if the option is set. protobuf rejects values outside the field's type (-1, a str, ...)."""
     option = option or name
     value = options.get(option)
     if value is None:
@@ -188,17 +190,17 @@ def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option
     try:
         setattr(message, name, value)
     except UnicodeEncodeError as error:
-        raise invalid(option, f"{option} is no text at character {error.start}: {error.reason}") from None
+        raise invalid(option, f"{option} is not valid Unicode at character {error.start}: {error.reason}") from None
     except (TypeError, ValueError) as error:
-        raise invalid(option, f"{option}={repr(value)[:MAX_CHARS_SHOWN]} is not possible: {error}") from None
+        raise invalid(option, f"{option}={repr(value)[:MAX_CHARS_SHOWN]} is not a valid value: {error}") from None
 
 
 def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str = "") -> None:
     option = option or name
     values = list(values)
     if not values:
-        return  # touching the field would mark its message as set
+        return  # accessing the field would mark its message as set
     try:
         getattr(message, name).extend(values)
     except (TypeError, ValueError) as error:
-        raise invalid(option, f"{option} holds an impossible value: {error}") from None
+        raise invalid(option, f"{option} contains an invalid value: {error}") from None

@@ -1,4 +1,4 @@
-"""When a broken stream is taken up again, and after how long. No I/O; time and randomness come in.
+"""When a broken stream is resumed, and after which delay. No I/O; time and randomness are arguments.
 
 docs/resume-protocol.md has the rules for clients in other languages.
 """
@@ -21,15 +21,17 @@ from quire_client.errors import (
 
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 1.0
-# ALREADY_EXISTS: the gateway has not noticed yet that the old stream is gone. NOT_FOUND: it has just started and knows
-# no model yet; the request was accepted once, so its model does exist.
+# ALREADY_EXISTS: the gateway has not noticed yet that the old stream is broken. NOT_FOUND: the gateway has just started
+# and knows no model yet; the request was accepted before, so its model exists.
 RESUMABLE = (ConnectionFailed, StreamEndedEarly, Overloaded, AlreadyExists, ModelNotFound)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """`timeout_s`: how long a stream is tried to be taken up again. `stall_timeout_s`: after so long without an event
-    the gateway is asked whether it lives; None never asks.
+    """How one stream is resumed.
+
+    `timeout_s` limits how long to try after a break. After `stall_timeout_s` without an event the gateway gets a health
+    check; None disables the check.
     """
 
     is_on: bool = True
@@ -38,7 +40,7 @@ class ResumePolicy:
 
 
 class Resumption:
-    """The breaks of one stream."""
+    """Delays and time spent over the breaks of one stream."""
 
     def __init__(self, policy: ResumePolicy, rng: random.Random) -> None:
         self._policy = policy
@@ -48,20 +50,20 @@ class Resumption:
         self._broke_at: float | None = None
 
     def broke(self, now: float, *, made_progress: bool) -> None:
-        """The stream is gone. Without progress since the last time, patience and backoff go on where they were."""
+        """The stream broke. Without progress since the last break, backoff and time spent continue from there."""
         if made_progress:
             self._num_failures = 0
             self._spent_s = 0.0
         self._broke_at = now
 
     def accepted(self, now: float) -> None:
-        """It goes on."""
+        """A gateway accepted the continuation."""
         if self._broke_at is not None:
             self._spent_s += now - self._broke_at
             self._broke_at = None
 
     def delay_s(self, error: QuireError, now: float, remaining_s: float | None, *, has_working: bool) -> float | None:
-        """Seconds until the next try, or None: give up. `has_working`: some gateway has not just failed."""
+        """Seconds until the next attempt; None to give up. `has_working`: some gateway has not failed recently."""
         if not self._policy.is_on or not isinstance(error, RESUMABLE):
             return None
         delay_s = self._backoff_s(has_working) + (error.retry_after_s or 0.0 if isinstance(error, Overloaded) else 0.0)
@@ -79,7 +81,7 @@ class Resumption:
 
 
 def gave_up(error: QuireError, policy: ResumePolicy) -> QuireError:
-    """The error that ends a stream, with what was tried."""
+    """The error that ends a stream. Says that resuming was tried."""
     if policy.is_on and isinstance(error, RESUMABLE):
         error.message = (
             f"{error.message}; the stream could not be resumed within {policy.timeout_s:g} s or its deadline"
@@ -89,7 +91,7 @@ def gave_up(error: QuireError, policy: ResumePolicy) -> QuireError:
 
 
 def policy_of_call(default: ResumePolicy, options: dict[str, Any]) -> ResumePolicy:
-    """The client's policy with what one call wants otherwise; takes its three options out of `options`."""
+    """The client's policy with the three options of one call, which are removed from `options`."""
     policy = ResumePolicy(
         options.pop("resume", default.is_on),
         options.pop("resume_timeout_s", default.timeout_s),
@@ -97,10 +99,11 @@ def policy_of_call(default: ResumePolicy, options: dict[str, Any]) -> ResumePoli
     )
     if policy.stall_timeout_s is not None and policy.stall_timeout_s <= 0:
         raise invalid(
-            "stall_timeout_s", f"stall_timeout_s={policy.stall_timeout_s} is not above 0; None switches it off"
+            "stall_timeout_s", f"stall_timeout_s={policy.stall_timeout_s} must be above 0; None disables the check"
         )
     if policy.timeout_s < 0:
         raise invalid(
-            "resume_timeout_s", f"resume_timeout_s={policy.timeout_s} is below 0; resume=False switches it off"
+            "resume_timeout_s",
+            f"resume_timeout_s={policy.timeout_s} must not be below 0; resume=False disables resuming",
         )
     return policy

@@ -1,4 +1,4 @@
-"""When a failed call is tried again, and after how long."""
+"""When a failed call is retried, and after which delay."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire_client.errors import AlreadyExists, ConnectionFailed, Overloaded, Qui
 PROBE_TIMEOUT_S = 2.0
 REDIAL_S = 60.0
 ABORT_TIMEOUT_S = 5.0
-RETRY_TAKEN_S = 0.05  # until a gateway has noticed that this client's earlier try is gone
+RETRY_TAKEN_S = 0.05  # time for a gateway to notice that this client's earlier attempt is gone
 
 
 class Deadline:
-    """Counts down the time of one call over all its attempts. None never ends."""
+    """The deadline of one call over all its attempts. None never expires."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -25,13 +25,13 @@ class Deadline:
 
 
 def probe_timeout_s(deadline: Deadline) -> float:
-    """How long one round of health checks waits: a gateway that hangs must not keep others from being asked again."""
+    """Timeout of one round of health checks: a gateway that hangs must not delay the next round."""
     remaining_s = deadline.remaining_s()
     return PROBE_TIMEOUT_S if remaining_s is None else min(PROBE_TIMEOUT_S, remaining_s)
 
 
 def abort_timeout_s(timeout_s: float | None) -> float:
-    """How long one of several gateways may take to end requests."""
+    """Timeout of Abort on one of several gateways."""
     return ABORT_TIMEOUT_S if timeout_s is None else min(ABORT_TIMEOUT_S, timeout_s)
 
 
@@ -39,20 +39,20 @@ def abort_timeout_s(timeout_s: float | None) -> float:
 class RetryPolicy:
     """Exponential backoff with full jitter.
 
-    Only calls that produced nothing yet are tried again: on UNAVAILABLE, and on RESOURCE_EXHAUSTED when the server
-    said when to come back. `max_attempts` counts the first one too; 1 switches retries off. One attempt asks every
-    gateway that has not just failed. (What happens to a stream that breaks later is not decided here.)
+    Only calls without any result yet are retried: on UNAVAILABLE, and on RESOURCE_EXHAUSTED if the server sent a retry
+    delay. `max_attempts` includes the first attempt; 1 disables retries. One attempt tries every gateway that has not
+    failed recently. This policy does not apply to a stream that breaks later.
     """
 
-    max_attempts: int = 10  # five or six seconds: long enough for schedulers and workers to change hands
+    max_attempts: int = 10  # five or six seconds: covers a failover of a scheduler
     initial_s: float = 0.1
     max_s: float = 2.0
     multiplier: float = 2.0
 
     def delay_s(self, error: QuireError, attempt: int, remaining_s: float | None, rng: random.Random) -> float | None:
-        """Seconds to wait before attempt `attempt + 1`, or None: give up.
+        """Seconds to wait before attempt `attempt + 1`; None to give up.
 
-        `attempt` is the number of the one that failed, from 1; `remaining_s` the time left until the deadline.
+        `attempt` is the number of the failed attempt, from 1; `remaining_s` is the time left until the deadline.
         """
         if attempt >= self.max_attempts or not _is_retryable(error):
             return None
@@ -69,5 +69,5 @@ def _is_retryable(error: QuireError) -> bool:
     return isinstance(error, ConnectionFailed)
 
 
-# A gateway that is just starting: knock until connect_timeout_s is over.
+# The gateway may still be starting: retry until connect_timeout_s has passed.
 CONNECT_RETRY = RetryPolicy(max_attempts=1_000_000, max_s=0.5)

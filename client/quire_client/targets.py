@@ -1,11 +1,11 @@
-"""Which of several gateways is asked next. No I/O; time comes in."""
+"""Chooses the next of several gateways. No I/O; time is an argument."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-AVOID_S = 1.0  # one that just refused may be back in a moment
-AVOID_FROZEN_S = 30.0  # one that hangs costs whoever asks it a whole stall; a probe frees it earlier
+AVOID_S = 1.0  # after a refusal or a break
+AVOID_FROZEN_S = 30.0  # each call to a gateway that hangs costs a whole stall timeout; a probe ends this earlier
 
 
 @dataclass(slots=True)
@@ -16,7 +16,8 @@ class _Target:
 
 
 class TargetRing:
-    """Round robin over gateways, those that just failed last. Threads may share it: a lost update costs one try."""
+    """Round robin over gateways; gateways that failed recently come last. Threads may share it: a lost update costs one
+    attempt."""
 
     def __init__(self, num_targets: int) -> None:
         self._targets = [_Target() for _ in range(num_targets)]
@@ -26,33 +27,33 @@ class TargetRing:
         return len(self._targets)
 
     def next(self, now: float) -> int:
-        """The next gateway that works; when none does, the one that is to be tried again first."""
+        """The next working gateway; if there is none, the one whose avoid time ends first."""
         order = [(self._last + 1 + i) % len(self._targets) for i in range(len(self._targets))]
         best = min(order, key=lambda index: max(0.0, self._targets[index].avoid_until - now))
         self._last = best
         return best
 
     def has_working(self, now: float) -> bool:
-        """Whether at least one has not just failed."""
+        """Whether at least one gateway has not failed recently."""
         return any(target.avoid_until <= now for target in self._targets)
 
     def failed(self, index: int, now: float, *, is_frozen: bool = False) -> None:
-        """It refused or broke (avoided for a second) or hangs (avoided until it answers a probe)."""
+        """Avoid a gateway: for a second after a refusal or a break, until it answers a probe if it is frozen."""
         target = self._targets[index]
         target.is_frozen = target.is_frozen or is_frozen
         target.avoid_until = now + (AVOID_FROZEN_S if target.is_frozen else AVOID_S)
 
     def works(self, index: int, now: float) -> None:
-        """It answered."""
+        """The gateway answered."""
         target = self._targets[index]
         target.alive_at = now
         target.avoid_until = 0.0
         target.is_frozen = False
 
     def alive_at(self, index: int) -> float:
-        """When it last answered a probe."""
+        """The time of its last answer."""
         return self._targets[index].alive_at
 
     def frozen(self) -> list[int]:
-        """Those that hang, to be probed."""
+        """The gateways that hang; they need a probe."""
         return [index for index, target in enumerate(self._targets) if target.is_frozen]

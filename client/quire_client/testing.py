@@ -3,9 +3,9 @@
 with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.target) as client:
     assert client.chat("What is 1 + 1?").text == "2"
 
-It speaks real gRPC on a free port of this machine, so it serves both clients, the `quire` command and other
-languages. One token is one character, its id the code point. It takes continuations, so that streams can be resumed.
-Subclass it to play errors and broken streams.
+It serves real gRPC on a free local port, so it works with both clients, the `quire` command and other languages. One
+token is one character; its id is the code point. It accepts continuations, so streams can be resumed. Subclass it to
+simulate errors and broken streams.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Answers = Mapping[str, str] | Callable[[str], str]
 
 
 class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
-    """Answers prompts (for a chat: its last message) from a table or a function; unknown prompts are echoed.
+    """Answers prompts (of a chat, its last message) from a table or a function; unknown prompts are echoed.
 
-    `requests` holds the GenerateRequests that arrived, in order.
+    `requests` has the received GenerateRequests, in order.
     """
 
-    def __init__(self, answers: Answers = {}, *, model: str = "fake") -> None:  # noqa: B006 - never changed
+    def __init__(self, answers: Answers = {}, *, model: str = "fake") -> None:  # noqa: B006 - never modified
         self.requests: list[pb.GenerateRequest] = []
         self.aborted_ids: list[str] = []
         self.drained_ids: list[str] = []
@@ -80,7 +80,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             yield event
 
     def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        """The answer to a request, without event_seq. A continuation gets what its samples do not have yet."""
+        """The events of an answer, without event_seq. A continuation gets only the missing output of its samples."""
         prompt = prompt_text(request.prompt)
         answer = self.answer(prompt)[: _max_tokens(request)]
         yield pb.GenerateResponse(
@@ -137,7 +137,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
 
 
 def prompt_text(prompt: pb.Prompt) -> str:
-    """The text of a prompt; of a chat its last message."""
+    """The text of a prompt; of a chat, its last message."""
     kind = prompt.WhichOneof("kind")
     if kind == "chat":
         return prompt.chat.messages[-1].content if prompt.chat.messages else ""
@@ -147,7 +147,7 @@ def prompt_text(prompt: pb.Prompt) -> str:
 def sample_events(
     index: int, answer: str, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
-    """Chunks of one sample from output position `start` on, a character each, and its Finished; without event_seq."""
+    """One Chunk per character of a sample, from output position `start`, then its Finished; without event_seq."""
     ids = [ord(char) for char in answer]
     text_offset = len(answer[:start].encode())
     for offset, char in enumerate(answer[start:], start):

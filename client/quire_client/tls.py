@@ -1,4 +1,4 @@
-"""TLS to gateways, the same for both clients.
+"""TLS settings of both clients.
 
 Client.connect("llm.example.com:443", tls=True)
 Client.connect("10.0.0.7:50051", tls=Tls(ca_file="ca.crt", server_name="llm.example.com"))
@@ -28,10 +28,10 @@ OFF_WORDS = ("", "0", "false", "no")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a gateway is known, and how this client shows who it is. Files are PEM.
+    """How the client verifies a gateway and authenticates itself. Files are PEM.
 
-    Unset: the authorities that gRPC brings along ($GRPC_DEFAULT_SSL_ROOTS_FILE_PATH replaces them), no certificate of
-    one's own, and the host of the target as the name that the gateway's certificate must have.
+    Defaults: gRPC's bundled certificate authorities ($GRPC_DEFAULT_SSL_ROOTS_FILE_PATH replaces them), no client
+    certificate, and the target's host as the expected name in the gateway's certificate.
     """
 
     ca_file: str | os.PathLike[str] | None = None
@@ -40,19 +40,19 @@ class Tls:
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """For `grpc.secure_channel`. Raises InvalidRequest for a file that is not there."""
+        """Credentials for `grpc.secure_channel`. Raises InvalidRequest for an unreadable file."""
         if (self.cert_file is None) != (self.key_file is None):
-            raise invalid("tls", "cert_file and key_file belong together: give both, or none")
+            raise invalid("tls", "tls.cert_file and tls.key_file must be set together")
         ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def options(self) -> list[tuple[str, Any]]:
-        """Options of a channel that uses the credentials."""
+        """Channel options to use with the credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
 
 def resolve_tls(tls: Tls | bool | None, environment: Mapping[str, str] = os.environ) -> Tls | None:
-    """What was given; None: what QUIRE_TLS and QUIRE_TLS_... say, else plaintext."""
+    """`tls` if it is set, else the settings of the QUIRE_TLS* variables, else None: plaintext."""
     if isinstance(tls, Tls):
         return tls
     if tls is not None:
@@ -64,7 +64,7 @@ def resolve_tls(tls: Tls | bool | None, environment: Mapping[str, str] = os.envi
 def channel_security(
     tls: Tls | bool | None, credentials: grpc.ChannelCredentials | None
 ) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
-    """Credentials (None: plaintext) and options of channels; `credentials` that were given go before `tls`."""
+    """Credentials (None: plaintext) and options of channels; `credentials` takes precedence over `tls`."""
     if credentials is not None:
         return credentials, []
     resolved = resolve_tls(tls)

@@ -1,4 +1,4 @@
-"""What the SDK gives back: frozen dataclasses, never protos."""
+"""The SDK's results: frozen dataclasses, never protos."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 class FinishReason(enum.Enum):
     """Why a sample ended."""
 
-    EOS = "eos"  # the model said it is done
-    STOP = "stop"  # a stop string or stop token id matched; `Sample.matched` tells which
+    EOS = "eos"  # the model produced its end-of-sequence token
+    STOP = "stop"  # a stop string or stop token id matched: see `Sample.matched`
     LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
-    ABORTED = "aborted"  # cancelled by a client, by abort() or by a deadline
-    ERROR = "error"  # the server could not finish it; `Sample.message` says why
+    ABORTED = "aborted"  # ended by a client's cancel, by abort() or by a deadline
+    ERROR = "error"  # the server could not finish it: see `Sample.message`
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Message:
 class Delta:
     """New output of one sample.
 
-    `offset` is the output position of the first of `token_ids`. `text` holds whole characters only and may lag
-    behind the tokens: half a character or a possible stop string is held back until it is decided.
+    `offset` is the output position of the first of `token_ids`. `text` has whole characters only and may lag behind the
+    tokens: an incomplete character or a possible stop string is held back until the next tokens decide it.
     """
 
     index: int
@@ -40,12 +40,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens a sample (or a whole request) consumed."""
+    """Token counts of a sample or of a whole request."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
     output_tokens: int = 0
-    recomputed_tokens: int = 0  # computed again after a preemption or a move to another worker
+    recomputed_tokens: int = 0  # recomputed after a preemption or a move to another worker
 
     @property
     def total_tokens(self) -> int:
@@ -60,10 +60,10 @@ class Sample:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
-    matched: int | str | None = None  # the stop token id or stop string, when finish_reason is STOP
+    matched: int | str | None = None  # the stop token id or stop string, if finish_reason is STOP
     usage: Usage = field(default_factory=Usage)
     preemptions: int = 0
-    message: str = ""  # why, when finish_reason is ERROR
+    message: str = ""  # the reason, if finish_reason is ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class GenerateResult:
 
     request_id: str
     model: str
-    seed: int  # send it again, with the same parameters, for the same tokens
+    seed: int  # the same request with this seed gives the same tokens
     samples: tuple[Sample, ...]
-    resumes: int = 0  # how often the stream broke and went on
+    resumes: int = 0  # how often the stream broke and was resumed
 
     @property
     def text(self) -> str:
@@ -93,7 +93,7 @@ class GenerateResult:
 
     @property
     def usage(self) -> Usage:
-        """The prompt is counted once, output and recomputed tokens over all samples."""
+        """The prompt counts once; output and recomputed tokens are sums over all samples."""
         first = self.samples[0].usage
         return Usage(
             prompt_tokens=first.prompt_tokens,
@@ -105,7 +105,7 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """Token ids of a prompt, and the longest prompt + output of the model to compare their number with."""
+    """Token ids of a prompt, and the model's limit for prompt + output."""
 
     ids: tuple[int, ...]
     max_model_len: int
@@ -113,25 +113,25 @@ class TokenizeResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that can be asked for."""
+    """A served model."""
 
     name: str
     revision: str
-    ready_workers: int  # 0: known, but nobody can serve it now
+    ready_workers: int  # 0: known, but no worker can serve it now
     max_model_len: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int  # tokens per KV block
     max_num_blocks: int  # KV blocks of the largest pool
-    max_num_seqs: int  # largest n of one request
+    max_num_seqs: int  # the largest n of one request
     dtype: str  # float32 or bfloat16
     determinism: str  # exact or best_effort
-    quantization: str | None = None  # int8: weights are rounded to 8 bits
+    quantization: str | None = None  # int8: weights are quantized to 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as its scheduler sees it."""
+    """A worker's state in its scheduler."""
 
     worker_id: str
     address: str
@@ -139,7 +139,7 @@ class WorkerStatus:
     rows_used: int
     rows_total: int
     blocks_free: int
-    blocks_cached: int  # hold a prefix and belong to no sequence
+    blocks_cached: int  # cached prefixes that no sequence uses
     blocks_used: int
     steps: int
     worker_epoch: int
@@ -150,7 +150,7 @@ class SchedulerStatus:
     """A scheduler and its workers."""
 
     address: str
-    model: str  # empty while it cannot be reached
+    model: str  # empty while the scheduler is unreachable
     connected: bool
     num_waiting: int
     max_waiting: int
@@ -161,14 +161,14 @@ class SchedulerStatus:
     prefix_index: str  # memory, redis, or redis (down)
     steps: int
     workers: tuple[WorkerStatus, ...]
-    pending_tokens: int = 0  # prompt tokens that wait to be computed, queue and workers together
-    max_waiting_tokens: int = 0  # prompt and expected output tokens that may wait; 0: no limit
-    refused_deadline: int = 0  # requests refused because they could not meet their deadline
+    pending_tokens: int = 0  # prompt tokens not computed yet, in the queue and on workers
+    max_waiting_tokens: int = 0  # limit of waiting prompt and expected output tokens; 0: none
+    refused_deadline: int = 0  # requests refused because their deadline was too near
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything behind one gateway."""
+    """The state of all schedulers behind one gateway."""
 
     schedulers: tuple[SchedulerStatus, ...]
     open_streams: int
@@ -176,7 +176,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class AbortResult:
-    """What became of the requests to end."""
+    """The result of `abort`."""
 
     aborted_ids: tuple[str, ...]
     unknown_ids: tuple[str, ...]

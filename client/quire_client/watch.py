@@ -1,7 +1,8 @@
-"""Notices gateways that hang: no event for a while, and no answer to a health check either.
+"""Detects gateways that hang: they send no event for the stall timeout and answer no health check.
 
-A process that is frozen, or a host whose network is gone, breaks no connection. The watch looks at the streams that
-wait; it costs nothing per event, and one health check per gateway and stall timeout while nothing comes.
+A frozen process, or a host without network, does not break its connections. The watch examines streams that wait for an
+event. It costs nothing per event, and one health check per gateway and stall timeout while no event arrives. A client
+that was frozen itself loses no stream by it: the gateway answers the health check.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ LINGER_S = 5.0
 
 
 class Watched(Protocol):
-    """A stream, as the watch sees it. `waiting_since` is None while it waits for nothing."""
+    """A stream under watch. `waiting_since` is None while it waits for no event."""
 
     waiting_since: float | None
     target: int
     stall_timeout_s: float | None
 
     def lose(self) -> None:
-        """End the wait: its gateway hangs."""
+        """End the wait because the gateway hangs."""
 
 
 def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[int]:
-    """Gateways that owe some stream an event for longer than it puts up with, and have not answered a probe since."""
+    """Gateways that sent no event for longer than a stream's stall timeout and have not answered a probe since."""
     found = set()
     for stream in streams:
         since, limit_s = stream.waiting_since, stream.stall_timeout_s
@@ -41,10 +42,10 @@ def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[in
 
 
 def judge(streams: Iterable[Watched], ring: TargetRing, target: int, asked_at: float, now: float, lives: bool) -> None:
-    """Note what a probe found; streams that already waited when a dead gateway was asked are lost.
+    """Record the result of a probe. Streams that were already waiting at the probe of a dead gateway are lost.
 
-    Without another gateway to go to they wait on: asking the same one again would only add to its load, and whether
-    its connection is alive the keepalive finds out.
+    Without another working gateway they keep waiting: a new call to the same gateway would only add load, and keepalive
+    detects a dead connection.
     """
     if lives:
         ring.works(target, now)
@@ -59,15 +60,15 @@ def judge(streams: Iterable[Watched], ring: TargetRing, target: int, asked_at: f
 
 
 def tick_s(streams: Collection[Watched]) -> float:
-    """How long to look away."""
+    """Time between two checks."""
     limits = [stream.stall_timeout_s for stream in streams if stream.stall_timeout_s is not None]
     return min([MAX_TICK_S, *(limit / 4 for limit in limits)])
 
 
 class StallWatch:
-    """The watch of a synchronous client: a thread that lives while there are streams.
+    """The watch of a synchronous client: a thread that runs while there are streams.
 
-    `probe` asks several gateways at once and returns those that answered.
+    `probe` checks the health of several gateways at once and returns those that answered.
     """
 
     def __init__(self, ring: TargetRing, probe: Callable[[Collection[int]], set[int]]) -> None:
@@ -98,7 +99,7 @@ class StallWatch:
             self._changed.notify()
 
     def _run(self) -> None:
-        while self._goes_on():
+        while self._wait_for_streams():
             streams = self._snapshot()
             asked_at = time.monotonic()
             questionable = suspects(streams, self._ring, asked_at) | set(self._ring.frozen())
@@ -108,8 +109,8 @@ class StallWatch:
             for target in questionable:
                 judge(streams, self._ring, target, asked_at, time.monotonic(), target in alive)
 
-    def _goes_on(self) -> bool:
-        """Sleep for a tick, or until there are streams again; False ends the thread."""
+    def _wait_for_streams(self) -> bool:
+        """Sleep for a tick, or until there are streams again. False ends the thread."""
         with self._changed:
             if self._streams:
                 self._changed.wait_for(lambda: self._is_closed, tick_s(list(self._streams)))
@@ -124,7 +125,7 @@ class StallWatch:
 
 
 class AsyncStallWatch:
-    """The watch of an asyncio client: a task that lives while there are streams."""
+    """The watch of an asyncio client: a task that runs while there are streams."""
 
     def __init__(self, ring: TargetRing, probe: Callable[[Collection[int]], Awaitable[set[int]]]) -> None:
         self._ring = ring

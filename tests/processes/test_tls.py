@@ -105,9 +105,9 @@ def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
     other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
     for tls, words in (
-        (False, "perhaps it speaks TLS"),
-        (Tls(files.ca, server_name=NAME), "wants a certificate of this client"),
-        (Tls(files.ca, other_cert, other_key, NAME), "wants a certificate of this client"),
+        (False, "it may require TLS"),
+        (Tls(files.ca, server_name=NAME), "a client certificate"),
+        (Tls(files.ca, other_cert, other_key, NAME), "a client certificate"),
         (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),
         (Tls(files.folder / "unknown.crt", cert, key, NAME), "set --tls-ca"),
     ):
@@ -154,7 +154,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     newer.cert_pem.write_to_path(files.folder / "newer.crt")
     files.renew(newer)
     assert models(gateway, Tls(files.folder / "newer.crt", *files.client, NAME)) == 0
-    check_refusal(gateway, trusted, "of no authority that is known here")
+    check_refusal(gateway, trusted, "the authority of its certificate is unknown here")
     assert gateway.log().count("the former certificate stays in force: --tls-cert-file") == 1
     assert "serving with a new certificate" in gateway.log()
 

@@ -1,4 +1,4 @@
-"""When conversations begin. No clock: times come out as seconds since the start."""
+"""Start times of conversations, in seconds since the start of the run. No clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """`count` times at `rate` per second on average, the first at 0; an infinite rate is all at once.
+    """`count` times at `rate` per second on average, the first at 0. An infinite rate starts all at 0.
 
-    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
+    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below 1 is bursty, above 1 is
     more even.
     """
     if math.isinf(rate):

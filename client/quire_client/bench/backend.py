@@ -1,4 +1,4 @@
-"""What the driver needs of a server, and what it tells about one answer."""
+"""The interface between the driver and a server under test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What is measured. None: the server does not say."""
+    """The server under test. None: not reported by the server."""
 
     kind: str
     address: str
@@ -30,7 +30,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """How every request is sent."""
+    """Options of every request."""
 
     temperature: float
     seed: int
@@ -43,8 +43,7 @@ class SendOptions:
 
 @dataclass(slots=True)
 class Chunks:
-    """When tokens arrived, and how many at a time. Filled while an answer streams; kept small, as it is on every
-    token's path."""
+    """Arrival times of the chunks of an answer, and their tokens. It runs for every chunk, so it does little."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -57,7 +56,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The end of a request. `token_ids` is None where the server sends text only."""
+    """The end of a request. `token_ids` is None if the server sends text only."""
 
     num_input: int
     num_output: int
@@ -67,10 +66,10 @@ class Answer:
 
 
 class Backend(Protocol):
-    """A server under measurement."""
+    """A server under test."""
 
     async def connect(self) -> ServerInfo:
-        """Raises BackendError when it cannot be measured."""
+        """Raises BackendError if the server cannot be measured."""
 
     async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
         """One request, streamed. Raises RequestFailed."""

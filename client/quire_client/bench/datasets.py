@@ -1,4 +1,4 @@
-"""What is asked: conversations of one or more turns, made from a seed or read from a file. No clock, no network.
+"""Datasets: conversations of one or more turns, generated from a seed or read from a file. No clock, no network.
 
 The same arguments and seed give the same requests on every machine.
 """
@@ -12,37 +12,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIRST_TOKEN_ID = 3  # lower ones are special tokens of most vocabularies
+FIRST_TOKEN_ID = 3  # lower ids are special tokens in most vocabularies
 DEFAULT_OUTPUT_LEN = 128
-TRACE_BLOCK_SIZE = 512  # tokens behind one hash id of a Mooncake trace
+TRACE_BLOCK_SIZE = 512  # tokens per hash id of a Mooncake trace
 MAX_SHOWN = 60
 
 Prompt = tuple[int, ...] | str
 
 
 class DatasetError(Exception):
-    """A dataset that cannot be made or read; the message names place, value and what to do."""
+    """An unusable dataset; the message has the place, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what is new in its prompt. Earlier turns and answers of the conversation come before it."""
+    """One request: the new part of its prompt. Earlier turns and answers of the conversation precede it."""
 
     prompt: Prompt
     max_tokens: int
-    think_s: float = 0.0  # pause between the answer before and this turn
+    think_s: float = 0.0  # pause after the previous answer
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns one after the other. `start_s` is when it begins, where the dataset says so (a trace)."""
+    """Consecutive turns. `start_s` is the start time if the dataset has one (a trace)."""
 
     turns: tuple[Turn, ...]
     start_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Length of the last turn's prompt and answer; texts count as nothing: only the server can tell."""
+        """Length of the last turn's prompt and answer. Texts count as 0: only the server knows their length."""
         return sum(turn.max_tokens + (0 if isinstance(turn.prompt, str) else len(turn.prompt)) for turn in self.turns)
 
 
@@ -61,7 +61,7 @@ class Lengths:
 def random_prompts(
     count: int, inputs: Lengths, outputs: Lengths, *, vocab_size: int, rng: random.Random
 ) -> list[Conversation]:
-    """Prompts that have nothing in common."""
+    """Random prompts without common prefixes."""
     return [Conversation((Turn(_tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),)) for _ in range(count)]
 
 
@@ -75,7 +75,7 @@ def shared_prefixes(
     vocab_size: int,
     rng: random.Random,
 ) -> list[Conversation]:
-    """Each prompt is the prefix of a random group and some tokens of its own."""
+    """Each prompt is the prefix of a random group, then unique tokens."""
     prefixes = [_tokens(prefix_len, vocab_size, rng) for _ in range(num_groups)]
     return [
         Conversation(
@@ -97,7 +97,7 @@ def multi_turn(
     vocab_size: int,
     rng: random.Random,
 ) -> list[Conversation]:
-    """Conversations, `count` requests in all; each begins with its group's system prompt when there is one."""
+    """Conversations with `count` requests in total. Each starts with the prefix of its group."""
     prefixes = [_tokens(prefix_len, vocab_size, rng) for _ in range(num_groups)]
     found: list[Conversation] = []
     while count > 0:
@@ -116,8 +116,8 @@ def trace(
 ) -> list[Conversation]:
     """A trace as JSON lines: timestamp (ms), input_length, output_length, hash_ids of its prefix blocks.
 
-    A hash id stands for the same 512 tokens wherever it occurs. `speed` 2 plays it twice as fast; `length_scale` 0.1
-    makes prompts, answers and blocks ten times shorter.
+    Equal hash ids stand for the same 512 tokens. `speed` 2 replays the trace twice as fast; `length_scale` 0.1 makes
+    prompts, answers and blocks ten times shorter.
     """
     block_size = max(1, round(TRACE_BLOCK_SIZE * length_scale))
     blocks: dict[int, tuple[int, ...]] = {}
@@ -138,29 +138,29 @@ def trace(
         own = _tokens(length - len(ids), vocab_size, random.Random(f"{seed}/own/{number}"))
         found.append((at_ms, Turn((*ids, *own), output_len)))
     if not found:
-        raise DatasetError(f"{path} holds no request")
+        raise DatasetError(f"{path} contains no request")
     found.sort(key=lambda item: item[0])
     first_ms = found[0][0]
     return [Conversation((turn,), (at_ms - first_ms) / 1000 / speed) for at_ms, turn in found]
 
 
 def texts_of_file(path: Path, *, count: int, output_len: int | None, rng: random.Random) -> list[Conversation]:
-    """Prompts of a JSON array or JSON lines; drawn in random order, again and again when there are too few.
+    """Prompts of a JSON array or JSON lines in random order, repeated if there are too few.
 
-    An entry has `prompt` (text), `token_ids` or, like ShareGPT, `conversations`; and may have `max_tokens`.
+    An entry has `prompt` (text), `token_ids` or `conversations` (ShareGPT); `max_tokens` is optional.
     """
     turns = [_file_turn(entry, place, output_len) for place, entry in _entries(path)]
     turns = [turn for turn in turns if turn.prompt]
     if not turns:
-        raise DatasetError(f"{path} holds no prompt")
-    return _drawn(turns, count, rng)
+        raise DatasetError(f"{path} contains no prompt")
+    return _shuffled(turns, count, rng)
 
 
 def requests_of_file(path: Path, *, output_len: int | None, limit: int | None) -> list[Conversation]:
-    """All prompts of a file, each once, in its order."""
+    """All prompts of a file, in order."""
     turns = [_file_turn(entry, place, output_len) for place, entry in _entries(path)]
     if not turns:
-        raise DatasetError(f"{path} holds no prompt")
+        raise DatasetError(f"{path} contains no prompt")
     return [Conversation((turn,)) for turn in turns[:limit]]
 
 
@@ -176,22 +176,22 @@ def demo_questions(path: Path, *, count: int, output_len: int | None, rng: rando
             else [wording.format(pair["about"]) for wording in content["wordings"][pair["kind"]]]
         )
     ]
-    return _drawn([Turn(question, output_len or DEFAULT_OUTPUT_LEN) for question in questions], count, rng)
+    return _shuffled([Turn(question, output_len or DEFAULT_OUTPUT_LEN) for question in questions], count, rng)
 
 
 def without_too_long(conversations: Sequence[Conversation], max_model_len: int) -> list[Conversation]:
-    """Those that the model can hold to their end."""
+    """The conversations that fit into the model's length."""
     return [conversation for conversation in conversations if conversation.num_tokens <= max_model_len]
 
 
 def check_lengths(conversations: Sequence[Conversation], max_model_len: int) -> None:
-    """Raises DatasetError when a conversation is longer than the model takes."""
+    """Raises DatasetError if a conversation exceeds the model's length."""
     longest = max((conversation.num_tokens for conversation in conversations), default=0)
     if longest > max_model_len:
         raise DatasetError(
-            f"the longest prompt and answer have {longest} tokens together and the model takes {max_model_len}: "
-            f"ask for less (--input-len, --output-len, --prefix-len, --turns, --length-scale), start the server with "
-            f"a larger --max-model-len, or leave such requests out with --skip-too-long"
+            f"the longest prompt and answer have {longest} tokens, but max_model_len is {max_model_len}: reduce "
+            "--input-len, --output-len, --prefix-len, --turns or --length-scale, start the server with a larger "
+            "--max-model-len, or skip such requests with --skip-too-long"
         )
 
 
@@ -199,7 +199,7 @@ def _tokens(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choices(range(FIRST_TOKEN_ID, vocab_size), k=count))
 
 
-def _drawn(turns: Sequence[Turn], count: int, rng: random.Random) -> list[Conversation]:
+def _shuffled(turns: Sequence[Turn], count: int, rng: random.Random) -> list[Conversation]:
     order: list[Turn] = []
     while len(order) < count:
         order += rng.sample(turns, len(turns))
@@ -209,7 +209,7 @@ def _drawn(turns: Sequence[Turn], count: int, rng: random.Random) -> list[Conver
 def _file_turn(entry: Mapping[str, Any], place: str, output_len: int | None) -> Turn:
     given = output_len or entry.get("max_tokens") or entry.get("output_length")
     if given is not None and (not isinstance(given, int) or given < 1):
-        raise DatasetError(f"{place}: max_tokens is {_shown(given)}; it must be a whole number of at least 1")
+        raise DatasetError(f"{place}: max_tokens is {_shown(given)}; it must be an integer of at least 1")
     if "token_ids" in entry:
         return Turn(_token_ids(entry["token_ids"], place), given or DEFAULT_OUTPUT_LEN)
     if "conversations" in entry:
@@ -217,12 +217,12 @@ def _file_turn(entry: Mapping[str, Any], place: str, output_len: int | None) -> 
     prompt = entry.get("prompt")
     if not isinstance(prompt, str):
         fields = ", ".join(sorted(entry)) or "none"
-        raise DatasetError(f"{place}: there is no prompt, token_ids or conversations; its fields are: {fields}")
+        raise DatasetError(f"{place}: the entry has no prompt, token_ids or conversations; its fields: {fields}")
     return Turn(prompt, given or DEFAULT_OUTPUT_LEN)
 
 
 def _sharegpt_turn(messages: Any, place: str, given: int | None) -> Turn:
-    """The first message, and as many tokens as its answer has words and a third more. No message: no prompt."""
+    """The first message; the answer's length is estimated as 4/3 tokens per word. Empty if there is no message."""
     try:
         values = [str(message["value"]) for message in messages]
     except (TypeError, KeyError):
@@ -235,26 +235,26 @@ def _sharegpt_turn(messages: Any, place: str, given: int | None) -> Turn:
 
 def _token_ids(value: Any, place: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(i, int) and i >= 0 for i in value):
-        raise DatasetError(f"{place}: token_ids is {_shown(value)}; it must be a list of numbers from 0 on")
+        raise DatasetError(f"{place}: token_ids is {_shown(value)}; it must be a list of integers, none below 0")
     return tuple(value)
 
 
 def _hash_ids(entry: Mapping[str, Any], place: str) -> list[int]:
     value = entry.get("hash_ids", [])
     if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
-        raise DatasetError(f"{place}: hash_ids is {_shown(value)}; it must be a list of whole numbers")
+        raise DatasetError(f"{place}: hash_ids is {_shown(value)}; it must be a list of integers")
     return value
 
 
 def _number(entry: Mapping[str, Any], name: str, place: str) -> float:
     value = entry.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise DatasetError(f"{place}: {name} is {_shown(value)}; it must be a number from 0 on")
+        raise DatasetError(f"{place}: {name} is {_shown(value)}; it must be a number, not below 0")
     return float(value)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of a JSON array or of JSON lines, each with its place for error messages."""
+    """The objects of a JSON array or of JSON lines, with their place for error messages."""
     try:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -262,7 +262,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     parse = _array_entries if content.lstrip().startswith("[") else _line_entries
     for place, entry in parse(path, content):
         if not isinstance(entry, dict):
-            raise DatasetError(f"{place}: {_shown(entry)} is no JSON object")
+            raise DatasetError(f"{place}: {_shown(entry)} is not a JSON object")
         yield place, entry
 
 
@@ -282,7 +282,7 @@ def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{place} is no JSON: {error}") from None
+        raise DatasetError(f"{place} is not valid JSON: {error}") from None
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Sends conversations at their times and records what comes back."""
+"""Sends conversations at their start times and records the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire_client.bench.figures import Record
 
 
 class Run:
-    """One measurement. `records` grows while it goes on, so an interrupted run has what was measured so far."""
+    """One measurement. `records` grows during the run, so an interrupted run keeps its results so far."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Run:
         self._conversations = conversations
         self._starts_s = starts_s
         self._is_limited = concurrency is not None
-        self._places = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
+        self._slots = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
         self._vocab_size = vocab_size
         self._started = 0.0
         self._num_sent = 0
@@ -46,7 +46,7 @@ class Run:
         return time.perf_counter() - self._started
 
     async def run(self) -> None:
-        """Until every conversation has ended. Cancel it to stop early."""
+        """Run until every conversation has ended. Cancel it to stop early."""
         self._started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for conversation, start_s in sorted(
@@ -58,8 +58,10 @@ class Run:
                 group.create_task(self._converse(conversation, start_s))
 
     async def _converse(self, conversation: Conversation, start_s: float) -> None:
-        async with self._places:
-            due_s = max(start_s, self.elapsed_s) if self._is_limited else start_s  # a place was waited for on purpose
+        async with self._slots:
+            due_s = (
+                max(start_s, self.elapsed_s) if self._is_limited else start_s
+            )  # waiting for a free slot is not a delay
             history: tuple[int, ...] = ()
             for turn in conversation.turns:
                 if turn.think_s:
@@ -67,13 +69,13 @@ class Run:
                     due_s += turn.think_s
                 answer = await self._ask(turn, history, due_s)
                 if answer is None:
-                    return  # a conversation without the answer cannot go on
+                    return  # the next turn needs this answer
                 if not isinstance(turn.prompt, str):
                     history += turn.prompt + answer
                 due_s = self.elapsed_s
 
     async def _ask(self, turn: Turn, history: tuple[int, ...], due_s: float) -> tuple[int, ...] | None:
-        """Send one turn. Returns its answer's tokens, or None when it failed."""
+        """Send one turn. Returns the tokens of its answer, or None if it failed."""
         prompt: Prompt = turn.prompt if isinstance(turn.prompt, str) else history + turn.prompt
         number, self._num_sent = self._num_sent, self._num_sent + 1
         chunks = Chunks()
@@ -104,5 +106,5 @@ class Run:
         return self._stand_in(answer.num_output, number)
 
     def _stand_in(self, count: int, number: int) -> tuple[int, ...]:
-        """Tokens in place of an answer of which only the text is known, for the next turn's history."""
+        """Tokens that replace an answer without token ids in the history of the next turn."""
         return tuple(random.Random(number).choices(range(3, self._vocab_size), k=count))

@@ -1,13 +1,12 @@
-"""From measured requests to figures. No clock, no I/O.
+"""Computes figures from the records of requests. No clock, no I/O.
 
-How latencies count, per request, all seen from the client:
+Latencies of a request, measured in the client:
 
 - TTFT: from sending the request to the first chunk with a token.
-- A chunk may carry several tokens. A chunk of k tokens that comes g after the one before counts as k gaps of g / k in
-  ITL, so that its mean is a true time per token; what a reader waits in one piece is g itself, reported as `pause`.
-  Tokens in the first chunk have no gap.
-- TPOT: the mean of the request's ITL, so (last chunk - first chunk) / (tokens after the first chunk).
-- E2E: from sending to the end of the stream.
+- ITL: a chunk of k tokens that arrives g after the previous chunk counts as k gaps of g / k, so that the mean is the
+  time per token. The time g itself is reported as `pause`. Tokens in the first chunk have no gap.
+- TPOT: the mean ITL of the request: (last chunk - first chunk) / (tokens after the first chunk).
+- E2E: from sending the request to the end of the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_ERRORS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was seen of one request. Times are seconds since the start of the run."""
+    """The measurements of one request. Times are seconds since the start of the run."""
 
     sent_s: float
     end_s: float
@@ -34,8 +33,8 @@ class Record:
     num_output: int = 0
     num_cached: int = 0
     chunk_times: Sequence[float] = ()
-    chunk_tokens: Sequence[int] = ()  # tokens in each of these chunks
-    late_s: float = 0.0  # how much later than planned it was sent
+    chunk_tokens: Sequence[int] = ()  # tokens of each chunk
+    late_s: float = 0.0  # delay against the planned send time
     resumes: int = 0
     error: str = ""
 
@@ -53,7 +52,7 @@ class Record:
         return self.end_s - self.sent_s
 
     def pauses(self) -> list[tuple[float, int]]:
-        """(time since the chunk before, tokens) of every chunk but the first."""
+        """(time since the previous chunk, tokens) of every chunk but the first."""
         gaps = (after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False))
         return list(zip(gaps, self.chunk_tokens[1:], strict=True))
 
@@ -69,7 +68,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. Latencies in milliseconds, None where nothing was measured."""
+    """The figures of one run. Latencies are in milliseconds, None without a measurement."""
 
     duration_s: float
     num_ok: int
@@ -84,13 +83,13 @@ class Summary:
     resumes: int
     latencies: Mapping[str, Distribution | None]
     send_delay_p99_ms: float
-    errors: Mapping[str, int] = field(default_factory=dict)  # message -> how often
+    errors: Mapping[str, int] = field(default_factory=dict)  # message -> count
     slo_ms: Mapping[str, float] = field(default_factory=dict)
     num_good: int | None = None  # requests within every limit of the SLO
 
     @property
     def hit_rate(self) -> float:
-        """Part of the input tokens that came from the prefix cache."""
+        """Fraction of the input tokens from the prefix cache."""
         return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
@@ -102,7 +101,7 @@ class Summary:
 
 
 def summarize(records: Iterable[Record], slo_ms: Mapping[str, float] | None = None) -> Summary:
-    """Figures over all records; latencies and tokens of those that succeeded."""
+    """Figures of all records; latencies and tokens only of successful ones."""
     records = list(records)
     good = [record for record in records if not record.error]
     duration_s = max((r.end_s for r in records), default=0.0) - min((r.sent_s for r in records), default=0.0)
@@ -130,7 +129,7 @@ def summarize(records: Iterable[Record], slo_ms: Mapping[str, float] | None = No
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Percentile of sorted values, linear between neighbours."""
+    """Percentile of sorted values, with linear interpolation."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -147,23 +146,23 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 
 def spread(num_chunks: int, num_tokens: int) -> list[int]:
-    """Tokens per chunk, as even as possible, where a server tells only their sum."""
+    """Tokens per chunk, as even as possible, if the server reports only their sum."""
     return [num_tokens * (i + 1) // num_chunks - num_tokens * i // num_chunks for i in range(num_chunks)]
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:500,tpot:50` in milliseconds. Raises ValueError with what is wrong."""
+    """Parse `ttft:500,tpot:50` (milliseconds). Raises ValueError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")
         if name not in SLO_NAMES:
-            raise ValueError(f"{name!r} is no latency; known are {', '.join(SLO_NAMES)}, e.g. ttft:500,tpot:50")
+            raise ValueError(f"{name!r} is not a latency; known are {', '.join(SLO_NAMES)}, e.g. ttft:500,tpot:50")
         try:
             limits[name] = float(value)
         except ValueError:
             raise ValueError(f"{part!r}: {value!r} is not a number of milliseconds") from None
         if not limits[name] > 0:
-            raise ValueError(f"{part!r}: a limit is above 0 ms")
+            raise ValueError(f"{part!r}: a limit must be above 0 ms")
     return limits
 
 
@@ -211,7 +210,7 @@ def _latencies(records: Sequence[Record]) -> dict[str, Distribution | None]:
 
 
 def _meets(record: Record, slo_ms: Mapping[str, float]) -> bool:
-    """A request without a latency (one token has no TPOT) is not measured by its limit."""
+    """Whether a request meets the limits. A missing latency (one token has no TPOT) meets its limit."""
     measured = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
     return all((value := measured[name]) is None or 1000 * value <= limit for name, limit in slo_ms.items())
 

@@ -28,7 +28,7 @@ SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "
 
 @dataclass(slots=True)
 class _Progress:
-    """What the events of one answer have said so far."""
+    """The contents of the events of one answer so far."""
 
     chunks: Chunks
     are_exact: bool = True
@@ -63,7 +63,7 @@ class _Progress:
         self.chunks.arrived(count)
 
     def answer(self, prompt_len: int) -> Answer:
-        """The end. Where chunks did not tell their tokens, the usage's sum is spread over them."""
+        """The complete answer. If chunks had no token counts, the final usage is divided over them."""
         num_output = self.usage.get("completion_tokens", self.num_seen)
         if not self.are_exact and self.chunks.times:
             self.chunks.tokens = spread(len(self.chunks.times), num_output)
@@ -75,7 +75,7 @@ class _Progress:
 
 
 class OpenAIBackend:
-    """Owns one HTTP session. `extra_body` is added to every request as it is."""
+    """Owns one HTTP session. `extra_body` is added to every request unchanged."""
 
     def __init__(self, base_url: str, model: str, options: SendOptions, extra_body: Mapping[str, Any]) -> None:
         self._base_url = api_root(base_url)
@@ -124,7 +124,7 @@ class OpenAIBackend:
     @property
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise RuntimeError("connect() comes first")
+            raise RuntimeError("call connect() first")
         return self._session
 
     @property
@@ -153,7 +153,7 @@ class OpenAIBackend:
         return body | dict(self._extra_body)
 
     async def _find_model(self) -> Mapping[str, Any]:
-        """The entry of the model in the server's list: the one asked for, else the first."""
+        """The model's entry in the server's list: the requested model, else the first."""
         aiohttp = _import_aiohttp()
         url = f"{self._base_url}/models"
         try:
@@ -164,7 +164,7 @@ class OpenAIBackend:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise BackendError(f"no answer from {url}: {error or 'timeout'}; check --base-url") from None
         except (ValueError, KeyError, TypeError):
-            raise BackendError(f"{url} is no list of models; check --base-url") from None
+            raise BackendError(f"{url} is not a list of models; check --base-url") from None
         for entry in entries:
             if self._model in ("", entry["id"]):
                 return dict(entry)
@@ -172,7 +172,7 @@ class OpenAIBackend:
         raise BackendError(f"{url} does not list model {self._model!r}; it has: {names}")
 
     async def _probe_token_ids(self) -> bool:
-        """Whether completions take token ids as a prompt."""
+        """Whether completions accept token ids as a prompt."""
         aiohttp = _import_aiohttp()
         body = self._body(PROBE_TOKEN_IDS, 1, 0)
         try:
@@ -184,16 +184,16 @@ class OpenAIBackend:
 
 
 def api_root(base_url: str) -> str:
-    """`http://host:8000`, with or without /v1, to the root of the API. Raises BackendError."""
+    """The root of the API for `http://host:8000`, with or without /v1. Raises BackendError."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise BackendError(f"--base-url {base_url!r} is no HTTP address; give one like http://localhost:8000")
+        raise BackendError(f"--base-url {base_url!r} is not an HTTP URL; use a URL like http://localhost:8000")
     root = base_url.rstrip("/")
     return root if parts.path.strip("/") else f"{root}/v1"
 
 
 def as_text(prompt: Prompt) -> str:
-    """A prompt for a server that takes text only: token ids become made-up words, the same id the same word."""
+    """A prompt for a server that accepts text only: each token id becomes a made-up word, always the same one."""
     if isinstance(prompt, str):
         return prompt
     return " ".join(_word(token) for token in prompt)
@@ -208,7 +208,7 @@ def _word(token: int) -> str:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
-    """The objects of a server-sent event stream, read to its end: then the connection can be used again."""
+    """The objects of a server-sent event stream, read to its end so that the connection can be reused."""
     rest = b""
     async for data in content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -221,14 +221,14 @@ def _object(payload: bytes) -> Mapping[str, Any]:
     try:
         event = json.loads(payload)
     except ValueError:
-        raise RequestFailed(f"an event is no JSON: {payload[:MAX_ERROR_CHARS]!r}") from None
+        raise RequestFailed(f"an event is not valid JSON: {payload[:MAX_ERROR_CHARS]!r}") from None
     if not isinstance(event, dict):
-        raise RequestFailed(f"an event is no JSON object: {payload[:MAX_ERROR_CHARS]!r}")
+        raise RequestFailed(f"an event is not a JSON object: {payload[:MAX_ERROR_CHARS]!r}")
     return event
 
 
 def _message(body: str | Mapping[str, Any]) -> str:
-    """The words of an OpenAI error, or what there is instead."""
+    """The message of an OpenAI error, else the whole body."""
     try:
         found = json.loads(body) if isinstance(body, str) else body
         error = found.get("error", found)

@@ -1,5 +1,7 @@
-"""A run as pictures: latency distributions and the course of the run. HTML with inline SVG needs nothing; PNG needs
-matplotlib. No I/O but writing the file."""
+"""Plots of a run: latency distributions, throughput and concurrency over time.
+
+HTML with inline SVG requires nothing; PNG requires matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class PlotError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture: a curve."""
+    """One plot: a curve."""
 
     title: str
     x_label: str
@@ -47,7 +49,7 @@ class Panel:
 
 
 def check_plot_path(path: Path) -> None:
-    """Raises PlotError before a long run rather than after it."""
+    """Check the path before the run. Raises PlotError."""
     if path.suffix not in FORMATS:
         raise PlotError(f"--plot {path}: the name must end with {' or '.join(FORMATS)}")
     if path.suffix == ".png":
@@ -65,24 +67,26 @@ def write_plot(path: Path, records: Sequence[Record], title: str, report: str) -
 def make_panels(records: Sequence[Record]) -> list[Panel]:
     """Distributions of the latencies, throughput and concurrency over time."""
     gaps_ms = [1000 * gap_s / tokens for record in records for gap_s, tokens in record.pauses() for _ in range(tokens)]
-    part = "part of requests"
+    fraction = "fraction of requests"
     return [
-        Panel("Time to first token", "ms", part, _curve([1000 * r.ttft_s for r in records if r.ttft_s is not None])),
-        Panel("Inter-token latency", "ms", "part of tokens", _curve(gaps_ms)),
-        Panel("End to end", "ms", part, _curve([1000 * record.e2e_s for record in records])),
-        Panel("Output throughput", "s since the start", "tokens/s", _throughput(records)),
-        Panel("Requests in flight", "s since the start", "requests", _in_flight(records)),
+        Panel(
+            "Time to first token", "ms", fraction, _curve([1000 * r.ttft_s for r in records if r.ttft_s is not None])
+        ),
+        Panel("Inter-token latency", "ms", "fraction of tokens", _curve(gaps_ms)),
+        Panel("End to end", "ms", fraction, _curve([1000 * record.e2e_s for record in records])),
+        Panel("Output throughput", "seconds since the start", "tokens/s", _throughput(records)),
+        Panel("Requests in flight", "seconds since the start", "requests", _in_flight(records)),
     ]
 
 
 def to_html(panels: Sequence[Panel], title: str, report: str) -> str:
-    """One page that loads nothing."""
+    """A self-contained page."""
     figures = "\n".join(f"<figure>{_svg(panel)}</figure>" for panel in panels)
     return PAGE.format(title=html.escape(title), figures=figures, report=html.escape(report))
 
 
 def _curve(values: Sequence[float]) -> list[tuple[float, float]]:
-    """The cumulative distribution, thinned out."""
+    """The cumulative distribution with at most about MAX_CURVE_POINTS points."""
     ordered = sorted(values)
     step = max(1, len(ordered) // MAX_CURVE_POINTS)
     kept = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
@@ -140,7 +144,7 @@ def _axes(panel: Panel, high_x: float, high_y: float) -> list[str]:
 
 
 def nice_ceiling(value: float) -> float:
-    """The next 1, 2, 2.5, 5 or 10 times a power of ten: a readable end of an axis."""
+    """The next 1, 2, 2.5, 5 or 10 times a power of ten, as the end of an axis."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -170,7 +174,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError:
         raise PlotError(
-            "a PNG needs matplotlib, which is not installed: pip install matplotlib, or --plot NAME.html"
+            "a PNG requires matplotlib, which is not installed: run `pip install matplotlib`, or use --plot NAME.html"
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -14,7 +14,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class QuireBackend:
-    """Owns one AsyncClient, so one channel per gateway, as a program that uses the SDK would."""
+    """Owns one AsyncClient with one channel per gateway, like a program that uses the SDK."""
 
     def __init__(self, target: str | None, model: str, options: SendOptions, tls: Tls | None = None) -> None:
         self._target = target
@@ -40,7 +40,7 @@ class QuireBackend:
 
     async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
         if self._client is None:
-            raise RuntimeError("connect() comes first")
+            raise RuntimeError("call connect() first")
         arrived = chunks.arrived
         try:
             async with self._stream(self._client, prompt, max_tokens, number) as stream:

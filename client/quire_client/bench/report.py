@@ -1,4 +1,4 @@
-"""A run as text for people. No I/O."""
+"""The result of a run as text. No I/O."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LATENCY_NAMES = {
     "pause": "pause between chunks",
     "e2e": "end to end",
 }
-LATE_MS = 50.0  # a client that sends this much too late measures itself
+LATE_MS = 50.0  # beyond this delay the client is the limit
 BUSY = 0.9
 
 
 def report_text(summary: Summary, *, client_cpu: float, interrupted: int = 0) -> str:
-    """Everything, as `quire bench` prints it. `interrupted`: requests that were still open or not sent."""
+    """The output of `quire bench`. `interrupted`: number of requests still open or not sent."""
     parts = [table(("", "figure", ""), _figure_rows(summary)), _latency_table(summary.latencies)]
     parts += _notes(summary, client_cpu, interrupted)
     return "\n\n".join(parts)
@@ -55,9 +55,9 @@ def _cells(found: Distribution | None) -> list[str]:
 def _notes(summary: Summary, client_cpu: float, interrupted: int) -> list[str]:
     notes = []
     if interrupted:
-        notes.append(f"interrupted: {interrupted} requests were open or not sent yet and are not counted")
+        notes.append(f"interrupted: {interrupted} requests were open or not sent and are not counted")
     if client_cpu > BUSY:
-        notes.append(f"this client used {client_cpu:.0%} of a core: it may be what limits the figures")
+        notes.append(f"this client used {client_cpu:.0%} of a core: it may limit the figures")
     if summary.send_delay_p99_ms > LATE_MS:
         notes.append(f"requests were sent up to {summary.send_delay_p99_ms:.0f} ms (p99) late: this client is too slow")
     if summary.resumes:

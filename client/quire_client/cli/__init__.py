@@ -1,6 +1,6 @@
-"""The `quire` command: start a stack, ask it, look at it.
+"""The `quire` command: starts a stack, sends requests, shows state.
 
-Each command's code is imported when it runs, so that `quire --help` and a wrong flag answer at once.
+The code of a command is imported only when it runs, so that `quire --help` and flag errors are fast.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from quire_client.cli.output import complain
 from quire_client.errors import QuireError
 
 INTERRUPTED = 130
-# gRPC's older poller: what a server says wakes one thread before the event loop, not four.
+# gRPC's older poller: a message wakes one thread before the event loop instead of four.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors become one line on stderr, never a traceback."""
+    """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
     args = make_parser().parse_args(argv)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes notes about connections between our lines
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs connection errors to stderr
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows '?'
+            stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode
     command = importlib.import_module(f"quire_client.cli.{args.module}")
     try:
         return int(getattr(command, args.function)(args))
@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left (quire generate ... | head); the interpreter must not flush into the closed pipe at exit.
+        # The reader closed the pipe (quire generate ... | head); the interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def describe(error: QuireError) -> str:
-    """An error in one line, with the fields at fault and when to come back."""
+    """An error in one line, with the invalid fields and the retry delay."""
     parts = [error.message]
     parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
     if error.retry_after_s:

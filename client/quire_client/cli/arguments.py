@@ -1,4 +1,4 @@
-"""The command line of `quire`: flags, help, examples. Nothing runs here."""
+"""The command line of `quire`: flags, help and examples."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
 examples:
-  quire up                                   start everything here with the bundled demo model
-  quire chat "What does os.path.join do?"    ask it (quire chat alone: a conversation)
+  quire up                                   start all services here with the bundled demo model
+  quire chat "What does os.path.join do?"    one question (without one: a conversation)
   quire status                               workers, blocks, queue, cache hits
   quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
 
-The gateway is --target, else $QUIRE_TARGET, else localhost:50051. Several are given as host:port,host:port: an answer
-whose gateway dies goes on with the next one. Gateways with TLS: --tls, or QUIRE_TLS=1.
+The gateway is --target, else $QUIRE_TARGET, else localhost:50051. Give several as host:port,host:port: if one dies, its
+answers continue on the next one. For TLS set --tls or QUIRE_TLS=1.
 """
 
 UP_EXAMPLES = """\
 examples:
   quire up                                   the bundled demo model on one worker
   quire up --model ./Qwen3-0.6B --workers 2  a Hugging Face folder on two workers
-  quire up --gateways 2 --schedulers 2 --workers 2   nothing that exists only once
+  quire up --gateways 2 --schedulers 2 --workers 2   two replicas of every service
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
-  quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: mind your network)
+  quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: trusted networks only)
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
 
-Ctrl-C or SIGTERM drains: running answers are finished, then everything stops. A second one stops at once.
+Ctrl-C or SIGTERM drains: running requests finish, then all services stop. A second one stops immediately.
 """
 
 GENERATE_EXAMPLES = """\
@@ -44,7 +44,7 @@ examples:
 
 CHAT_EXAMPLES = """\
 examples:
-  quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D leaves, /new starts afresh
+  quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D exits, /new resets
   quire chat "What is json.dumps for?"       one question
   quire chat --system "Answer in one word." "Which language is this?"
 """
@@ -58,8 +58,8 @@ examples:
   quire bench --dataset demo --num-prompts 50 --concurrency 8 --plot result.html
   quire bench --backend openai --base-url http://localhost:8000 --concurrency 16   any OpenAI-compatible server
 
-Without --request-rate and --concurrency all requests are sent at once. docs/benchmarking.md says how latencies count.
-Exit code: 0, 1 when a request failed, 2 for wrong flags, 130 after Ctrl-C (with the figures so far).
+Without --request-rate and --concurrency all requests are sent at once. docs/benchmarking.md defines the latencies.
+Exit code: 0; 1 if a request failed; 2 for invalid flags; 130 after Ctrl-C (with the figures so far).
 """
 
 
@@ -105,16 +105,20 @@ def _command(
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(
-        commands, "up", "up", "run", "start gateway, scheduler and workers as processes of this machine", UP_EXAMPLES
+        commands, "up", "up", "run", "start gateway, scheduler and workers as processes on this machine", UP_EXAMPLES
     )
     add = parser.add_argument
     add("--model", default="demo", metavar="DIR", help="Hugging Face folder, or demo: the bundled model (default)")
-    add("--model-name", metavar="NAME", help="name clients ask for (default: the folder's name)")
+    add("--model-name", metavar="NAME", help="name of the model in requests (default: the folder's name)")
     add("--workers", type=_at_least(1), default=1, metavar="N", help="worker processes (default 1)")
     add(
-        "--gateways", type=_at_least(1), default=1, metavar="N", help="gateway processes (default 1), on ports in a row"
+        "--gateways",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="gateway processes (default 1), on consecutive ports",
     )
-    add("--schedulers", type=_at_least(1), default=1, metavar="N", help="scheduler processes, replicas (default 1)")
+    add("--schedulers", type=_at_least(1), default=1, metavar="N", help="scheduler replicas (default 1)")
     add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
     add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
     add("--port", type=_port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
@@ -122,49 +126,65 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--chunk-interval-ms",
         type=_not_negative,
         metavar="MS",
-        help="tokens that come sooner leave together (default 50: gateways share these cores with the model; 0: never)",
+        help="minimum time between two chunks of a stream (default 50, as the cores are shared; 0: none)",
     )
-    add("--metrics", action="store_true", help="serve /metrics of every service on a free port of 127.0.0.1")
-    add("--log-dir", metavar="DIR", help="where each service writes NAME.log (default: a new temporary folder)")
-    add("--ready-file", metavar="FILE", help="write addresses and process ids here as JSON once everything is ready")
+    add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
+    add("--log-dir", metavar="DIR", help="folder of the log files NAME.log (default: a new temporary folder)")
+    add(
+        "--ready-file",
+        metavar="FILE",
+        help="write addresses and process ids to this file as JSON when all services are ready",
+    )
     add("--json", action="store_true", help="one JSON line per event instead of text")
-    add("--drain-timeout-s", type=_positive, default=30.0, metavar="S", help="time for running answers at the end (30)")
-    workers = parser.add_argument_group("handed to every worker (default: the worker's own)")
+    add(
+        "--drain-timeout-s",
+        type=_positive,
+        default=30.0,
+        metavar="S",
+        help="time for running requests at shutdown (default 30)",
+    )
+    workers = parser.add_argument_group("flags of every worker (default: the worker's own)")
     add = workers.add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="numeric type of weights and KV cache")
     add("--kv-cache-dtype", choices=("auto", "fp8"), help="fp8: keys and values in 8 bits (backend cuda)")
-    add("--quantize", choices=("int8",), help="round weights to 8 bits: faster, less exact")
+    add("--quantize", choices=("int8",), help="quantize weights to 8 bits: faster, less accurate")
     add("--block-size", type=_at_least(1), metavar="N", help="tokens per KV block, a power of two")
     add("--num-blocks", type=_at_least(1), metavar="N", help="KV blocks of the pool")
-    add("--kv-cache-memory", metavar="SIZE", help="memory of the pool instead, e.g. 2G")
-    add("--max-num-seqs", type=_at_least(1), metavar="N", help="sequences that run at once")
+    add("--kv-cache-memory", metavar="SIZE", help="memory of the pool, instead of --num-blocks, e.g. 2G")
+    add("--max-num-seqs", type=_at_least(1), metavar="N", help="sequences that run at the same time")
     add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens computed per step")
     add("--max-model-len", type=_at_least(1), metavar="N", help="longest prompt + output")
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
     add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
-    add("--backend", choices=("cpu", "cuda", "reference"), help="what computes; cuda: a GPU")
-    add("--attention", choices=("auto", "triton", "flash", "torch"), help="of backend cuda")
-    add("--gpu-memory-utilization", metavar="PART", help="part of the GPU's memory that a worker may take")
+    add("--backend", choices=("cpu", "cuda", "reference"), help="compute backend; cuda: a GPU")
+    add("--attention", choices=("auto", "triton", "flash", "torch"), help="attention kernel (backend cuda)")
+    add("--gpu-memory-utilization", metavar="FRACTION", help="fraction of the GPU's memory that a worker may use")
     add(
         "--tensor-parallel-size",
         type=_at_least(1),
         metavar="N",
         help="GPUs that share one model; each worker gets its own N",
     )
-    add("--threads", type=_at_least(1), metavar="N", help="CPU threads of each worker (default: the cores, shared out)")
-    queue = parser.add_argument_group("handed to every scheduler")
-    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="sequences that may wait")
+    add(
+        "--threads",
+        type=_at_least(1),
+        metavar="N",
+        help="CPU threads of each worker (default: an equal share of the cores)",
+    )
+    queue = parser.add_argument_group("flags of every scheduler")
+    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="limit of waiting sequences")
     queue.add_argument(
         "--burst-ms",
         type=_not_negative,
         metavar="MS",
-        help="how long a worker may decode on one message (default 20: these cores are the model's too; 0: one step)",
+        help="decode time per message to a worker (default 20, as the cores are shared; 0: one step)",
     )
+    queue.add_argument("--no-prefix-caching", action="store_true", help="disable the prefix cache")
     queue.add_argument(
-        "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"
-    )
-    queue.add_argument(
-        "--max-waiting-tokens", type=_at_least(1), metavar="N", help="tokens of their prompts and expected answers"
+        "--max-waiting-tokens",
+        type=_at_least(1),
+        metavar="N",
+        help="limit of waiting prompt and expected output tokens",
     )
 
 
@@ -179,8 +199,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _command(commands, "chat", "chat", "run", "talk with a model", CHAT_EXAMPLES)
-    parser.add_argument("question", nargs="?", metavar="QUESTION", help="ask this only (default: a conversation)")
+    parser = _command(commands, "chat", "chat", "run", "chat with a model", CHAT_EXAMPLES)
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help="a single question (default: a conversation)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--json", action="store_true", help="with QUESTION: no stream, one JSON line at the end")
     _add_sampling(parser)
@@ -193,26 +213,26 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _add_target(models)
     status = _command(commands, "status", "show", "status", "workers, rows, blocks, queue and cache hits")
     status.add_argument("--json", action="store_true", help="one JSON line (with --watch: one per second)")
-    status.add_argument("--watch", action="store_true", help="again every second until Ctrl-C")
+    status.add_argument("--watch", action="store_true", help="repeat every second until Ctrl-C")
     _add_target(status)
     tokenize = _command(commands, "tokenize", "show", "tokenize", "token ids of a text")
     tokenize.add_argument("text", nargs="?", metavar="TEXT", help="text (default: read stdin)")
     tokenize.add_argument(
-        "--chat", action="store_true", help="render it as a user message with the chat template first"
+        "--chat", action="store_true", help="render the text as a user message with the chat template"
     )
     tokenize.add_argument("--json", action="store_true", help="one JSON line")
-    tokenize.add_argument("--model", default="", metavar="NAME", help="model (default: the only one)")
+    tokenize.add_argument("--model", default="", metavar="NAME", help="model (default: the only one served)")
     _add_target(tokenize)
 
 
 def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     drain = _command(
-        commands, "drain", "show", "drain", "let a worker go: its sequences move to other workers, then it exits"
+        commands, "drain", "show", "drain", "drain a worker: its sequences move to other workers, then it exits"
     )
-    drain.add_argument("worker", metavar="WORKER", help="its id, as `quire status` shows it")
-    drain.add_argument("--model", default="", metavar="NAME", help="model it serves (default: any)")
+    drain.add_argument("worker", metavar="WORKER", help="the worker's id, as shown by `quire status`")
+    drain.add_argument("--model", default="", metavar="NAME", help="the worker's model (default: any)")
     drain.add_argument(
-        "--drain-timeout-s", type=_positive, metavar="S", help="time it may take (default: the worker's own)"
+        "--drain-timeout-s", type=_positive, metavar="S", help="limit of the drain (default: the worker's own)"
     )
     drain.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(drain)
@@ -220,9 +240,13 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = _command(
-        commands, "doctor", "doctor", "run", "what is here, what is missing, and what is done instead; exit code 0 or 1"
+        commands,
+        "doctor",
+        "doctor",
+        "run",
+        "check this machine: what works, what is missing, which fallbacks are used; exit code 0 or 1",
     )
-    doctor.add_argument("--redis", metavar="URL", help="Redis to look for (default: $QUIRE_REDIS)")
+    doctor.add_argument("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(doctor)
 
@@ -235,49 +259,58 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_dataset(parser.add_argument_group("dataset"))
     add = parser.add_argument_group("result").add_argument
     add("--slo", metavar="ttft:MS,...", help="count requests within these limits (ttft, tpot, e2e) as goodput")
-    add("--output", metavar="FILE", help="write settings, figures and every request here as JSON")
-    add("--plot", metavar="FILE", help="write pictures here: NAME.html, or NAME.png with matplotlib")
+    add("--output", metavar="FILE", help="write settings, figures and every request to this file as JSON")
+    add("--plot", metavar="FILE", help="write plots to this file: NAME.html, or NAME.png with matplotlib")
     add("--json", action="store_true", help="print one JSON line instead of tables")
-    add("--no-progress", action="store_true", help="no progress bar (there is none anyway when stderr is no terminal)")
+    add("--no-progress", action="store_true", help="no progress bar (never shown if stderr is not a terminal)")
 
 
 def _add_bench_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP")
-    add("--target", metavar="HOST:PORT,...", help=f"gateways of Quire (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
-    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; its key is in $OPENAI_API_KEY")
-    add("--model", default="", metavar="NAME", help="model (default: the server's only or first one)")
+    add("--target", metavar="HOST:PORT,...", help=f"gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
+    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; the API key is $OPENAI_API_KEY")
+    add("--model", default="", metavar="NAME", help="model (default: the only or first one of the server)")
     add("--temperature", type=_number, default=0.0, metavar="T", help="0 is greedy (default)")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="full length of every answer (default: yes but for texts)",
+        help="generate the full length of every answer (default: on, except for texts)",
     )
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="texts are messages of a chat (default: for demo, sharegpt)",
+        help="send texts as chat messages (default: for demo, sharegpt)",
     )
-    add("--text", action=argparse.BooleanOptionalAction, help="ask Quire for text too (default: for demo, sharegpt)")
-    add("--cache-salt", default="", metavar="SALT", help="share no cached prefix with requests of another salt")
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields for every HTTP request")
-    add("--timeout-s", type=_positive, metavar="S", help="longest time of a request (default 600)")
+    add(
+        "--text",
+        action=argparse.BooleanOptionalAction,
+        help="request text from Quire too (default: for demo, sharegpt)",
+    )
+    add("--cache-salt", default="", metavar="SALT", help="do not share cached prefixes with requests of another salt")
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="additional fields of every HTTP request")
+    add("--timeout-s", type=_positive, metavar="S", help="timeout of a request (default 600)")
 
 
 def _add_bench_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num-prompts", type=_at_least(1), metavar="N", help="requests (default 100; of a file or trace: all)")
-    add("--request-rate", type=_positive, metavar="R", help="conversations that begin per second, on average")
+    add(
+        "--num-prompts",
+        type=_at_least(1),
+        metavar="N",
+        help="number of requests (default 100; of a file or trace: all)",
+    )
+    add("--request-rate", type=_positive, metavar="R", help="mean number of conversations started per second")
     add(
         "--burstiness",
         type=_positive,
         default=1.0,
         metavar="B",
-        help="1: Poisson (default); less: in bursts; more: even",
+        help="1: Poisson (default); below 1: bursty; above 1: even",
     )
-    add("--concurrency", type=_at_least(1), metavar="N", help="conversations at a time, at most")
-    add("--warmup", type=_at_least(0), default=1, metavar="N", help="requests before, not counted (default 1)")
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="the same seed makes the same requests (default 0)")
+    add("--concurrency", type=_at_least(1), metavar="N", help="maximum number of concurrent conversations")
+    add("--warmup", type=_at_least(0), default=1, metavar="N", help="uncounted requests before the run (default 1)")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="the same seed gives the same requests (default 0)")
 
 
 def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
@@ -287,44 +320,52 @@ def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
         choices=("random", "shared-prefix", "multi-turn", "trace", "demo", "sharegpt", "file"),
         default="random",
         help="random (default), shared-prefix, multi-turn: token ids from the seed; trace: JSON lines with timestamp, "
-        "input_length, output_length, hash_ids; demo: questions of the bundled model; sharegpt: texts of a JSON file, "
-        "drawn; file: its requests in order",
+        "input_length, output_length, hash_ids; demo: questions of the bundled model; sharegpt: texts of a JSON file "
+        "in random order; file: its requests in order",
     )
-    add("--path", metavar="FILE", help="file of trace, sharegpt or file")
+    add("--path", metavar="FILE", help="input file of trace, sharegpt or file")
     add(
         "--input-len",
         type=_at_least(1),
         default=256,
         metavar="N",
-        help="tokens of a prompt, or of a turn (default 256)",
+        help="tokens per prompt or turn (default 256)",
     )
-    add("--output-len", type=_at_least(1), metavar="N", help="tokens of an answer (default 128, or the file's)")
-    add("--range-ratio", type=_part, default=0.0, metavar="F", help="lengths vary by this part, 0 (default) to 1")
-    add("--groups", type=_at_least(1), default=4, metavar="N", help="different prefixes (default 4)")
-    add("--prefix-len", type=_at_least(0), default=256, metavar="N", help="tokens of a shared prefix (default 256)")
-    add("--turns", type=_at_least(1), default=4, metavar="N", help="turns of a conversation (default 4)")
+    add("--output-len", type=_at_least(1), metavar="N", help="tokens per answer (default 128, or the file's)")
+    add(
+        "--range-ratio",
+        type=_fraction,
+        default=0.0,
+        metavar="F",
+        help="lengths vary by this fraction, 0 (default) to 1",
+    )
+    add("--groups", type=_at_least(1), default=4, metavar="N", help="number of different prefixes (default 4)")
+    add("--prefix-len", type=_at_least(0), default=256, metavar="N", help="tokens per shared prefix (default 256)")
+    add("--turns", type=_at_least(1), default=4, metavar="N", help="turns per conversation (default 4)")
     add(
         "--think-time-s",
         type=_not_negative,
         default=0.0,
         metavar="S",
-        help="mean pause before a further turn (default 0)",
+        help="mean pause between two turns (default 0)",
     )
-    add("--speed", type=_positive, default=1.0, metavar="F", help="play a trace this much faster (default 1)")
-    add("--length-scale", type=_positive, default=1.0, metavar="F", help="multiply the lengths of a trace (default 1)")
+    add("--speed", type=_positive, default=1.0, metavar="F", help="replay a trace faster by this factor (default 1)")
+    add(
+        "--length-scale", type=_positive, default=1.0, metavar="F", help="factor for the lengths in a trace (default 1)"
+    )
     add(
         "--vocab-size",
         type=_at_least(16),
         metavar="N",
-        help="draw token ids below this (default: the model's, or 2048)",
+        help="upper limit of the token ids (default: the model's vocabulary size, or 2048)",
     )
-    add("--skip-too-long", action="store_true", help="leave out what is longer than the model takes")
+    add("--skip-too-long", action="store_true", help="skip requests that exceed max_model_len")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (default: the model's own)")
+    group = parser.add_argument_group("sampling (default: the model's)")
     add = group.add_argument
-    add("--model", default="", metavar="NAME", help="model (default: the gateway's only one)")
+    add("--model", default="", metavar="NAME", help="model (default: the only one of the gateway)")
     for field in FIELDS:
         if field.has_flag:
             add(f"--{field.option.replace('_', '-')}", help=field.doc, **_value_of(field))
@@ -349,11 +390,15 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("TLS (default: $QUIRE_TLS, $QUIRE_TLS_CA, ...; else plaintext)").add_argument
-    add("--tls", action="store_true", default=None, help="speak TLS; on by itself with one of the following")
-    add("--tls-ca", metavar="FILE", help="authorities that gateways are known by (default: the well-known ones)")
-    add("--tls-cert", metavar="FILE", help="certificate of this client, for gateways that ask for one")
-    add("--tls-key", metavar="FILE", help="its key")
-    add("--tls-server-name", metavar="NAME", help="name in the gateway's certificate (default: the target's host)")
+    add("--tls", action="store_true", default=None, help="use TLS; implied by the other TLS flags")
+    add("--tls-ca", metavar="FILE", help="certificate authorities of the gateways (default: those bundled with gRPC)")
+    add("--tls-cert", metavar="FILE", help="client certificate, for gateways that require one")
+    add("--tls-key", metavar="FILE", help="private key of the client certificate")
+    add(
+        "--tls-server-name",
+        metavar="NAME",
+        help="expected name in the gateway's certificate (default: the target's host)",
+    )
 
 
 def _at_least(low: int) -> Callable[[str], int]:
@@ -400,10 +445,10 @@ def _not_negative(text: str) -> float:
     return value
 
 
-def _part(text: str) -> float:
+def _fraction(text: str) -> float:
     value = _number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
 
 
@@ -411,9 +456,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 

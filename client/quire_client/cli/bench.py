@@ -32,12 +32,12 @@ INTERRUPTED = 130
 PROGRESS_INTERVAL_S = 0.2
 BAR_WIDTH = 24
 TEXT_DATASETS = ("demo", "sharegpt")
-DEFAULT_VOCAB_SIZE = 2048  # of servers that do not say theirs: small enough for any model
+DEFAULT_VOCAB_SIZE = 2048  # if the server does not report one: small enough for any model
 DEFAULT_NUM_PROMPTS = 100
 
 
 class ArgumentsError(Exception):
-    """Flags that do not go together."""
+    """An invalid combination of flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Outcome:
     server: ServerInfo
     run: Run
     summary: Summary
-    client_cpu: float  # part of a core that this process used
+    client_cpu: float  # cores used by this process, as a fraction
     is_interrupted: bool
 
     @property
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed, as it is beside the services: a client should take little of what it measures."""
+    """uvloop if it is installed: the client should use little of the CPU that it measures."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
@@ -103,13 +103,15 @@ def _first_error(outcome: Outcome) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ArgumentsError before anything is asked."""
+    """Raises ArgumentsError before any request is sent."""
     if args.backend == "openai" and not args.base_url:
-        raise ArgumentsError("--backend openai needs --base-url, e.g. --base-url http://localhost:8000")
+        raise ArgumentsError("--backend openai requires --base-url, e.g. --base-url http://localhost:8000")
     if args.dataset in ("trace", "sharegpt", "file") and not args.path:
-        raise ArgumentsError(f"--dataset {args.dataset} needs --path FILE")
+        raise ArgumentsError(f"--dataset {args.dataset} requires --path FILE")
     if args.dataset == "trace" and args.request_rate is not None:
-        raise ArgumentsError("--dataset trace has its own times: use --speed instead of --request-rate")
+        raise ArgumentsError(
+            "--request-rate has no effect on --dataset trace, which has its own timestamps; use --speed"
+        )
     if args.plot:
         check_plot_path(Path(args.plot))
     if args.slo:
@@ -136,7 +138,7 @@ async def _measure(args: argparse.Namespace) -> Outcome:
 
 
 def make_backend(args: argparse.Namespace) -> Backend:
-    """The client of --backend; its module is imported only when it is used."""
+    """The client of --backend; its module is imported only if it is used."""
     is_text = args.dataset in TEXT_DATASETS
     options = SendOptions(
         temperature=args.temperature,
@@ -157,7 +159,7 @@ def make_backend(args: argparse.Namespace) -> Backend:
 
 
 def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> Run:
-    """What will be sent when. Raises DatasetError."""
+    """The requests and their times. Raises DatasetError."""
     conversations = make_conversations(args, vocab_size, args.seed)
     if server.max_model_len is not None and args.skip_too_long:
         conversations = datasets.without_too_long(conversations, server.max_model_len)
@@ -173,7 +175,7 @@ def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, voc
 
 
 def make_conversations(args: argparse.Namespace, vocab_size: int, seed: int) -> list[Conversation]:
-    """The dataset of the flags."""
+    """The dataset that the flags describe."""
     rng = random.Random(seed)
     count = args.num_prompts or DEFAULT_NUM_PROMPTS
     inputs = Lengths(args.input_len, args.range_ratio)
@@ -223,9 +225,11 @@ def _read_conversations(
 
 
 async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> None:
-    """Requests like those to come, all at once and not counted. Synthetic ones have other tokens: they warm no cache.
+    """Send requests like those of the run, all at once and not counted.
 
-    Raises BackendError when one fails: then the run is not worth starting.
+    Synthetic prompts have other tokens than those of the run: they do not warm up the prefix cache.
+
+    Raises BackendError if one fails.
     """
     if not args.warmup:
         return
@@ -241,7 +245,7 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInf
 
 
 async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
-    """Whether Ctrl-C or SIGTERM ended it."""
+    """Wait for the end of the run. True if Ctrl-C or SIGTERM ended it."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -259,7 +263,7 @@ async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
         await asyncio.wait([running, stop, *([shown] if shown else [])])
     if running.cancelled():
         return True
-    running.result()  # raises what went wrong in this program
+    running.result()  # raises the exceptions of this program
     return False
 
 
@@ -275,7 +279,7 @@ async def _show_progress(run: Run) -> None:
 
 
 def progress_line(run: Run) -> str:
-    """A bar, requests, rate, failures."""
+    """Progress bar, requests, failures, rate and time."""
     done, total = len(run.records), run.num_requests
     filled = BAR_WIDTH * done // max(1, total)
     rate = run.num_tokens / max(run.elapsed_s, 1e-9)
@@ -287,7 +291,7 @@ def progress_line(run: Run) -> str:
 
 
 def _fields(args: argparse.Namespace, outcome: Outcome) -> dict[str, Any]:
-    """The result as JSON: settings, machine, figures, and each request."""
+    """The result as JSON: settings, machine, figures and every request."""
     server = outcome.server
     hidden = {"module", "function", "json", "output", "plot", "no_progress"}
     return {

@@ -15,7 +15,7 @@ from quire_client.sync import Client
 from quire_client.types import GenerateResult, Message
 
 PROMPT = "you> "
-HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new starts a new conversation."
+HELP = "Ctrl-C stops an answer, Ctrl-D exits, /new starts a new conversation."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def _system(args: argparse.Namespace) -> list[Message]:
 
 
 class Conversation:
-    """Turns until Ctrl-D. A turn that failed or was stopped leaves no half exchange behind."""
+    """Turns until Ctrl-D. A turn that fails or is stopped is not kept in the history."""
 
     def __init__(self, client: Client, args: argparse.Namespace) -> None:
         self._client = client
@@ -86,7 +86,7 @@ class Conversation:
             return show_stream(stream)
 
     def _read_line(self) -> str | None:
-        """The next line; None at the end. Ctrl-C at the prompt gives an empty line."""
+        """The next line of input; None at its end. Ctrl-C at the prompt returns an empty line."""
         try:
             return input(PROMPT if self._is_tty else "")
         except EOFError:
@@ -99,11 +99,11 @@ class Conversation:
 
     def _model_names(self) -> str:
         if self._args.model:
-            return f"Talking with {self._args.model}"
-        return f"Talking with {', '.join(model.name for model in self._client.models()) or 'no model yet'}"
+            return f"Model: {self._args.model}"
+        return f"Model: {', '.join(model.name for model in self._client.models()) or 'none yet'}"
 
 
 def _enable_line_editing() -> None:
-    """Arrow keys and history, where Python was built with readline."""
+    """Enable arrow keys and history if Python has readline."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         complain("give a prompt or --tokens, not both")
         return 2
     if args.prompt is None and args.tokens is None and sys.stdin.isatty():
-        complain('nothing to continue: give a prompt, e.g. quire generate "Once upon a time", or --tokens 1,2,3')
+        complain('no prompt: give one, e.g. quire generate "Once upon a time", or --tokens 1,2,3')
         return 2
     prompt = read_stdin() if args.prompt is None and args.tokens is None else args.prompt
     with connect(args) as client:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """The client of --target, one gateway or several. Fails fast: a person waits."""
+    """A client of the gateways in --target. Fails fast because a user is waiting."""
     tls = tls_option(args)
     if args.timeout_s is None:
         return Client.connect(args.target, tls=tls, connect_timeout_s=CONNECT_TIMEOUT_S)
@@ -48,17 +48,17 @@ def connect(args: argparse.Namespace) -> Client:
 
 
 def sampling_options(args: argparse.Namespace) -> GenerateOptions:
-    """Options for the flags that were given; the others are left to the model."""
+    """Options for the flags that are set; the others keep the model's defaults."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return cast(GenerateOptions, {name: value for name, value in given.items() if _is_given(value)})
 
 
 def _is_given(value: object) -> bool:
-    return value is not None and value is not False and value != ""  # 0 is a value: greedy, off
+    return value is not None and value is not False and value != ""  # 0 is a value (greedy, off)
 
 
 def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateResult:
-    """Print text as it comes. Samples of one prompt come mixed, so several are printed at the end."""
+    """Print text as it is generated. Chunks of several samples interleave, so these are printed at the end."""
     for delta in stream:
         if is_single:
             write(delta.text)
@@ -72,21 +72,21 @@ def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateRe
 
 
 def shown(sample: Sample) -> str:
-    """A sample's text; its token ids when there is none, as with a model without a tokenizer."""
+    """A sample's text, or its token ids if the model has no tokenizer."""
     if sample.text or not sample.token_ids:
         return sample.text
     return f"token ids: {','.join(map(str, sample.token_ids))}"
 
 
 def show_cost(result: GenerateResult, seconds: float) -> None:
-    """Why it ended and what it cost, for people who watch."""
+    """Print finish reasons, tokens and time if stderr is a terminal."""
     if sys.stderr.isatty():
         reasons = ", ".join(sample.finish_reason.value for sample in result.samples)
         print(f"[{reasons}; {usage_line(result.usage, seconds)}]", file=sys.stderr)
 
 
 def result_fields(result: GenerateResult) -> dict[str, Any]:
-    """What --json prints: the sample's fields and the usage; several samples as a list."""
+    """The output of --json: fields of the sample (or a list of samples) and the usage."""
     if len(result.samples) == 1:
         return {**sample_fields(result.samples[0]), "usage": result.usage}
     return {"samples": [sample_fields(sample) for sample in result.samples], "usage": result.usage}

@@ -1,4 +1,4 @@
-"""How the command prints: plain text, columns, errors."""
+"""Output of the command: text, tables, errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from quire_client.types import FinishReason, Sample, Usage
 
 
 def complain(message: str) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     print(f"quire: error: {message}", file=sys.stderr)
 
 
 def write(text: str) -> None:
-    """Text without a line end, at once: a stream is read as it comes."""
+    """Write text without a line end and flush it, for streams."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def read_stdin() -> str:
-    """All of stdin. Raises InvalidRequest when it is no text."""
+    """All of stdin. Raises InvalidRequest if it is not text."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -32,7 +32,7 @@ def read_stdin() -> str:
 
 
 def to_json(value: Any) -> str:
-    """A dataclass, or anything made of them, as one JSON line."""
+    """A dataclass, or any structure of dataclasses, as one line of JSON."""
     return json.dumps(value, default=_jsonable)
 
 
@@ -41,13 +41,13 @@ def sample_fields(sample: Sample) -> dict[str, Any]:
 
 
 def usage_line(usage: Usage, seconds: float) -> str:
-    """What an answer cost, for people."""
+    """Tokens and time of an answer, as text."""
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     return f"{usage.prompt_tokens} prompt tokens{cached}, {usage.output_tokens} output tokens, {seconds:.2f} s"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as their content; numbers to the right."""
+    """A text table; numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
     lines = [list(headers), *cells]
@@ -64,4 +64,4 @@ def _jsonable(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

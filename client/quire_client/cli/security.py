@@ -1,4 +1,4 @@
-"""--tls and its companions."""
+"""The TLS flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLAG_OF = {"ca_file": "tls_ca", "cert_file": "tls_cert", "key_file": "tls_key", 
 
 
 def tls_option(args: argparse.Namespace) -> Tls | None:
-    """What flags and environment say together; a flag goes first."""
+    """The TLS settings of flags and environment; flags take precedence."""
     given = {field: getattr(args, flag) for field, flag in FLAG_OF.items() if getattr(args, flag)}
     if not given:
         return resolve_tls(args.tls)

@@ -1,4 +1,4 @@
-"""`quire models`, `quire status`, `quire tokenize`, `quire drain`: look at a stack, let a worker go."""
+"""`quire models`, `quire status`, `quire tokenize`, `quire drain`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def models(args: argparse.Namespace) -> int:
     elif found:
         print(table(("model", "workers", "max length", "vocabulary", "dtype", "determinism"), map(_model_row, found)))
     else:
-        print("no model yet: no worker has registered. `quire status` shows what is there.")
+        print("no model yet: no worker has registered. `quire status` shows the schedulers.")
     return 0
 
 
@@ -44,7 +44,7 @@ def drain(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json({"worker": args.worker, "num_moved": num_moved}))
     else:
-        print(f"{args.worker} drains: {num_moved} sequence{'' if num_moved == 1 else 's'} moved")
+        print(f"{args.worker} is draining: {num_moved} sequence{'' if num_moved == 1 else 's'} moved")
     return 0
 
 
@@ -60,12 +60,12 @@ def tokenize(args: argparse.Namespace) -> int:
         print(to_json(result))
     else:
         print(",".join(map(str, result.ids)))
-        print(f"[{len(result.ids)} tokens; the model takes {result.max_model_len}]", file=sys.stderr)
+        print(f"[{len(result.ids)} tokens; max_model_len is {result.max_model_len}]", file=sys.stderr)
     return 0
 
 
 def status_text(status: Status) -> str:
-    """Everything behind a gateway, for people."""
+    """The state behind a gateway, as text."""
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
     return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
 

@@ -1,4 +1,4 @@
-"""The pure parts of `quire bench`: what is asked, when, and what becomes of the measurements."""
+"""The pure parts of `quire bench`: datasets, arrival times, figures and reports."""
 
 import itertools
 import json
@@ -30,7 +30,10 @@ def test_poisson_arrivals_have_the_rate_and_the_seed():
     gaps = [after - before for before, after in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert (mean, deviation) == (pytest.approx(0.2, rel=0.03), pytest.approx(0.2, rel=0.03))  # as an exponential has
+    assert (mean, deviation) == (
+        pytest.approx(0.2, rel=0.03),
+        pytest.approx(0.2, rel=0.03),
+    )  # equal in an exponential distribution
     assert times == arrival_times(20_000, 5.0, 1.0, random.Random(1))
     assert times[0] == 0
 
@@ -146,9 +149,9 @@ def test_trace_blocks_and_times(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "holds no request"),
-        ("{", "line 1 is no JSON"),
-        ("3", "line 1: 3 is no JSON object"),
+        ("", "contains no request"),
+        ("{", "line 1 is not valid JSON"),
+        ("3", "line 1: 3 is not a JSON object"),
         (json.dumps(TRACE_LINE | {"timestamp": "now"}), "line 1: timestamp is 'now'; it must be a number"),
         (json.dumps(TRACE_LINE) + '\n{"timestamp": 3}', "line 2: input_length is None"),
         (json.dumps(TRACE_LINE | {"output_length": -1}), "line 1: output_length is -1"),
@@ -182,7 +185,7 @@ def test_files_of_texts_and_token_ids(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
-        ({"question": "?"}, "there is no prompt, token_ids or conversations; its fields are: question"),
+        ({"question": "?"}, "the entry has no prompt, token_ids or conversations; its fields: question"),
         ({"token_ids": [-1]}, r"token_ids is \[-1\]"),
         ({"prompt": "a", "max_tokens": 0.5}, "max_tokens is 0.5"),
         ({"conversations": 3}, "conversations is 3"),
@@ -195,10 +198,10 @@ def test_a_bad_entry_is_named(tmp_path, entry, complaint):
         datasets.requests_of_file(path, output_len=None, limit=None)
 
 
-def test_what_does_not_fit_the_model_is_refused_or_left_out():
+def test_conversations_that_exceed_the_model_length_are_refused_or_skipped():
     short, long = (Conversation((Turn((1,) * size, 10),)) for size in (90, 91))
     datasets.check_lengths([short], 100)
-    with pytest.raises(DatasetError, match="have 101 tokens together and the model takes 100"):
+    with pytest.raises(DatasetError, match="have 101 tokens, but max_model_len is 100"):
         datasets.check_lengths([short, long], 100)
     assert datasets.without_too_long([short, long], 100) == [short]
 
@@ -216,7 +219,7 @@ def test_a_chunk_of_four_tokens_counts_as_four_gaps():
     assert latencies["tpot"].mean == pytest.approx(300 / 5)  # the five tokens after the first chunk
     assert latencies["itl"].mean == pytest.approx(latencies["tpot"].mean)
     assert latencies["itl"].percentiles[50] == pytest.approx(50)
-    assert latencies["pause"].highest == pytest.approx(200)  # what a reader sees
+    assert latencies["pause"].highest == pytest.approx(200)
 
 
 def test_an_answer_in_one_chunk_has_no_time_per_token():
@@ -226,7 +229,7 @@ def test_an_answer_in_one_chunk_has_no_time_per_token():
     assert latencies["ttft"].mean == pytest.approx(800)
 
 
-def test_a_summary_counts_what_succeeded():
+def test_a_summary_counts_successful_requests():
     failed = Record(sent_s=0.0, end_s=2.0, error="broken")
     late = replace(COALESCED, sent_s=0.1)
     found = summarize([COALESCED, late, failed, failed], parse_slo("ttft:600,e2e:2000"))
@@ -241,7 +244,7 @@ def test_a_summary_counts_what_succeeded():
         assert words in text
 
 
-def test_nothing_measured_is_no_error():
+def test_a_run_without_records_has_a_report():
     found = summarize([])
     assert (found.duration_s, found.output_tokens_per_s, found.latencies["ttft"]) == (0.0, 0.0, None)
     assert "nothing measured" in to_html(make_panels([]), "empty", report_text(found, client_cpu=0.0))
@@ -249,9 +252,9 @@ def test_nothing_measured_is_no_error():
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("ttf:3", "'ttf' is no latency"), ("ttft", "is not a number"), ("tpot:0", "above 0"), ("", "is no latency")],
+    [("ttf:3", "'ttf' is not a latency"), ("ttft", "is not a number"), ("tpot:0", "above 0"), ("", "is not a latency")],
 )
-def test_a_bad_slo_is_explained(text, complaint):
+def test_a_bad_slo_is_refused(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse_slo(text)
 
@@ -277,7 +280,7 @@ def test_a_plot_is_one_page(tmp_path):
 def test_base_urls():
     assert api_root("http://host:8000") == "http://host:8000/v1"
     assert api_root("http://host:8000/v1/") == "http://host:8000/v1"
-    with pytest.raises(BackendError, match="is no HTTP address"):
+    with pytest.raises(BackendError, match="is not an HTTP URL"):
         api_root("host:8000")
 
 

@@ -1,4 +1,4 @@
-"""The command against a gateway without a model: what it prints, how it fails."""
+"""Output and errors of the command against a fake gateway."""
 
 import io
 import json
@@ -145,7 +145,7 @@ def test_status_of_a_lost_scheduler():
     assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
 
 
-def test_status_shows_what_waits(gateway, capsys):
+def test_status_shows_pending_tokens(gateway, capsys):
     assert "tokens  0 pending, 0 refused for their deadline" in run(capsys, "status")[1]
     replica = show.SchedulerStatus("host:1", "m", True, 0, 9, 0, 0, 0, 0, "redis", 0, (), 70, 500, 3)
     text = show.status_text(show.Status((replica, replica), 4))
@@ -153,7 +153,7 @@ def test_status_shows_what_waits(gateway, capsys):
 
 
 def test_drain(gateway, capsys):
-    assert run(capsys, "drain", "w0") == (0, "w0 drains: 2 sequences moved\n", "")
+    assert run(capsys, "drain", "w0") == (0, "w0 is draining: 2 sequences moved\n", "")
     assert json.loads(run(capsys, "drain", "w0", "--json")[1]) == {"worker": "w0", "num_moved": 2}
     assert gateway.drained_ids == ["w0", "w0"]
     assert run(capsys, "drain", "w7") == (1, "", "quire: error: no worker 'w7'; there is 'w0'\n")
@@ -165,14 +165,14 @@ def test_every_command_takes_several_targets(gateway, capsys):
         assert run(capsys, *command.split(), "--target", target)[0] == 0
 
 
-def test_doctor_looks_at_every_target(gateway, capsys):
+def test_doctor_checks_every_target(gateway, capsys):
     code, out, _ = run(capsys, "doctor", "--target", f"{gateway.target},localhost:1", "--json")
     found = [f["state"] for f in json.loads(out)["findings"] if f["name"] == "gateway"][-2:]
     assert (code, found) == (1, ["ok", "missing"])
 
 
 def test_tokenize(gateway, capsys, monkeypatch):
-    assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; the model takes 4096]\n")
+    assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; max_model_len is 4096]\n")
     type_in(monkeypatch, "a")
     assert json.loads(run(capsys, "tokenize", "--json", "--chat")[1]) == {"ids": [97], "max_model_len": 4096}
 
@@ -209,7 +209,7 @@ def test_errors_are_one_line(capsys, monkeypatch):
     assert "quire up" in err
 
 
-def test_violations_are_told(capsys, monkeypatch):
+def test_a_field_violation_is_not_repeated(capsys, monkeypatch):
     with Moody() as gateway:
         gateway.requests.append(pb.GenerateRequest())
         code, _, err = run(capsys, "generate", "x", "--target", gateway.target)
@@ -226,13 +226,13 @@ def test_help(command, capsys):
 # quire doctor
 
 
-def test_doctor_is_content(gateway, capsys):
+def test_doctor_succeeds(gateway, capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert f"{gateway.target} serves fake (1 workers ready)" in out
 
 
-def test_doctor_fails_for_a_gateway_that_was_named(capsys):
+def test_doctor_fails_if_a_given_gateway_does_not_answer(capsys):
     code, out, _ = run(capsys, "doctor", "--target", "localhost:1", "--json")
     found = json.loads(out)
     assert (code, found["healthy"]) == (1, False)
@@ -240,7 +240,7 @@ def test_doctor_fails_for_a_gateway_that_was_named(capsys):
 
 
 @pytest.mark.parametrize("url", ["redis://localhost:1/0", "http://localhost", "unix:///nowhere"])
-def test_doctor_says_what_happens_without_redis(url, gateway, capsys):
+def test_doctor_reports_the_fallback_without_redis(url, gateway, capsys):
     code, out, _ = run(capsys, "doctor", "--redis", url)
     assert code == 0
     assert "does not answer" in out

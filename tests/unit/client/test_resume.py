@@ -1,4 +1,4 @@
-"""Streams that break and go on: whatever breaks, and wherever, the result is the undisturbed one."""
+"""Streams that break and are resumed: any break at any event gives the same result as no break."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ from quire_client.testing import FakeGateway
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
-# A gateway whose samples differ, whose chunks hold several tokens, and whose text lags behind the tokens
+# A gateway with different samples, several tokens per chunk, and text that lags behind the tokens
 
 
 def ids_of(seed, index):
@@ -47,7 +47,7 @@ def ids_of(seed, index):
 
 
 class ByteGateway(FakeGateway):
-    """One token is one byte of UTF-8. `breaks`: for each Generate call how many events to send, and how to break."""
+    """One token is one byte of UTF-8. `breaks`: for each Generate call, the number of events and the way to break."""
 
     def __init__(self, *, stop="", max_chunk=3, breaks=()):
         super().__init__()
@@ -79,7 +79,7 @@ class ByteGateway(FakeGateway):
             for index in range(max(1, request.sampling.n))
             if not samples.get(index, types_pb2.SampleState()).finished
         ]
-        while streams:  # in turns, as a batch would
+        while streams:  # interleaved, like a batch
             for stream in list(streams):
                 event = next(stream, None)
                 if event is None:
@@ -90,7 +90,7 @@ class ByteGateway(FakeGateway):
     def sample(self, request, seed, index, state):
         ids, reason, matched = self.whole(request, seed, index)
         position = len(state.output_token_ids)
-        assert list(state.output_token_ids) == ids[:position], "the continuation is not what was sent"
+        assert list(state.output_token_ids) == ids[:position], "the continuation differs from the tokens sent"
         while position < len(ids):
             end = min(len(ids), position + self._max_chunk)
             text_from, text_to = self.shown(ids[:position]), self.shown(ids[:end])
@@ -100,7 +100,7 @@ class ByteGateway(FakeGateway):
             position = end
         held = bytes(ids).decode(errors="replace").removesuffix(matched)
         if len(state.output_token_ids) == len(ids) and held != self.shown(ids):
-            yield self.chunk(index, position, [], self.shown(ids), held)  # sent before already: the client cuts it
+            yield self.chunk(index, position, [], self.shown(ids), held)  # repeated text: the client drops it
         yield pb.GenerateResponse(
             finished=pb.Finished(
                 index=index,
@@ -122,7 +122,7 @@ class ByteGateway(FakeGateway):
         return ids, types_pb2.FINISH_REASON_EOS, ""
 
     def shown(self, ids):
-        """Text released after these ids: whole characters, without what may begin a stop string."""
+        """Text released after these ids: whole characters, without a possible start of a stop string."""
         text = bytes(ids).decode(errors="ignore")
         held = max((n for n in range(len(self._stop)) if text.endswith(self._stop[:n])), default=0)
         return text[: len(text) - held]
@@ -159,7 +159,7 @@ BREAKS = {
 
 @contextlib.contextmanager
 def gateways(count=2, **options):
-    """Several gateways and a client of all."""
+    """Several gateways and a client of all of them."""
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ByteGateway(**options)) for _ in range(count)]
         targets = [server.target for server in servers]
@@ -168,7 +168,7 @@ def gateways(count=2, **options):
 
 
 def play(servers, client, breaks, **options):
-    """One request against these breaks, dealt out in the order of calls; deltas put together, and the result."""
+    """Run one request with these breaks, in the order of calls. Checks the deltas against the result."""
     plan = list(breaks)
     lock = threading.Lock()
 
@@ -205,11 +205,11 @@ def essence(result):
 @pytest.mark.parametrize("how", BREAKS)
 def test_every_kind_of_break_at_every_event(how):
     with gateways() as (servers, client):
-        undisturbed = play(servers, client, [], seed=5)
-        assert undisturbed.resumes == 0
+        unbroken = play(servers, client, [], seed=5)
+        assert unbroken.resumes == 0
         for position in range(1, 12):
             result = play(servers, client, [(position, BREAKS[how])], seed=5)
-            assert essence(result) == essence(undisturbed)
+            assert essence(result) == essence(unbroken)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_random_breaks_change_nothing(setup, options):
     rng = random.Random(str((setup, options)))
     with gateways(count=3, **setup) as (servers, client):
         for seed in range(1, 9):
-            undisturbed = play(servers, client, [], seed=seed, **options)
+            unbroken = play(servers, client, [], seed=seed, **options)
             breaks = [(rng.randint(1, 12), rng.choice(list(BREAKS.values()))) for _ in range(rng.randint(1, 5))]
             result = play(servers, client, breaks, seed=seed, **options)
-            assert essence(result) == essence(undisturbed), f"seed {seed}, breaks {breaks}"
+            assert essence(result) == essence(unbroken), f"seed {seed}, breaks {breaks}"
 
 
-def test_the_request_goes_on_with_everything_it_has():
+def test_the_continuation_has_all_tokens_so_far():
     with gateways() as (servers, client):
         play(servers, client, [(4, BREAKS["unavailable"])], n=2, temperature=0.5, max_tokens=20)
         first, second = (server.requests[0] for server in sorted(servers, key=lambda s: s.requests[0].request_id))
@@ -254,17 +254,17 @@ def test_finished_samples_are_not_asked_for_again():
 
 
 @pytest.mark.parametrize("how", ["unavailable", "no words", "end"])
-def test_a_break_after_the_last_word_is_none(how):
+def test_a_break_after_the_last_event_is_ignored(how):
     with gateways(max_chunk=100) as (servers, client):
         assert play(servers, client, [(3, BREAKS[how])]).resumes == 0
 
 
-def test_ids_are_hidden_from_who_wants_none():
+def test_token_ids_stay_hidden_if_not_requested():
     with gateways() as (servers, client):
-        undisturbed = play(servers, client, [], send_token_ids=False)
+        unbroken = play(servers, client, [], send_token_ids=False)
         result = play(servers, client, [(4, BREAKS["rst"])], send_token_ids=False)
         assert servers[0].requests[0].output.token_ids
-        assert (result.resumes, result.text, result.token_ids) == (1, undisturbed.text, ())
+        assert (result.resumes, result.text, result.token_ids) == (1, unbroken.text, ())
         assert result.usage.output_tokens == len(ids_of(7, 0))
         client.generate("hi", send_token_ids=False, resume=False)
         assert any(not r.output.token_ids for server in servers for r in server.requests)
@@ -273,16 +273,16 @@ def test_ids_are_hidden_from_who_wants_none():
 async def test_async_client_resumes():
     with ByteGateway() as one, ByteGateway() as two:
         async with await AsyncClient.connect(f"{one.target}, {two.target}") as client:
-            undisturbed = await client.generate("hi", n=3)
+            unbroken = await client.generate("hi", n=3)
             for position in range(1, 14):
                 one.breaks = [(position, BREAKS["unavailable"])]
                 two.breaks = [(position, BREAKS["end"])]
                 result = await client.generate("hi", n=3)
-                assert essence(result) == essence(undisturbed)
+                assert essence(result) == essence(unbroken)
                 assert result.resumes >= 1 or position > 13
 
 
-# What is not resumed
+# Breaks that are not resumed
 
 
 @pytest.mark.parametrize(
@@ -294,12 +294,12 @@ async def test_async_client_resumes():
         (ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), Overloaded),
     ],
 )
-def test_a_servers_own_words_are_final(how, kind):
+def test_errors_of_the_server_are_final(how, kind):
     with gateways() as (servers, client), pytest.raises(kind):
         play(servers, client, [(1, how)] * 1000, resume_timeout_s=0.2)
 
 
-def test_resume_can_be_switched_off():
+def test_resume_can_be_disabled():
     with gateways() as (servers, client):
         with pytest.raises(ConnectionFailed):
             play(servers, client, [(3, BREAKS["unavailable"])], resume=False)
@@ -319,7 +319,7 @@ def test_resuming_ends_with_its_timeout_and_with_the_deadline():
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.NOT_FOUND, UNAVAILABLE])
-def test_a_refused_resume_is_tried_again(code):
+def test_a_refused_continuation_is_retried(code):
     refused = (0, ending(code, "not yet"))
     with gateways() as (servers, client):
         result = play(servers, client, [(3, BREAKS["unavailable"]), refused, refused])
@@ -352,11 +352,11 @@ def test_a_closed_client_ends_the_resuming():
             closer.join()
 
 
-# What a server that goes on wrongly looks like
+# Wrong continuations
 
 
 class Wrong(ByteGateway):
-    """Changes the events of resumed requests."""
+    """Changes the events of continuations."""
 
     def __init__(self, change, **options):
         super().__init__(**options)
@@ -403,15 +403,15 @@ def repeat_other_text(event):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (shift_offset, "position 5, 6 was due"),
-        (shift_text, "was due"),
+        (shift_offset, "position 5, expected 6"),
+        (shift_text, "expected"),
         (change_seed, "seed was 7"),
         (change_prompt, "prompt_tokens was 3"),
         (change_id, "digest"),
-        (repeat_other_text, "changed after a break"),
+        (repeat_other_text, "changed after the stream broke"),
     ],
 )
-def test_a_wrong_continuation_is_noticed(change, complaint):
+def test_a_wrong_continuation_is_detected(change, complaint):
     def once(event, done=[]):  # noqa: B006
         if event.HasField("accepted") or not done:
             change(event)
@@ -426,7 +426,7 @@ def test_a_wrong_continuation_is_noticed(change, complaint):
         client.generate("hi")
 
 
-# Real connections that die or freeze
+# Real connections that break or freeze
 
 
 class Proxy:
@@ -489,7 +489,7 @@ class Proxy:
 
 
 class Slow(ByteGateway):
-    """Waits for a sign after each event."""
+    """Waits for `go` after each event."""
 
     def __init__(self):
         super().__init__(max_chunk=1)
@@ -507,7 +507,7 @@ class Slow(ByteGateway):
 
 @contextlib.contextmanager
 def slow_and_spare():
-    """A gateway behind a link that can be harmed, and a healthy one."""
+    """A slow gateway behind a proxy, and a healthy gateway."""
     with Slow() as slow, ByteGateway() as spare:
         proxy = Proxy(slow.target)
         try:
@@ -517,7 +517,7 @@ def slow_and_spare():
             proxy.close()
 
 
-def test_a_cut_connection_is_a_pause():
+def test_a_stream_survives_a_cut_connection():
     with slow_and_spare() as (slow, proxy, spare), Client.connect([proxy.target, spare.target]) as client:
         slow.go.release(4)
         with client.stream("hi") as stream:
@@ -528,7 +528,7 @@ def test_a_cut_connection_is_a_pause():
         assert [id_ for delta in deltas for id_ in delta.token_ids] == ids_of(7, 0)
 
 
-def test_a_frozen_gateway_is_left(monkeypatch):
+def test_a_stream_leaves_a_frozen_gateway(monkeypatch):
     monkeypatch.setattr("quire_client.sync.transport.PROBE_TIMEOUT_S", 1.0)
     with (
         slow_and_spare() as (slow, proxy, spare),
@@ -541,13 +541,13 @@ def test_a_frozen_gateway_is_left(monkeypatch):
             deltas += list(stream)
             assert stream.resumes == 1
         assert [id_ for delta in deltas for id_ in delta.token_ids] == ids_of(7, 0)
-        assert client.generate("hi").resumes == 0  # the frozen one is avoided
+        assert client.generate("hi").resumes == 0  # the frozen gateway is avoided
         assert not slow.left.is_set()
         proxy.thaw()
-        assert slow.left.wait(5)  # and learns that it was left
+        assert slow.left.wait(5)  # its stream is cancelled
 
 
-async def test_a_frozen_gateway_is_left_async(monkeypatch):
+async def test_a_stream_leaves_a_frozen_gateway_async(monkeypatch):
     monkeypatch.setattr("quire_client.aio.transport.PROBE_TIMEOUT_S", 1.0)
     with slow_and_spare() as (slow, proxy, spare):
         async with await AsyncClient.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client:
@@ -560,7 +560,7 @@ async def test_a_frozen_gateway_is_left_async(monkeypatch):
             assert [id_ for delta in deltas for id_ in delta.token_ids] == ids_of(7, 0)
 
 
-def test_a_slow_gateway_that_lives_is_waited_for():
+def test_a_stream_waits_for_a_slow_gateway():
     with Slow() as slow, Client.connect(slow.target, stall_timeout_s=0.05) as client:
         slow.go.release(2)
         with client.stream("hi") as stream:
@@ -572,7 +572,7 @@ def test_a_slow_gateway_that_lives_is_waited_for():
             releaser.join()
 
 
-def test_without_another_gateway_a_frozen_one_is_waited_for(monkeypatch):
+def test_a_stream_waits_for_the_only_gateway_even_if_it_is_frozen(monkeypatch):
     monkeypatch.setattr("quire_client.sync.transport.PROBE_TIMEOUT_S", 0.1)
     with (
         slow_and_spare() as (slow, proxy, _),
@@ -616,7 +616,7 @@ def test_the_documented_client_resumes(n):
     assert texts == {index: bytes(ids_of(7, index)).decode(errors="replace") for index in range(n)}
 
 
-def test_the_documented_example_holds_together():
+def test_the_documented_events_are_consistent():
     before, first, after, second = [
         [json_format.Parse(line, kind()) for line in block.splitlines()]
         for block, kind in zip(blocks("json"), [pb.GenerateRequest, pb.GenerateResponse] * 2, strict=True)
@@ -631,10 +631,10 @@ def test_the_documented_example_holds_together():
     assert assembler.result().text == "Return the number of items in a contain"
 
 
-# Before the first event, and calls without a stream
+# Before the first event, and unary calls
 
 
-def test_one_living_gateway_is_enough():
+def test_one_reachable_gateway_is_enough():
     with FakeGateway({"hi": "hello"}) as gateway, Client.connect(["localhost:1", gateway.target]) as client:
         for _ in range(4):
             assert client.generate("hi").text == "hello"
@@ -642,7 +642,7 @@ def test_one_living_gateway_is_enough():
         assert client.abort("a").aborted_ids == ("a",)
 
 
-async def test_one_living_gateway_is_enough_async():
+async def test_one_reachable_gateway_is_enough_async():
     with FakeGateway({"hi": "hello"}) as gateway:
         async with await AsyncClient.connect(f"localhost:1,{gateway.target}") as client:
             for _ in range(4):
@@ -651,24 +651,24 @@ async def test_one_living_gateway_is_enough_async():
             assert (await client.abort("a")).aborted_ids == ("a",)
 
 
-def test_nobody_lives():
+def test_no_gateway_is_reachable():
     with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2 "):
         Client.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
 
 
-async def test_nobody_lives_async():
+async def test_no_gateway_is_reachable_async():
     with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2 "):
         await AsyncClient.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
 
 
-def test_requests_are_spread():
+def test_requests_are_spread_over_gateways():
     with gateways(count=3) as (servers, client):
         for _ in range(6):
             client.generate("hi")
         assert [len(server.requests) for server in servers] == [2, 2, 2]
 
 
-def test_a_request_of_ones_own_id_that_was_lost_before_it_was_accepted_gives_way_to_its_repetition():
+def test_a_retry_takes_over_a_request_id_that_was_sent_before():
     lost, taken = (0, BREAKS["unavailable"]), (0, ending(grpc.StatusCode.ALREADY_EXISTS, "in flight"))
     with gateways() as (servers, client):
         assert list(play(servers, client, [lost, taken], request_id="mine", seed=7).token_ids) == ids_of(7, 0)
@@ -699,7 +699,7 @@ def test_no_target():
 
 
 @pytest.mark.parametrize("option", [{"stall_timeout_s": 0}, {"resume_timeout_s": -1}])
-def test_impossible_policies(option):
+def test_invalid_resume_options_are_refused(option):
     with (
         FakeGateway() as gateway,
         Client.connect(gateway.target) as client,
@@ -711,7 +711,7 @@ def test_impossible_policies(option):
 # The decisions, without I/O
 
 
-def test_ring_avoids_who_failed():
+def test_ring_avoids_failed_gateways():
     ring = TargetRing(3)
     assert [ring.next(0.0) for _ in range(4)] == [0, 1, 2, 0]
     ring.failed(1, 0.0)
@@ -719,18 +719,18 @@ def test_ring_avoids_who_failed():
     ring.failed(2, 0.2, is_frozen=True)
     ring.failed(0, 0.2)
     assert not ring.has_working(0.3)
-    assert ring.next(0.3) == 1  # the one that is to be tried again first
+    assert ring.next(0.3) == 1  # its avoid time ends first
     assert ring.next(0.2 + AVOID_S) == 0
     assert ring.frozen() == [2]
     assert {ring.next(3.0) for _ in range(4)} == {0, 1}
     ring.works(2, 3.0)
     assert 2 in {ring.next(3.0) for _ in range(3)}
     ring.failed(2, 4.0, is_frozen=True)
-    ring.failed(2, 4.0)  # the connection of a frozen one breaks as well
+    ring.failed(2, 4.0)  # a frozen gateway stays avoided when its connection breaks
     assert 2 not in {ring.next(4.0 + AVOID_FROZEN_S / 2) for _ in range(4)}
 
 
-def test_backoff_grows_and_patience_ends():
+def test_backoff_grows_until_the_resume_timeout():
     resumption = Resumption(ResumePolicy(timeout_s=60), random.Random(1))
     error = ConnectionFailed("x")
     resumption.broke(0.0, made_progress=True)
@@ -741,7 +741,7 @@ def test_backoff_grows_and_patience_ends():
     assert resumption.delay_s(error, 59.9, None, has_working=False) is None
     assert resumption.delay_s(error, 1.0, 0.3, has_working=False) is None
     resumption.accepted(50.0)
-    resumption.broke(55.0, made_progress=False)  # accepted, but nothing came: patience goes on
+    resumption.broke(55.0, made_progress=False)  # accepted without progress: the time spent adds up
     assert resumption.delay_s(error, 56.0, None, has_working=False) is not None
     assert resumption.delay_s(error, 65.0, None, has_working=False) is None
     resumption.broke(70.0, made_progress=True)

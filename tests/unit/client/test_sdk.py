@@ -51,7 +51,7 @@ def client(gateway):
 
 
 class Scripted(FakeGateway):
-    """Plays one callable per Generate call; the last one repeats."""
+    """Answers each Generate call with the next callable; the last one repeats."""
 
     def __init__(self, *plays):
         super().__init__()
@@ -221,7 +221,7 @@ def test_messages_in_every_form(client, gateway):
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )
-def test_impossible_arguments_name_their_field(client, gateway, arguments, field):
+def test_errors_of_invalid_arguments_name_the_field(client, gateway, arguments, field):
     with pytest.raises(InvalidRequest) as caught:
         client.generate(**arguments)
     assert caught.value.field_violations[0].field == field
@@ -250,7 +250,7 @@ def test_unknown_option(client):
 
 
 class Endless(FakeGateway):
-    """Streams until the client leaves."""
+    """Streams until the client cancels."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,7 @@ async def test_every_async_call_on_a_closed_client_is_cancelled(gateway, call, n
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-async def test_every_async_call_on_a_channel_that_others_closed_is_cancelled(gateway, call):
+async def test_every_async_call_on_a_channel_closed_elsewhere_is_cancelled(gateway, call):
     channel = grpc.aio.insecure_channel(gateway.target)
     async with AsyncClient(channel) as client:
         await channel.close()
@@ -368,14 +368,14 @@ def test_bad_request_details_are_decoded():
     assert caught.value.code is code
 
 
-def test_garbage_details_are_no_second_error():
+def test_invalid_error_details_are_ignored():
     play = failing(grpc.StatusCode.UNIMPLEMENTED, "beam_width", (("grpc-status-details-bin", b"\xff\xff\x07"),))
     with pytest.raises(Unimplemented, match="beam_width") as caught:
         run_script(play)
     assert caught.value.details == {}
 
 
-def test_request_id_of_an_error_in_mid_stream():
+def test_an_error_during_the_stream_has_the_request_id():
     def play(context):
         yield accepted()
         context.abort(grpc.StatusCode.INTERNAL, "boom")
@@ -385,7 +385,7 @@ def test_request_id_of_an_error_in_mid_stream():
     assert caught.value.request_id == "r1"
 
 
-def test_sample_error_raises_with_what_there_is():
+def test_the_error_of_a_failed_sample_has_the_result_so_far():
     play = playing(
         accepted(),
         chunk(token_ids=[], text="par"),
@@ -396,20 +396,20 @@ def test_sample_error_raises_with_what_there_is():
     assert caught.value.result.text == "par"
 
 
-def test_nobody_there():
+def test_connect_without_a_gateway_fails():
     started = time.monotonic()
     with pytest.raises(ConnectionFailed, match=r"no gateway answers at localhost:1 .*quire up"):
         Client.connect("localhost:1", connect_timeout_s=0.3)
     assert time.monotonic() - started < 5
 
 
-async def test_nobody_there_async():
+async def test_connect_without_a_gateway_fails_async():
     with pytest.raises(ConnectionFailed, match="no gateway answers"):
         await AsyncClient.connect("localhost:1", connect_timeout_s=0.3)
 
 
 class Listening(FakeGateway):
-    """Keeps the metadata of ListModels."""
+    """Records the metadata of ListModels."""
 
     def ListModels(self, request, context):
         self.metadata = [tuple(pair) for pair in context.invocation_metadata()]
@@ -426,8 +426,8 @@ def test_target_and_key_from_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["sesäme", "two\nlines"])
-def test_an_api_key_that_no_header_can_carry_is_named(key):
-    with pytest.raises(InvalidRequest, match="holds a character that no header can carry") as caught:
+def test_an_invalid_api_key_is_refused(key):
+    with pytest.raises(InvalidRequest, match="api_key contains a character that is not allowed in a header") as caught:
         Client.connect("localhost:1", api_key=key)
     assert caught.value.field_violations[0].field == "api_key"
     assert call_metadata(" sesame\n") == (("authorization", "Bearer sesame"),)
@@ -436,32 +436,32 @@ def test_an_api_key_that_no_header_can_carry_is_named(key):
 # Retries
 
 
-def test_unavailable_before_the_first_event_is_tried_again():
+def test_unavailable_before_the_first_event_is_retried():
     result, gateway = run_script(
         failing(grpc.StatusCode.UNAVAILABLE), failing(grpc.StatusCode.UNAVAILABLE), answering("ok")
     )
     assert (result.text, len(gateway.requests)) == ("ok", 3)
 
 
-async def test_unavailable_is_tried_again_async():
+async def test_unavailable_is_retried_async():
     with Scripted(failing(grpc.StatusCode.UNAVAILABLE), answering("ok")) as gateway:
         async with await AsyncClient.connect(gateway.target, retry=QUICK) as client:
             assert (await client.generate("hi")).text == "ok"
 
 
-def test_a_call_that_a_stopping_server_cut_is_tried_again():
+def test_a_call_cancelled_by_a_stopping_server_is_retried():
     result, _ = run_script(failing(grpc.StatusCode.CANCELLED, ""), answering("ok"))
     assert result.text == "ok"
 
 
-def test_retries_end():
+def test_retries_are_limited():
     with Scripted(failing(grpc.StatusCode.UNAVAILABLE, "draining")) as gateway:
         with Client.connect(gateway.target, retry=QUICK) as client, pytest.raises(ConnectionFailed, match="draining"):
             client.generate("hi")
         assert len(gateway.requests) == 3
 
 
-def test_overloaded_without_a_hint_is_final():
+def test_overloaded_without_a_retry_delay_is_final():
     with Scripted(failing(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")) as gateway:
         with Client.connect(gateway.target, retry=QUICK) as client, pytest.raises(Overloaded, match="full"):
             client.generate("hi")
@@ -475,7 +475,7 @@ def retry_info(milliseconds):
 
 
 @pytest.mark.parametrize("metadata", [retry_info(20), (("grpc-retry-pushback-ms", "20"),)])
-def test_overloaded_with_a_hint_waits_for_it(metadata):
+def test_overloaded_is_retried_after_the_retry_delay(metadata):
     started = time.monotonic()
     result, _ = run_script(failing(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", metadata), answering("ok"))
     assert result.text == "ok"
@@ -508,7 +508,7 @@ def test_without_resume_a_break_after_the_first_event_is_final():
         run_script(play, answering("never"), resume=False)
 
 
-# What a broken stream looks like
+# Corrupted streams
 
 EMPTY_DIGEST = 0x2D06800538D394C2  # xxh3_64 of no bytes
 
@@ -517,31 +517,31 @@ EMPTY_DIGEST = 0x2D06800538D394C2  # xxh3_64 of no bytes
     ("events", "complaint"),
     [
         ([accepted(), finished(output_digest=1)], "digest"),
-        ([accepted(), chunk(offset=1, token_ids=[1])], "position 1, 0 was due"),
-        ([accepted(), chunk(text="é"), chunk(text="x", text_offset=1)], "byte 1, 2 was due"),
-        ([accepted(), accepted()], "Accepted comes once"),
-        ([chunk(token_ids=[1])], "Accepted comes once"),
-        ([accepted(), chunk(index=1)], "sample 1, but"),
-        ([accepted(), finished(output_digest=EMPTY_DIGEST), chunk(token_ids=[1])], "after its end"),
+        ([accepted(), chunk(offset=1, token_ids=[1])], "position 1, expected 0"),
+        ([accepted(), chunk(text="é"), chunk(text="x", text_offset=1)], "byte 1, expected 2"),
+        ([accepted(), accepted()], "Accepted must be the first event"),
+        ([chunk(token_ids=[1])], "Accepted must be the first event"),
+        ([accepted(), chunk(index=1)], "sample 1, but the request has 1"),
+        ([accepted(), finished(output_digest=EMPTY_DIGEST), chunk(token_ids=[1])], "after its Finished"),
         ([accepted()], "0 of 1 samples finished"),
         ([], "before the request was accepted"),
     ],
 )
-def test_broken_streams_are_noticed(events, complaint):
+def test_corrupted_streams_are_detected(events, complaint):
     with pytest.raises(StreamCorrupted, match=complaint):
         run_script(playing(*events), resume=False)
 
 
-def test_a_gap_in_the_events_is_noticed():
+def test_a_gap_in_the_events_is_detected():
     def play(context):
         yield accepted()
         yield pb.GenerateResponse(event_seq=2, chunk=pb.Chunk(token_ids=[1]))
 
-    with pytest.raises(StreamCorrupted, match="event 2 came where 1 was due"):
+    with pytest.raises(StreamCorrupted, match="received event 2, expected event 1"):
         run_script(play)
 
 
-def test_without_token_ids_there_is_no_digest_to_check():
+def test_without_token_ids_the_digest_is_not_checked():
     play = playing(accepted(), chunk(text="only text"), finished(reason=types_pb2.FINISH_REASON_EOS, output_digest=5))
     result, _ = run_script(play, send_token_ids=False, resume=False)
     assert (result.text, result.token_ids) == ("only text", ())
