@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from collections.abc import Callable
 from typing import Any
 
 from quire_client.channel import DEFAULT_TARGET
+from quire_client.cli.bench_arguments import BENCH_EXAMPLES, add_bench_flags
+from quire_client.cli.values import at_least, not_negative, number, port, positive, token_ids
 from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
@@ -47,19 +46,6 @@ examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D exits, /new resets
   quire chat "What is json.dumps for?"       one question
   quire chat --system "Answer in one word." "Which language is this?"
-"""
-
-BENCH_EXAMPLES = """\
-examples:
-  quire bench --num-prompts 200 --request-rate 10
-  quire bench --dataset shared-prefix --groups 4 --prefix-len 512 --concurrency 16
-  quire bench --dataset multi-turn --turns 4 --think-time-s 1 --num-prompts 100 --request-rate 2
-  quire bench --dataset trace --path trace.jsonl --speed 2 --slo ttft:500,tpot:50 --output result.json
-  quire bench --dataset demo --num-prompts 50 --concurrency 8 --plot result.html
-  quire bench --backend openai --base-url http://localhost:8000 --concurrency 16   any OpenAI-compatible server
-
-Without --request-rate and --concurrency all requests are sent at once. docs/benchmarking.md defines the latencies.
-Exit code: 0; 1 if a request failed; 2 for invalid flags; 130 after Ctrl-C (with the figures so far).
 """
 
 
@@ -110,21 +96,21 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add = parser.add_argument
     add("--model", default="demo", metavar="DIR", help="Hugging Face folder, or demo: the bundled model (default)")
     add("--model-name", metavar="NAME", help="name of the model in requests (default: the folder's name)")
-    add("--workers", type=_at_least(1), default=1, metavar="N", help="worker processes (default 1)")
+    add("--workers", type=at_least(1), default=1, metavar="N", help="worker processes (default 1)")
     add(
         "--gateways",
-        type=_at_least(1),
+        type=at_least(1),
         default=1,
         metavar="N",
         help="gateway processes (default 1), on consecutive ports",
     )
-    add("--schedulers", type=_at_least(1), default=1, metavar="N", help="scheduler replicas (default 1)")
+    add("--schedulers", type=at_least(1), default=1, metavar="N", help="scheduler replicas (default 1)")
     add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
     add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
-    add("--port", type=_port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
+    add("--port", type=port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
     add(
         "--chunk-interval-ms",
-        type=_not_negative,
+        type=not_negative,
         metavar="MS",
         help="minimum time between two chunks of a stream (default 50, as the cores are shared; 0: none)",
     )
@@ -138,22 +124,26 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--json", action="store_true", help="one JSON line per event instead of text")
     add(
         "--drain-timeout-s",
-        type=_positive,
+        type=positive,
         default=30.0,
         metavar="S",
         help="time for running requests at shutdown (default 30)",
     )
-    workers = parser.add_argument_group("flags of every worker (default: the worker's own)")
-    add = workers.add_argument
+    _add_worker_flags(parser.add_argument_group("flags of every worker (default: the worker's own)"))
+    _add_scheduler_flags(parser.add_argument_group("flags of every scheduler"))
+
+
+def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="numeric type of weights and KV cache")
     add("--kv-cache-dtype", choices=("auto", "fp8"), help="fp8: keys and values in 8 bits (backend cuda)")
     add("--quantize", choices=("int8",), help="quantize weights to 8 bits: faster, less accurate")
-    add("--block-size", type=_at_least(1), metavar="N", help="tokens per KV block, a power of two")
-    add("--num-blocks", type=_at_least(1), metavar="N", help="KV blocks of the pool")
+    add("--block-size", type=at_least(1), metavar="N", help="tokens per KV block, a power of two")
+    add("--num-blocks", type=at_least(1), metavar="N", help="KV blocks of the pool")
     add("--kv-cache-memory", metavar="SIZE", help="memory of the pool, instead of --num-blocks, e.g. 2G")
-    add("--max-num-seqs", type=_at_least(1), metavar="N", help="sequences that run at the same time")
-    add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens computed per step")
-    add("--max-model-len", type=_at_least(1), metavar="N", help="longest prompt + output")
+    add("--max-num-seqs", type=at_least(1), metavar="N", help="sequences that run at the same time")
+    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="tokens computed per step")
+    add("--max-model-len", type=at_least(1), metavar="N", help="longest prompt + output")
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
     add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
     add("--backend", choices=("cpu", "cuda", "reference"), help="compute backend; cuda: a GPU")
@@ -161,28 +151,31 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--gpu-memory-utilization", metavar="FRACTION", help="fraction of the GPU's memory that a worker may use")
     add(
         "--tensor-parallel-size",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="GPUs that share one model; each worker gets its own N",
     )
     add(
         "--threads",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="CPU threads of each worker (default: an equal share of the cores)",
     )
-    queue = parser.add_argument_group("flags of every scheduler")
-    queue.add_argument("--max-waiting", type=_at_least(1), metavar="N", help="limit of waiting sequences")
-    queue.add_argument(
+
+
+def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-waiting", type=at_least(1), metavar="N", help="limit of waiting sequences")
+    add(
         "--burst-ms",
-        type=_not_negative,
+        type=not_negative,
         metavar="MS",
         help="decode time per message to a worker (default 20, as the cores are shared; 0: one step)",
     )
-    queue.add_argument("--no-prefix-caching", action="store_true", help="disable the prefix cache")
-    queue.add_argument(
+    add("--no-prefix-caching", action="store_true", help="disable the prefix cache")
+    add(
         "--max-waiting-tokens",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="limit of waiting prompt and expected output tokens",
     )
@@ -191,8 +184,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(commands, "generate", "generate", "run", "continue a prompt", GENERATE_EXAMPLES)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
-    parser.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids instead of text")
-    parser.add_argument("--n", type=_at_least(1), metavar="N", help="samples of the prompt (default 1)")
+    parser.add_argument("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text")
+    parser.add_argument("--n", type=at_least(1), metavar="N", help="samples of the prompt (default 1)")
     parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
     _add_sampling(parser)
     _add_target(parser)
@@ -232,7 +225,7 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drain.add_argument("worker", metavar="WORKER", help="the worker's id, as shown by `quire status`")
     drain.add_argument("--model", default="", metavar="NAME", help="the worker's model (default: any)")
     drain.add_argument(
-        "--drain-timeout-s", type=_positive, metavar="S", help="limit of the drain (default: the worker's own)"
+        "--drain-timeout-s", type=positive, metavar="S", help="limit of the drain (default: the worker's own)"
     )
     drain.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(drain)
@@ -253,113 +246,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(commands, "bench", "bench", "run", "measure a server under load", BENCH_EXAMPLES)
-    _add_bench_server(parser.add_argument_group("server"))
     _add_tls(parser)
-    _add_bench_load(parser.add_argument_group("load"))
-    _add_bench_dataset(parser.add_argument_group("dataset"))
-    add = parser.add_argument_group("result").add_argument
-    add("--slo", metavar="ttft:MS,...", help="count requests within these limits (ttft, tpot, e2e) as goodput")
-    add("--output", metavar="FILE", help="write settings, figures and every request to this file as JSON")
-    add("--plot", metavar="FILE", help="write plots to this file: NAME.html, or NAME.png with matplotlib")
-    add("--json", action="store_true", help="print one JSON line instead of tables")
-    add("--no-progress", action="store_true", help="no progress bar (never shown if stderr is not a terminal)")
-
-
-def _add_bench_server(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP")
-    add("--target", metavar="HOST:PORT,...", help=f"gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
-    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; the API key is $OPENAI_API_KEY")
-    add("--model", default="", metavar="NAME", help="model (default: the only or first one of the server)")
-    add("--temperature", type=_number, default=0.0, metavar="T", help="0 is greedy (default)")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="generate the full length of every answer (default: on, except for texts)",
-    )
-    add(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="send texts as chat messages (default: for demo, sharegpt)",
-    )
-    add(
-        "--text",
-        action=argparse.BooleanOptionalAction,
-        help="request text from Quire too (default: for demo, sharegpt)",
-    )
-    add("--cache-salt", default="", metavar="SALT", help="do not share cached prefixes with requests of another salt")
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="additional fields of every HTTP request")
-    add("--timeout-s", type=_positive, metavar="S", help="timeout of a request (default 600)")
-
-
-def _add_bench_load(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--num-prompts",
-        type=_at_least(1),
-        metavar="N",
-        help="number of requests (default 100; of a file or trace: all)",
-    )
-    add("--request-rate", type=_positive, metavar="R", help="mean number of conversations started per second")
-    add(
-        "--burstiness",
-        type=_positive,
-        default=1.0,
-        metavar="B",
-        help="1: Poisson (default); below 1: bursty; above 1: even",
-    )
-    add("--concurrency", type=_at_least(1), metavar="N", help="maximum number of concurrent conversations")
-    add("--warmup", type=_at_least(0), default=1, metavar="N", help="uncounted requests before the run (default 1)")
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="the same seed gives the same requests (default 0)")
-
-
-def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--dataset",
-        choices=("random", "shared-prefix", "multi-turn", "trace", "demo", "sharegpt", "file"),
-        default="random",
-        help="random (default), shared-prefix, multi-turn: token ids from the seed; trace: JSON lines with timestamp, "
-        "input_length, output_length, hash_ids; demo: questions of the bundled model; sharegpt: texts of a JSON file "
-        "in random order; file: its requests in order",
-    )
-    add("--path", metavar="FILE", help="input file of trace, sharegpt or file")
-    add(
-        "--input-len",
-        type=_at_least(1),
-        default=256,
-        metavar="N",
-        help="tokens per prompt or turn (default 256)",
-    )
-    add("--output-len", type=_at_least(1), metavar="N", help="tokens per answer (default 128, or the file's)")
-    add(
-        "--range-ratio",
-        type=_fraction,
-        default=0.0,
-        metavar="F",
-        help="lengths vary by this fraction, 0 (default) to 1",
-    )
-    add("--groups", type=_at_least(1), default=4, metavar="N", help="number of different prefixes (default 4)")
-    add("--prefix-len", type=_at_least(0), default=256, metavar="N", help="tokens per shared prefix (default 256)")
-    add("--turns", type=_at_least(1), default=4, metavar="N", help="turns per conversation (default 4)")
-    add(
-        "--think-time-s",
-        type=_not_negative,
-        default=0.0,
-        metavar="S",
-        help="mean pause between two turns (default 0)",
-    )
-    add("--speed", type=_positive, default=1.0, metavar="F", help="replay a trace faster by this factor (default 1)")
-    add(
-        "--length-scale", type=_positive, default=1.0, metavar="F", help="factor for the lengths in a trace (default 1)"
-    )
-    add(
-        "--vocab-size",
-        type=_at_least(16),
-        metavar="N",
-        help="upper limit of the token ids (default: the model's vocabulary size, or 2048)",
-    )
-    add("--skip-too-long", action="store_true", help="skip requests that exceed max_model_len")
+    add_bench_flags(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -377,14 +265,14 @@ def _value_of(field: Field) -> dict[str, Any]:
         return {"action": "store_true"}
     if field.kind is Kind.STRINGS:
         return {"action": "append", "metavar": "TEXT"}
-    return {"type": _number, "metavar": "X"} if field.kind is Kind.FLOAT else {"type": _at_least(0), "metavar": "N"}
+    return {"type": number, "metavar": "X"} if field.kind is Kind.FLOAT else {"type": at_least(0), "metavar": "N"}
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="HOST:PORT,...", help=f"gateway, or several (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
     )
-    parser.add_argument("--timeout-s", type=_positive, metavar="S", help="give up after this many seconds")
+    parser.add_argument("--timeout-s", type=positive, metavar="S", help="give up after this many seconds")
     _add_tls(parser)
 
 
@@ -399,74 +287,3 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="expected name in the gateway's certificate (default: the target's host)",
     )
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return value
-
-    return convert
-
-
-def _port(text: str) -> int:
-    value = _at_least(0)(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is above 65535")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.replace(" ", ",").split(",") if part]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
-    if not ids or min(ids) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give one or more token ids, none below 0")
-    return ids
