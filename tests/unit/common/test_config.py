@@ -117,7 +117,7 @@ def test_the_environment_overrides_the_file_which_overrides_defaults(
         ('["a:1", "b:2"]', '["a:1", "b"]', """:6: scheduler = ["a:1", "b"]: 'b' is not host:port"""),
         ('"redis://user:pass@cache:6379/0"', "{ url = 1 }", ":7: [redis] is not a service; the tables are [gateway]"),
         ("[worker]", "[wroker]", ":9: [wroker] is not a service; the tables are [gateway], [scheduler], [worker]"),
-        ("max-waiting = 3", "config = 3", ":2: config is no setting"),
+        ("max-waiting = 3", "config = 3", ":2: config is not a setting"),
         ("[scheduler]", "[scheduler", "--config"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_port_can_be_off(monkeypatch: pytest.MonkeyPatch, listen: str) -> None
 )
 def test_no_url_shows_its_password(url: str, shown: str) -> None:
     assert without_password(url) == shown
-    assert f"--redis {shown!r} is no URL" in bad_redis_url(url)
+    assert f"--redis {shown!r} is not the URL" in bad_redis_url(url)
 
 
 def test_print_config_hides_a_password_that_is_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:

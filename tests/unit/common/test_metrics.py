@@ -123,7 +123,7 @@ async def test_http_answers_metrics_and_probes(probed: Probed) -> None:
     assert text.endswith("# EOF\n")
     assert [await probed.get(path) for path in ("/livez", "/readyz")] == [(200, "ok\n")] * 2
     probed.is_alive = probed.is_ready = False
-    assert [await probed.get(path) for path in ("/livez", "/readyz")] == [(503, "no\n")] * 2
+    assert [await probed.get(path) for path in ("/livez", "/readyz")] == [(503, "not ok\n")] * 2
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ async def test_grpc_health_runs_the_check_each_time(probed: Probed) -> None:
         assert [await status(name) for name in ("liveness", "readiness", "")] == [1, 1, 1]
         probed.is_ready = False
         assert [await status(name) for name in ("liveness", "readiness", "")] == [1, 2, 2]
-        with pytest.raises(grpc.aio.AioRpcError, match="there is liveness, readiness"):
+        with pytest.raises(grpc.aio.AioRpcError, match="known services: liveness, readiness"):
             await status("startup")
 
 
