@@ -82,4 +82,4 @@ class ModelDirectory:
 
 
 def _fitness(client: SchedulerClient, model: ServedModel) -> tuple[bool, bool, int]:
-    return client.is_ready, client.ready_workers > 0, model.max_tokens
+    return client.is_ready, client.ready_workers > 0, model.limits.max_tokens

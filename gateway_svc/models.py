@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.text.bundle import BundleError, ModelText, Tokenizer, model_text_from_files
+from request_fields.sizes import SizeLimits
 from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -20,14 +21,9 @@ MAX_CACHED_BUNDLES = 16
 SMALL_PROMPT_BYTES = 4096  # no model is so short that a prompt this small need be refused unread
 
 
-def pool_tokens_of(info: types.ModelInfo) -> int:
-    """Tokens that the largest KV pool of a scheduler holds."""
-    return info.max_num_blocks * info.block_size or info.max_model_len
-
-
-def max_tokens_of(info: types.ModelInfo) -> int:
-    """Prompt and output together: the model's length or the pool, whichever is less."""
-    return min(info.max_model_len, pool_tokens_of(info))
+def size_limits_of(info: types.ModelInfo) -> SizeLimits:
+    """What the largest worker of a scheduler holds of one sequence. A scheduler without workers knows no pool yet."""
+    return SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size or info.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +38,9 @@ class ServedModel:
         return self.info.model
 
     @property
-    def max_tokens(self) -> int:
-        """Prompt and output together: the model's length or the pool, whichever is less."""
-        return max_tokens_of(self.info)
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the largest KV pool holds."""
-        return pool_tokens_of(self.info)
+    def limits(self) -> SizeLimits:
+        """What the largest worker holds of one sequence."""
+        return size_limits_of(self.info)
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -19,7 +19,7 @@ from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
-from gateway_svc.models import BundleCache, ServedModel, describe_model, max_tokens_of
+from gateway_svc.models import BundleCache, ServedModel, describe_model, size_limits_of
 from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
@@ -120,7 +120,7 @@ class SchedulerClient:
 
     def can_hold(self, request: SchedulerRequest) -> bool:
         """Its workers' pools are large enough for the request."""
-        return self.info is not None and request.max_tokens <= max_tokens_of(self.info)
+        return self.info is not None and size_limits_of(self.info).fits(*request.sizes)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

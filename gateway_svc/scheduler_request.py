@@ -91,9 +91,9 @@ class SchedulerRequest:
         return len(self._submit.prompt_token_ids) // 4
 
     @property
-    def max_tokens(self) -> int:
-        """Prompt and output of one sample together, at most."""
-        return self.num_prompt_tokens + self._submit.stop.max_tokens
+    def sizes(self) -> tuple[int, int]:
+        """Tokens of the prompt, and of one sample's output at most."""
+        return self.num_prompt_tokens, self._submit.stop.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -146,25 +146,8 @@ def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_s
 
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
     """Output tokens at most, checked against the model's length and the pool."""
-    is_set = stop.HasField("max_tokens")
-    limits = (
-        ("max_model_len", model.info.max_model_len),
-        ("the KV pool (max_num_blocks * block_size)", model.pool_tokens),
-    )
-    for name, limit in limits:
-        room = limit - num_prompt
-        if room < 0 or (room == 0 and not is_set):
-            raise _invalid(
-                "prompt",
-                f"has {num_prompt} tokens; {name} is {limit} tokens for prompt and output together: shorten the prompt",
-            )
-        if is_set and stop.max_tokens > room:
-            raise _invalid(
-                "stop.max_tokens",
-                f"is {stop.max_tokens}; with the prompt's {num_prompt} tokens that is {num_prompt + stop.max_tokens}, "
-                f"and {name} is {limit}: ask for at most {room}, or shorten the prompt",
-            )
-    return stop.max_tokens if is_set else model.max_tokens - num_prompt
+    with _field_errors():
+        return model.limits.resolve(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
 
 
 def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
@@ -180,7 +163,7 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
     """Refuse what is certainly too long before any work is done on it."""
     kind = prompt.WhichOneof("kind")
     if kind == "tokens":
-        if len(prompt.tokens.ids) > model.max_tokens:
+        if len(prompt.tokens.ids) > model.limits.max_tokens:
             resolve_max_tokens(types.StopParams(), len(prompt.tokens.ids), model)
         return
     size, limit = prompt.ByteSize(), model.max_prompt_bytes

@@ -16,6 +16,7 @@ from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 from prefix_index.hashing import model_salt
 from request_fields import checks
 from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition
+from request_fields.sizes import SizeLimits
 from scheduler_svc.core.messages import (
     CachedBlock,
     Deltas,
@@ -263,24 +264,8 @@ def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
 def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:
     if not 1 <= n <= info.max_num_seqs:
         raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
-    if num_prompt > info.max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; max_model_len is {info.max_model_len}", field="prompt_token_ids"
-        )
-    if num_prompt + max_tokens > info.max_model_len:
-        raise InvalidRequestError(
-            f"prompt ({num_prompt} tokens) + max_tokens ({max_tokens}) = {num_prompt + max_tokens} exceeds "
-            f"max_model_len {info.max_model_len}; ask for at most {info.max_model_len - num_prompt} tokens",
-            field="stop.max_tokens",
-        )
-    num_blocks = -(-(num_prompt + max(1, max_tokens) - 1) // info.block_size)  # the last token needs no KV
-    if num_blocks > info.max_num_blocks:
-        pool = info.max_num_blocks * info.block_size
-        raise InvalidRequestError(
-            f"prompt ({num_prompt} tokens) + max_tokens ({max_tokens}) needs {num_blocks} KV blocks; the largest "
-            f"worker has {info.max_num_blocks} ({pool} tokens): ask for fewer tokens",
-            field="stop.max_tokens",
-        )
+    with _field_errors():
+        SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size).resolve(num_prompt, max_tokens)
 
 
 def _continuation(

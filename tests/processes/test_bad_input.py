@@ -24,6 +24,7 @@ from tests.processes.stack import Service, Stack, is_ready, wait_idle
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
 POOL_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # 640: less than max_model_len
+MAX_TOKENS = POOL_TOKENS + 1  # prompt and output of one sequence: its last token needs no slot
 FLAGS = (
     *("--dtype", "float32", "--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE)),
     *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", str(MAX_MODEL_LEN)),
@@ -93,10 +94,10 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("bad tools", chat(tools_json="3"), CODES.INVALID_ARGUMENT, "prompt.chat.tools_json", "JSON"),
     ("token = vocab", tokens(1, VOCAB_SIZE), CODES.INVALID_ARGUMENT, "prompt", str(VOCAB_SIZE)),
     ("token = 2^32-1", tokens(2**32 - 1), CODES.INVALID_ARGUMENT, "prompt", str(VOCAB_SIZE)),
-    ("prompt too long", tokens(*[1] * 2000), CODES.INVALID_ARGUMENT, "prompt", str(MAX_MODEL_LEN)),
+    ("prompt too long", tokens(*[1] * 2000), CODES.INVALID_ARGUMENT, "prompt", str(MAX_TOKENS)),
     ("2 MB of text", {"prompt": {"text": "x" * (2 << 20)}}, CODES.INVALID_ARGUMENT, "prompt.text", str(MAX_MODEL_LEN)),
-    ("too many out", {"stop": {"max_tokens": 1022}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_MODEL_LEN)),
-    ("above pool", {"stop": {"max_tokens": 700}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(POOL_TOKENS)),
+    ("too many out", {"stop": {"max_tokens": 1022}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_TOKENS)),
+    ("above pool", {"stop": {"max_tokens": 700}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_TOKENS)),
     ("max_tokens 2^32-1", {"stop": {"max_tokens": 2**32 - 1}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", "1024"),
     ("empty stop", {"stop": {"stop": ["a", ""]}}, CODES.INVALID_ARGUMENT, "stop.stop[1]", "empty"),
     ("stop id", {"stop": {"stop_token_ids": [512]}}, CODES.INVALID_ARGUMENT, "stop.stop_token_ids", str(VOCAB_SIZE)),
@@ -146,7 +147,7 @@ async def refusal(client: AsyncClient, request: pb.GenerateRequest) -> QuireErro
 
 
 async def test_a_request_as_large_as_the_pool_is_served(client: AsyncClient) -> None:
-    result = await client.generate(token_ids=[5] * (POOL_TOKENS - 20), max_tokens=20, temperature=0.0, ignore_eos=True)
+    result = await client.generate(token_ids=[5] * (MAX_TOKENS - 20), max_tokens=20, temperature=0.0, ignore_eos=True)
     assert len(result.token_ids) == 20
 
 

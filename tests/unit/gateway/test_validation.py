@@ -187,9 +187,9 @@ def test_the_ids_of_a_continuation_are_limited_together(model: ServedModel, monk
 
 def test_the_pool_limits_before_the_model(bundle: bytes, model: ServedModel) -> None:
     small = ServedModel(make_info(bundle, max_num_blocks=4), model.text)
-    with pytest.raises(InvalidRequestError, match=r"KV pool .* is 64: ask for at most 61"):
-        plan({"stop": ST(max_tokens=62)}, small)
-    assert plan({}, small).stop.max_tokens == 61
+    with pytest.raises(InvalidRequestError, match=r"KV pool .* is 65: ask for at most 62"):
+        plan({"stop": ST(max_tokens=63)}, small)
+    assert plan({}, small).stop.max_tokens == 62
 
 
 def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> None:

@@ -164,7 +164,7 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
         (lambda s: s.ClearField("prompt_token_ids"), "prompt_token_ids"),
         (lambda s: setattr(s, "prompt_token_ids", b"12345"), "prompt_token_ids"),
         (lambda s: setattr(s, "prompt_token_ids", b"\xff\xff\xff\xff"), "prompt_token_ids"),
-        (lambda s: setattr(s, "prompt_token_ids", b"\1\0\0\0" * 257), "prompt_token_ids"),
+        (lambda s: setattr(s, "prompt_token_ids", b"\1\0\0\0" * 257), "prompt"),
         (lambda s: s.stop.ClearField("max_tokens"), "stop.max_tokens"),
         (lambda s: setattr(s.stop, "max_tokens", 255), "stop.max_tokens"),
         (lambda s: setattr(s.stop, "max_tokens", 170), "stop.max_tokens"),

@@ -1,0 +1,44 @@
+"""Whether prompt and output of one sequence fit the model and a KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from request_fields.fields import FieldError
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimits:
+    """What the workers of a model can hold of one sequence, in tokens."""
+
+    max_model_len: int
+    pool_tokens: int  # slots of the largest KV pool
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output together. The last output token needs no slot."""
+        return min(self.max_model_len, self.pool_tokens + 1)
+
+    def fits(self, num_prompt: int, max_tokens: int) -> bool:
+        """Some worker could run the sequence if nothing else ran there."""
+        num_slots = num_prompt + max(1, max_tokens) - 1
+        return num_prompt + max_tokens <= self.max_model_len and num_slots <= self.pool_tokens
+
+    def resolve(self, num_prompt: int, max_tokens: int | None) -> int:
+        """max_tokens, or all that fits if it is unset. Raises FieldError when prompt and output do not fit."""
+        room = self.max_tokens - num_prompt
+        is_model = self.max_model_len <= self.pool_tokens
+        name = "max_model_len" if is_model else "the largest KV pool (max_num_blocks * block_size, plus 1)"
+        if (room <= 0 and max_tokens is None) or not self.fits(num_prompt, 0):
+            raise FieldError(
+                "prompt",
+                f"has {num_prompt} tokens; {name} is {self.max_tokens} tokens for prompt and output together: "
+                "shorten the prompt",
+            )
+        if max_tokens is not None and not self.fits(num_prompt, max_tokens):
+            raise FieldError(
+                "stop.max_tokens",
+                f"is {max_tokens}; with the prompt's {num_prompt} tokens that is {num_prompt + max_tokens}, "
+                f"and {name} is {self.max_tokens}: ask for at most {room}, or shorten the prompt",
+            )
+        return room if max_tokens is None else max_tokens
