@@ -98,7 +98,13 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("2 MB of text", {"prompt": {"text": "x" * (2 << 20)}}, CODES.INVALID_ARGUMENT, "prompt.text", str(MAX_MODEL_LEN)),
     ("too many out", {"stop": {"max_tokens": 1022}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_TOKENS)),
     ("above pool", {"stop": {"max_tokens": 700}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", str(MAX_TOKENS)),
-    ("max_tokens 2^32-1", {"stop": {"max_tokens": 2**32 - 1}}, CODES.INVALID_ARGUMENT, "stop.max_tokens", "1024"),
+    (
+        "max_tokens 2^32-1",
+        {"stop": {"max_tokens": 2**32 - 1}},
+        CODES.INVALID_ARGUMENT,
+        "stop.max_tokens",
+        str(MAX_TOKENS),
+    ),
     ("empty stop", {"stop": {"stop": ["a", ""]}}, CODES.INVALID_ARGUMENT, "stop.stop[1]", "empty"),
     ("stop id", {"stop": {"stop_token_ids": [512]}}, CODES.INVALID_ARGUMENT, "stop.stop_token_ids", str(VOCAB_SIZE)),
     ("unknown model", {"model": "missing"}, CODES.NOT_FOUND, "model", "missing"),
@@ -121,7 +127,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("beams", sampling(beam_width=2), CODES.UNIMPLEMENTED, "sampling.beam_width", "not served"),
     ("schema", sampling(json_schema="{}"), CODES.UNIMPLEMENTED, "sampling.json_schema", "not served"),
     ("logprobs", {"output": {"logprobs": 1}}, CODES.UNIMPLEMENTED, "output.logprobs", "not served"),
-    ("min_tokens", {"stop": {"min_tokens": 1}}, CODES.UNIMPLEMENTED, "stop.min_tokens", "not served"),
+    ("min_tokens", {"stop": {"min_tokens": 9, "max_tokens": 8}}, CODES.INVALID_ARGUMENT, "stop.min_tokens", "8"),
     ("adapter", {"adapter": "lora"}, CODES.UNIMPLEMENTED, "adapter", "not served"),
     ("media", {"media": [b"png"]}, CODES.UNIMPLEMENTED, "media", "not served"),
 ]
