@@ -1,9 +1,10 @@
-"""What a GPU would be given, without one: the engine's own calls, through Triton's binder and compiler for sm_90, into
-a driver that loads and launches nothing. Finds what neither the interpreter nor `aot` does: call sites whose types do
-not compile, grids and shared memory beyond what there is, kernels that a recording or a request is the first to need.
+"""Runs the engine's launches without a GPU: through Triton's compiler for sm_90 into a driver that launches nothing.
 
-    python -m bench.gpu.dry_run            # without TRITON_INTERPRET; a row per kind of worker, last a line of JSON
-    python -m bench.gpu.dry_run --short    # the first kind
+It finds errors that neither the interpreter nor `aot` finds: call sites whose types do not compile, grids and shared
+memory beyond the limits, kernels that are first compiled during graph recording or for a request.
+
+    python -m bench.gpu.dry_run            # without TRITON_INTERPRET; a line per kind of worker, then a line of JSON
+    python -m bench.gpu.dry_run --short    # the first kind only
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
 
 
 class Device:
-    """What Triton asks a driver for. `loaded` are the kernels in the order in which they were first launched."""
+    """A fake Triton driver. `loaded` are the kernels in the order of their first launch."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -72,18 +73,18 @@ class Device:
 
 
 class Launcher:
-    """Takes a launch and looks at its grid."""
+    """Accepts a launch and checks its grid."""
 
     def __init__(self, source: object, metadata: Any) -> None:
         self._name = metadata.name
 
     def __call__(self, x: int, y: int, z: int, *_: object) -> None:
         if not (0 < x < 2**31 and 0 < y <= MAX_GRID_Y and z == 1):
-            raise RuntimeError(f"{self._name} is launched on a grid of {x} x {y} x {z}")
+            raise RuntimeError(f"{self._name} is launched on a grid of {x} x {y} x {z}, which is beyond the limits")
 
 
 class Recorder:
-    """Runs a step as its recording would, and notes kernels that it is the first to need."""
+    """Runs a step as its recording would, and collects the kernels that this compiles."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -100,7 +101,7 @@ class Recorder:
 
 
 def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[int, int]:
-    """What is launched while a device's memory is measured."""
+    """Launches the steps that are measured to size the pool."""
     compute.warm_up(config.max_num_batched_tokens)
     for bucket in memory._largest(compute.buckets()):
         compute.compute_nothing(bucket)
@@ -108,7 +109,7 @@ def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[i
 
 
 def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
-    """How many kernels a worker of this kind compiles at its start, and which it compiles too late."""
+    """Counts the kernels that a worker of this kind compiles at start-up, and names those it compiles too late."""
     before, recorder = len(device.loaded), Recorder(device)
     config = EngineConfig(folder, **(SETTINGS | kind))
     with (
@@ -129,7 +130,7 @@ def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
 
 
 def take_steps(engine: runner.DeviceRunner) -> None:
-    """Chunks, a mixed step, a decode step, and a row that asks for every filter."""
+    """Chunks, a mixed step, a decode step, and a row with every filter."""
     rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8)
     for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
         rows.launch(counts).result()

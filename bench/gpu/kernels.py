@@ -1,4 +1,4 @@
-"""Kernels alone: their error against float32, and their speed against a copy and a large product of the same run."""
+"""Single kernels: error against float32, and speed relative to a copy and a large matrix product of the same run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def environment(report: Report) -> None:
     if report.is_smoke:
         report.figures["device"] = "cpu (smoke)"
         return
-    device = torch.cuda.get_device_properties(0)  # without a GPU this tells why
+    device = torch.cuda.get_device_properties(0)  # raises an error with the cause if there is no GPU
     report.figures |= {"device": device.name, "memory_gib": round(device.total_memory / 2**30, 1)}
     report.row("environment", device.name, note=f"{report.figures['memory_gib']} GiB, CUDA {torch.version.cuda}")
 
@@ -64,7 +64,7 @@ def ceilings(report: Report) -> None:
 
 @dataclass
 class Case:
-    """Rows over a pool of random keys, for attention alone."""
+    """Rows over a pool of random keys, for attention."""
 
     q: torch.Tensor
     cache: tuple[torch.Tensor, torch.Tensor]
@@ -108,7 +108,7 @@ class Case:
         return cls(q, cache, queries, count, shape, scales)
 
     def attention(self, tiles: Tiles, num_programs: int):
-        """A function that runs the kernel, and where it leaves its result. The list is made once."""
+        """A function that runs the kernel, and its output. The work list is made once."""
         num_rows, device = len(self.queries.rows), self.q.device
         keys = int(self.queries.contexts.max()) + len(self.q) // num_rows
         splits = -(-keys // tiles.split) if tiles.split else 1
@@ -136,7 +136,7 @@ class Case:
         return run, out
 
     def expected(self, row: int) -> torch.Tensor:
-        """float32 attention of one row."""
+        """Attention of one row in float32."""
         first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
         num_keys = int(self.queries.contexts[row]) + last - first
         k, v = (self._gathered(pool, row)[:num_keys] for pool in self.cache)
@@ -153,7 +153,7 @@ class Case:
         return found.flatten(0, 1).float()
 
     def error(self, out: torch.Tensor) -> float:
-        """The worst of the first, a middle and the last row."""
+        """The largest error of the first, the middle and the last row."""
         num_rows = len(self.queries.rows)
         worst = 0.0
         for row in {0, num_rows // 2, num_rows - 1}:
@@ -163,7 +163,7 @@ class Case:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of keys and values that a decode step must read."""
+        """Bytes of keys and values that a decode step reads."""
         keys = int(self.queries.contexts.sum()) + len(self.q)
         return 2 * keys * self.shape.num_kv_heads * self.shape.head_dim * self.cache[0].element_size()
 
@@ -194,7 +194,7 @@ def decode_attention(report: Report) -> None:
 
 
 def other_caches(report: Report) -> None:
-    """Keys and values in 8 bits, and heads that are no power of two: prompts and single queries."""
+    """fp8 keys and values, and head sizes that are not powers of two: prompts and single queries."""
     rows = (3, 40) if report.is_smoke else (256, 2048)
     kinds = [("fp8", 128, True), ("dim 80", 80, False), ("dim 96", 96, False), ("dim 112", 112, False)]
     if not report.is_smoke:
@@ -256,7 +256,7 @@ def tile_sweep(report: Report) -> None:
 
 
 def _sweep(report: Report, case: Case, tiles: Tiles, per_sm: int, label: str, num_bytes: int = 0) -> None:
-    """Errors too: if the compiler gets the tiles of the table wrong, this tells which it gets right."""
+    """Measures a variant and its error, which shows a correct one if the compiler gets the table's wrong."""
     run, out = case.attention(tiles, programs(report, per_sm))
     run()
     error = case.error(out)
@@ -315,7 +315,7 @@ def _rope(report: Report, num_rows: int) -> None:
 
 
 def _sampler(report: Report, num_rows: int, vocab: int) -> None:
-    """Tokens against the specification in numpy, for a few rows; times for all."""
+    """Tokens of a few rows against the specification in numpy; times for all rows."""
     from request_fields.fields import SamplingParams
     from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 
@@ -349,7 +349,7 @@ def _sampler(report: Report, num_rows: int, vocab: int) -> None:
 
 
 def invariance(report: Report) -> None:
-    """What exact mode stands on: the same row alone and among others, bit for bit."""
+    """The basis of exact mode: a row gives the same bits alone and among others."""
     shapes = [(130, 64)] if report.is_smoke else [(4096, 1024), (1024, 3072), (VOCAB, 1024)]
     for out_size, in_size in shapes:
         x = torch.randn(256, in_size, device=report.device).to(report.dtype)

@@ -1,4 +1,4 @@
-"""The whole model: its logits against transformers, and how long its steps take."""
+"""The whole model: logits against transformers, and step times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import DeviceRunner
 
-# Ways to serve one checkpoint. Of 8 bits the error is told, and bounded where it would be a fault.
+# Ways to serve one checkpoint. The error of fp8 is reported, and fails the run only if it indicates a bug.
 KINDS: dict[str, dict[str, Any]] = {
     "model's dtype": {}, "float16": {"dtype": "float16"}, "fp8 cache": {"kv_cache_dtype": "fp8"},
 }  # fmt: skip
@@ -36,8 +36,8 @@ def model_of(report: Report) -> Model:
 
 
 def make_checkpoint(report: Report) -> Path:
-    """The model of all sections. Linears of unit gain, norms around 1, large q/k norms: attention is peaked, so that an
-    error in it shows."""
+    """The model of all sections: linear layers of unit gain, norms around 1, and large q/k norms, which make attention
+    peaked so that an error in it shows."""
     folder = report.scratch / "checkpoint"
     if (folder / "config.json").exists():  # written last
         return folder
@@ -82,11 +82,11 @@ def load(folder: Path, report: Report, **settings: Any) -> DeviceRunner:
         report.row("load", "CUDA graphs", ok=False, note=str(error)[:300])
     report.figures["has_no_graphs"] = True
     report.release()
-    return DeviceRunner(replace(config, cuda_graphs="off"))  # the rest still tells something
+    return DeviceRunner(replace(config, cuda_graphs="off"))  # the other sections are still useful
 
 
 class Rows:
-    """Rows with blocks of their own, stepped by hand."""
+    """Rows with their own blocks, stepped by hand."""
 
     def __init__(self, runner: DeviceRunner, prompts: list[list[int]], room: int, computed: int = 0) -> None:
         self.runner = runner
@@ -95,7 +95,7 @@ class Rows:
         self.blocks = -(-(max(map(len, prompts)) + room) // self.size)
         if self.blocks * len(prompts) > runner.info.num_blocks:
             raise RuntimeError(
-                f"{len(prompts)} rows need {self.blocks * len(prompts)} blocks, {runner.info.num_blocks} fit"
+                f"{len(prompts)} rows need {self.blocks * len(prompts)} blocks, the pool has {runner.info.num_blocks}"
             )
         self.computed = np.full(len(prompts), computed, np.int64)
         self.step_id = 0
@@ -110,7 +110,7 @@ class Rows:
         return RowOpen(i, ids, len(ids), self.table(i).astype(np.uint32), computed, GREEDY, 0)
 
     def launch(self, counts: dict[int, int]):
-        """Starts a step of so many tokens of each row."""
+        """Launches a step with the given number of tokens per row."""
         self.step_id += 1
         rows = np.array(list(counts), np.int64)
         lens = np.array(list(counts.values()), np.int64)
@@ -128,18 +128,18 @@ class Rows:
 
 
 def logits(report: Report) -> None:
-    """Chunks, mixed batches and decode against transformers in float32; its own bfloat16 says what noise is."""
+    """Chunks, mixed batches and decode against transformers in float32. Its bfloat16 error is the noise level."""
     lengths = [3, 20, 33] if report.is_smoke else [1, 255, 256, 257, 700, 1500]
     vocab = model_of(report)["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
     folder = make_checkpoint(report)
-    # Logits are seen in eager steps only; that graphs give the same is a section of its own.
+    # Logits can be read in eager steps only. Another section compares graphs with eager steps.
     settings = {"cuda_graphs": "off"} | ({} if report.is_smoke else {"num_blocks": 256})
     tokens, wanted = [], {}
     for name, fields in KINDS.items():
         if report.is_smoke and name == "float16":
-            continue  # transformers' own noise is not measured in it
+            continue  # the noise of transformers is not measured in float16
         runner = load(folder, report, **(settings | fields))
         seen, own_tokens = _run_ours(runner, prompts)
         del runner
@@ -151,7 +151,7 @@ def logits(report: Report) -> None:
 
 
 def _theirs(folder: Path, dtype: torch.dtype, tokens: list[list[int]], report: Report) -> list[torch.Tensor]:
-    """Logits of transformers over each row's tokens."""
+    """Logits of transformers for the tokens of each row."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(report.device).eval()
@@ -163,7 +163,7 @@ def _theirs(folder: Path, dtype: torch.dtype, tokens: list[list[int]], report: R
 
 
 def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: list, wanted: dict) -> None:
-    """Only logits over the tokens that transformers was given: another kind may have chosen others on its way."""
+    """Compares only logits over the tokens that transformers was given: another dtype may have sampled other tokens."""
     for row, ids in enumerate(tokens):
         same = next(
             (i for i, pair in enumerate(zip(ids, own_tokens[row], strict=True)) if len(set(pair)) > 1), len(ids)
@@ -183,7 +183,7 @@ def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: li
 def _run_ours(
     runner: DeviceRunner, prompts: list[list[int]]
 ) -> tuple[dict[tuple[int, int], torch.Tensor], list[list[int]]]:
-    """Logits by (row, tokens before), from eager steps, and each row's tokens."""
+    """Logits by (row, tokens before) from eager steps, and the tokens of each row."""
     compute, rows = runner._compute, Rows(runner, prompts, room=8)
     original, recorded = compute._model.forward, []
     compute._model.forward = lambda *args: recorded.append(original(*args)) or recorded[-1]
@@ -208,7 +208,7 @@ def _run_ours(
 
 
 def decode_steps(report: Report) -> None:
-    """Whole steps by graph, launched ahead as in service; and that a graph gives the tokens of eager steps."""
+    """Times of decode graphs, launched ahead as in service, and a comparison of their tokens with eager steps."""
     folder = make_checkpoint(report)
     started = time.perf_counter()
     runner = load(folder, report)
@@ -229,7 +229,7 @@ def decode_steps(report: Report) -> None:
 
 
 def mixed_steps(report: Report) -> None:
-    """Rows that decode beside a chunk of a prompt: as graphs, recorded as they come, and without."""
+    """Rows that decode beside a chunk of a prompt: with graphs recorded on first use, and without graphs."""
     sizes = [(2, 20)] if report.is_smoke else [(255, 128), (255, 512), (64, 1024), (64, 2048), (0, 4096)]
     folder = make_checkpoint(report)
     for when in ("lazy", "off"):
@@ -246,8 +246,8 @@ def mixed_steps(report: Report) -> None:
 
 
 def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) -> float:
-    """Milliseconds of a step in a row of steps, two in flight. The last row computes the same chunk again and again:
-    what blocks hold does not matter for time."""
+    """Milliseconds per step, two in flight. The last row computes the same chunk repeatedly, because block contents do
+    not affect the time."""
     steps = 2 if report.is_smoke else 12
     context = (30 if report.is_smoke else 500) if num_rows else 0
     rng = np.random.default_rng(0)
@@ -257,7 +257,7 @@ def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) 
     counts = dict.fromkeys(range(num_rows), 1) | {num_rows: chunk}
     before, started = None, 0.0
     for i in range(steps + 2):
-        if i == 2:  # the first ones compile and, lazily, record
+        if i == 2:  # the first steps compile and record lazy graphs
             before.result()
             before, started = None, time.perf_counter()
         rows.computed[num_rows] = context
@@ -270,7 +270,7 @@ def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) 
 
 
 def exact_cost(report: Report) -> None:
-    """Exact mode: what it costs, and that a row's tokens do not know its neighbours."""
+    """Exact mode: its cost, and a check that the tokens of a row do not depend on other rows."""
     runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy")
     alone, crowded = ([], [])
     prompts = _prompts(runner, report)
@@ -307,12 +307,11 @@ def decode_tokens(runner: DeviceRunner, report: Report) -> list[list[int]]:
 
 
 def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: int) -> float | None:
-    """Milliseconds of a step in a row of steps, two in flight; None where the pool is too small. What the blocks hold
-    does not matter for time."""
+    """Milliseconds per step, two in flight; None if the pool is too small. Block contents do not affect the time."""
     steps = 3 if report.is_smoke else 40
     rng = np.random.default_rng(0)
     if num_rows * -(-(context + steps + 8) // runner.info.block_size) > runner.info.num_blocks:
-        report.row("decode_steps", f"B {num_rows} ctx {context}", note="left out: the pool is too small")
+        report.row("decode_steps", f"B {num_rows} ctx {context}", note="skipped: the pool is too small")
         return None
     prompts = [rng.integers(3, runner.info.vocab_size, context).tolist() for _ in range(num_rows)]
     rows = Rows(runner, prompts, room=steps + 8, computed=context - 1)

@@ -1,4 +1,4 @@
-"""Rows of the GPU benchmark, and how a kernel is timed."""
+"""Results of the GPU benchmark, and the timing of kernels."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ COLUMNS = (
 
 
 class OutOfTimeError(Exception):
-    """A section's time is up; what it has found until then counts."""
+    """The time of a section is over. Its rows so far are kept."""
 
 
 class Report:
-    """Collects rows, prints each, and knows what the device can do once that is measured. Asks nothing of a device by
-    itself, so that a process may be forked that does."""
+    """Collects and prints rows, and relates them to the measured ceilings of the device. It does not initialize the
+    device, so that forked processes can."""
 
     def __init__(self, *, is_smoke: bool, scratch: Path | None = None) -> None:
         self.is_smoke = is_smoke
@@ -60,8 +60,8 @@ class Report:
         flop: float = 0,
         note: str = "",
     ) -> None:
-        """One line; what it moves and computes becomes its part of the device's ceilings. OutOfTimeError after it if
-        the section's time is up."""
+        """Adds a row; bytes and FLOP are also reported as fractions of the device's ceilings. Raises OutOfTimeError
+        afterwards if the time of the section is over."""
         found = {"section": section, "name": name, "ok": ok, "ms": ms, "note": note}
         if ms and num_bytes:
             found |= {"gb_s": num_bytes / ms / 1e6, "of_bandwidth": num_bytes / ms * 1e3 / self.bandwidth}
@@ -79,12 +79,12 @@ class Report:
             raise OutOfTimeError
 
     def seconds_left(self) -> float:
-        """Until the section should be over."""
+        """Seconds until the end of the section."""
         return self.ends_at - time.monotonic()
 
     def time_ms(self, calls: Sequence[Callable[[], object]], repeats: int = REPEATS) -> float:
-        """Milliseconds per call: the median of replays of a graph over all calls. Give calls over different memory, so
-        that the second-level cache does not answer."""
+        """Milliseconds per call: the median of replays of a graph of all calls. Calls should use different memory, so
+        that the L2 cache does not serve them."""
         if self.is_smoke:
             started = time.perf_counter()
             calls[0]()
@@ -113,7 +113,7 @@ class Report:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Memory of the section before."""
+        """Frees memory of the previous section."""
         gc.collect()
         if not self.is_smoke:
             torch.cuda.empty_cache()
@@ -122,7 +122,7 @@ class Report:
         return {**self.figures, "failed": self.failed, "num_rows": len(self.rows), "seconds": self.seconds}
 
     def write(self, folder: Path, name: str) -> None:
-        """NAME.json with everything, NAME.md with the table."""
+        """Writes NAME.json with everything and NAME.md with the table."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps({"summary": self.summary(), "rows": self.rows}, indent=1))
         lines = ["| section | what | | ms | GB/s | of copy | TFLOP/s | of matmul | note |", "|" + " --- |" * 9]

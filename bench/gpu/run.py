@@ -1,14 +1,14 @@
-"""The GPU engine on one device: right, how fast, and how far from what the device can do. One command, no network.
+"""Benchmark of the GPU engine on one device: correctness, speed, fraction of the device's limits. Needs no network.
 
-    bench/gpu/pack                       # before, where there is a network: stubs and small wheels
+    bench/gpu/pack                       # first, on a machine with a network: stubs and small wheels
     bench/gpu/start --part 1             # kernels and model: errors, bandwidth, step times
     bench/gpu/start --part 2             # the 256-request workload, in-process and through gRPC
-    bench/gpu/start                      # both, as far as the budget goes
-    bench/gpu/start --smoke              # the plumbing, on a CPU with Triton's interpreter
+    bench/gpu/start                      # both, within the budget
+    bench/gpu/start --smoke              # tiny sizes on a CPU with Triton's interpreter
 
-Each section runs in a process of its own and has its time; one that fails, hangs or dies is told and the next one runs.
-What does not fit --budget seconds any more is left out, which is told too. Rows are printed as they come, and $OUT (or
---out) gets gpu-part1.json and gpu-part1.md, up to date after every row. The last line is one JSON object.
+Each section runs in its own process with a time limit. A section that fails, hangs or dies is reported, and the next
+one runs. Sections that do not fit into --budget seconds are skipped and reported. Rows are printed when measured, and
+gpu-part1.json and gpu-part1.md in $OUT (or --out) are updated after every row. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SMOKE_SLOWER = 5  # an interpreter than a device, on tiny sizes
+SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
 sys.path.insert(0, str(ROOT))
 
 from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
@@ -33,8 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=(1, 2))
     parser.add_argument("--only", default="", help="sections by name, comma separated")
-    parser.add_argument("--budget", type=float, default=560.0, help="seconds; what does not fit is left out")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of the results")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds; sections that do not fit are skipped")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the results")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     return parser
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def chosen_sections(part: int | None, only: str) -> list:
-    """Those asked for, in order: what says most comes first."""
+    """The requested sections, the most informative first."""
     from bench.gpu import kernels, model, serving
     from bench.gpu.sections import Section
 
@@ -96,7 +96,9 @@ def chosen_sections(part: int | None, only: str) -> list:
     sections = first + [section for number, found in parts.items() if part in (None, number) for section in found]
     names = set(filter(None, only.split(",")))
     if unknown := names - {section.name for section in sections}:
-        sys.exit(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in sections)}")
+        sys.exit(
+            f"--only: unknown section {', '.join(sorted(unknown))}; known are {', '.join(s.name for s in sections)}"
+        )
     return [section for section in sections if not names or section.name in names]
 
 

@@ -1,4 +1,4 @@
-"""nano-vllm's workload: the engine driven in-process, then the whole path of client, gateway, scheduler and worker."""
+"""nano-vllm's workload: the engine in-process, then the whole path of client, gateway, scheduler and worker."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def workload_of(report: Report) -> Workload:
 
 
 def in_process(report: Report) -> None:
-    """Steps as a scheduler would send them, two in flight, no scheduler and no RPC."""
+    """Steps as a scheduler would send them, two in flight, without scheduler and RPCs."""
     tok_s = _drive(report, "in_process")
     report.figures["in_process_tok_s"] = round(tok_s, 1)
 
 
 def in_process_fp8(report: Report) -> None:
-    """The same over a cache of 8 bits, whose reading is most of the work."""
+    """The same with an fp8 cache."""
     report.figures["in_process_fp8_tok_s"] = round(_drive(report, "in_process_fp8", kv_cache_dtype="fp8"), 1)
 
 
@@ -70,7 +70,7 @@ def _is_fast(report: Report, tok_s: float) -> bool | None:
 
 
 class Loop:
-    """Decodes first, then chunks of prompts, under the token budget, until every request has its tokens."""
+    """Runs requests to their ends: each step has decodes first, then chunks of prompts, within the token budget."""
 
     def __init__(self, runner: DeviceRunner, workload: Workload) -> None:
         self.runner = runner
@@ -85,7 +85,7 @@ class Loop:
         self.launch_s = 0.0
 
     def run(self) -> float:
-        """Seconds for all of it."""
+        """Seconds for all requests."""
         self.runner.reset_rows()
         self.num_steps, self.launch_s = 0, 0.0
         computed = np.zeros(len(self.requests), np.int64)
@@ -136,7 +136,7 @@ class Loop:
 
 
 def through_grpc(report: Report) -> None:
-    """`quire up` (gateway, scheduler, worker) on this machine and one `quire bench`, all by loopback."""
+    """`quire up` (gateway, scheduler, worker) and `quire bench` on this machine over loopback."""
     workload = workload_of(report)
     folder = make_checkpoint(report)
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,7 +164,7 @@ def through_grpc(report: Report) -> None:
 
 @contextmanager
 def running_stack(folder: Path, scratch: Path, report: Report) -> Iterator[str]:
-    """Gives the gateway's address once all services are ready."""
+    """Yields the address of the gateway when all services are ready."""
     ready, log = scratch / "ready.json", scratch / "up.log"
     flags = ["--model", folder, "--port", 0, "--ready-file", ready, "--backend", "cuda", "--determinism", "best_effort"]
     if report.is_smoke:
@@ -193,7 +193,7 @@ def _when_ready(process: subprocess.Popen[bytes], ready: Path, scratch: Path, re
 
 
 def ask(requests: Path, target: str, salt: str, report: Report) -> dict:
-    """One run of the client over all requests at once; a salt each, so that no run finds another's cache."""
+    """One run of the client with all requests at once, with a cache salt of its own so that runs share no prefixes."""
     flags = [
         "--dataset",
         "file",
@@ -211,5 +211,5 @@ def ask(requests: Path, target: str, salt: str, report: Report) -> dict:
     left = min(report.seconds_left(), threading.TIMEOUT_MAX)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left, env=os.environ)
     if done.returncode:
-        raise RuntimeError(f"quire bench ended with {done.returncode}: {(done.stderr or done.stdout)[-800:]}")
+        raise RuntimeError(f"quire bench exited with {done.returncode}: {(done.stderr or done.stdout)[-800:]}")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))

@@ -1,5 +1,5 @@
-"""What Triton needs of the machine to compile its launcher: a C compiler and Python's headers. Asked for first, because
-every section would fail without, each in its own words."""
+"""Checks for what Triton needs to compile its launcher: a C compiler and Python's headers. Without them every section
+would fail with its own error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ SOURCE = "#include <Python.h>\nint quire_has_headers(void) { return PY_VERSION_H
 
 
 def prepare_toolchain(vendor: Path = VENDOR) -> str:
-    """Which compiler serves; the packed compiler and headers fill in what is missing. Exits with what to do if nothing
-    does."""
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks on Debian
+    """The compiler to use. A packed compiler and packed headers replace missing ones. Exits with a remedy if there is
+    none."""
+    scheme = sysconfig.get_default_scheme().replace(
+        "posix_local", "posix_prefix"
+    )  # the scheme that Triton uses on Debian
     headers = Path(sysconfig.get_paths(scheme)["include"])
     packed = vendor / "include" / headers.name
     if not (headers / "Python.h").exists() and (packed / "Python.h").exists():
@@ -28,19 +30,19 @@ def prepare_toolchain(vendor: Path = VENDOR) -> str:
     if compiler is None and (vendor / "cc").exists():
         compiler = os.environ["CC"] = str(vendor / "cc")
     if compiler is None:
-        sys.exit("Triton needs a C compiler: there is no gcc and no clang, and CC is not set. "
+        sys.exit("Triton needs a C compiler: neither gcc nor clang was found, and CC is not set. "
                  "Install one, or pack one on a machine with a network: bench/gpu/pack VERSION --compiler")  # fmt: skip
     complaint = _complaint(compiler, headers)
     if complaint:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         sys.exit(f"Triton cannot compile its launcher: {compiler} does not compile a file that includes Python.h of "
-                 f"{headers}. Install python{version}-dev, or pack where python{version} has its headers. "
-                 f"It said: {complaint}")  # fmt: skip
+                 f"{headers}. Install python{version}-dev, or run bench/gpu/pack where it is installed. "
+                 f"Its error: {complaint}")  # fmt: skip
     return compiler
 
 
 def _complaint(compiler: str, headers: Path) -> str:
-    """The compiler's last words about a small file; empty if it compiles."""
+    """The end of the compiler's error for a small file; empty if it compiles."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "try.c"
         source.write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""Random batches over a pool that is poisoned wherever nothing was stored."""
+"""Random batches over a KV pool with NaN in every slot that was not stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Queries, 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# tl.dot of bfloat16 computes nonsense in the interpreter.
+# The interpreter computes tl.dot of bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] if DEVICE.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -29,14 +29,14 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class AttentionCase:
-    """A batch of rows with their keys and values in shuffled blocks; all else in the pool is NaN."""
+    """A batch of rows with their keys and values in shuffled blocks. Everything else in the pool is NaN."""
 
     q: torch.Tensor
     cache: tuple[torch.Tensor, torch.Tensor]
     queries: Queries
     num_rows: torch.Tensor
     shape: HeadShape
-    scales: torch.Tensor | None = None  # of a pool in 8 bits
+    scales: torch.Tensor | None = None  # of an fp8 pool
 
     @classmethod
     def make(
@@ -66,7 +66,7 @@ class AttentionCase:
                 pool[tables[line].long()[keys // block_size], keys % block_size] = values
         starts = torch.tensor([0] + [count for _, count in rows]).cumsum(0)
         q = torch.randn(int(starts[-1]) + padding, shape.num_q_heads, shape.head_dim, generator=generator)
-        # Lines of a batch that do not exist hold what an earlier step left.
+        # Padding rows hold values of an earlier step.
         stale = torch.randint(0, 9, (padding,), generator=generator)
         queries = Queries(
             rows=torch.cat((lines, stale)).int().to(DEVICE),

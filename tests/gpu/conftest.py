@@ -1,4 +1,4 @@
-"""Fixtures of the GPU engine's tests: on a machine with a GPU they run there, elsewhere in Triton's interpreter."""
+"""Fixtures of the GPU engine's tests, which run on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True, scope="session")
 def _patch_the_language_once_per_launch():
-    """Triton's interpreter replaces the functions of its language at every call within a kernel; once will do."""
+    """Triton's interpreter patches tl at every call within a kernel. Once per launch is enough and much faster."""
     if not triton.knobs.runtime.interpret:
         yield
         return
@@ -45,7 +45,7 @@ def _patch_the_language_once_per_launch():
 
 @pytest.fixture
 def plant_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replaces the kernels of a module with those of its source with one place changed."""
+    """Replaces the kernels of a module by kernels compiled from its source with one place changed."""
 
     def plant(module: ModuleType, old: str, new: str) -> None:
         source = inspect.getsource(module)
@@ -55,7 +55,7 @@ def plant_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path.write_text(source.replace(old, new))
         spec = importlib.util.spec_from_file_location(name, path)
         mutant = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, mutant)  # dataclasses look their module up
+        monkeypatch.setitem(sys.modules, name, mutant)  # needed by dataclasses
         spec.loader.exec_module(mutant)
         for kernel in vars(module):
             if kernel.endswith("_kernel"):

@@ -14,7 +14,7 @@ from worker_svc.engine.gpu.runner import DeviceRunner
 
 
 class DeviceDriver(Driver):
-    """Keeps every row's logits, as the kernels of the model leave them."""
+    """Records the logits of every row."""
 
     def _record_logits(self) -> None:
         compute = self.runner._compute

@@ -1,4 +1,4 @@
-"""flash-attn 2's two functions with their signatures and their demands, computed in torch."""
+"""The two functions of flash-attn 2 that the engine calls, with the same signatures and checks, in torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flash_attn_varlen_func(
     assert max(*q_lens, 1) == max_seqlen_q
     assert max(*k_lens, 1) == max_seqlen_k
     rows = zip(q[: sum(q_lens)].split(q_lens), block_table, k_lens, strict=True)
-    rest = q.new_full((len(q) - sum(q_lens), *q.shape[1:]), torch.nan)  # whatever memory held
+    rest = q.new_full((len(q) - sum(q_lens), *q.shape[1:]), torch.nan)  # uninitialized memory
     return torch.cat([_attend(part, k, v, table, n, softmax_scale) for part, table, n in rows if len(part)] + [rest])
 
 

@@ -1,7 +1,7 @@
-"""CUDA graphs without CUDA: what a step launches is noted with the addresses and numbers of that moment, and not run.
+"""CUDA graphs without CUDA: the launches of a step are recorded with their addresses and scalar arguments, not run.
 
-A replay runs just that, so whatever a step takes from the host at launch stays as it was, as in a graph. Memory that a
-step leaves uninitialized holds NaN.
+A replay runs the recorded launches, so values that a step takes from the host stay as they were during recording, as in
+a CUDA graph. Uninitialized memory holds NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, 
 
 
 class FakeRecorder:
-    """Keeps the names of what each recording launches, in order."""
+    """Records launches and keeps their names per recording, in order."""
 
     def __init__(self, bytes_per_graph: int = 0) -> None:
         self.recordings: list[list[str]] = []
@@ -42,7 +42,7 @@ class FakeRecorder:
 
 
 class Tape(TorchDispatchMode):
-    """Notes torch's operations; those without effects are run once, for their shapes."""
+    """Records operations of torch. Those without side effects also run once, for the shapes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Tape(TorchDispatchMode):
 
 
 def is_view(result, args) -> bool:
-    """Of one of the arguments; torch's views may be several."""
+    """Whether the operation returns views of an argument; torch may return several."""
     first = result[0] if isinstance(result, list | tuple) else result
     addresses = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
     return first.untyped_storage().data_ptr() in addresses

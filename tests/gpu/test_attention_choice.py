@@ -1,4 +1,4 @@
-"""--attention: flash-attn behind its real signatures, and what is refused."""
+"""--attention: flash-attn with its real signatures, and refused combinations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_flash_attention_matches_transformers(folder, monkeypatch):
     assert driver.runner.info.backend == "cuda/flash"
     assert driver.runner.info.block_size == 256
     with torch.inference_mode():
-        driver.runner._compute.warm_up(8)  # as on a device before its memory is divided: no row, nothing known
+        driver.runner._compute.warm_up(8)  # without rows, as on a GPU before the pool is sized
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 
@@ -46,14 +46,14 @@ def test_flash_attention_needs_its_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(BackendUnavailableError, match="flash-attn cannot be imported"):
         load(folder, attention="flash", block_size=256)
-    # Its successor leaves a folder of the same name without the functions.
+    # flash-attn 4 installs a folder of the same name without the functions.
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(BackendUnavailableError, match="has no flash_attn_varlen_func"):
         load(folder, attention="flash", block_size=256)
 
 
 @pytest.mark.parametrize("name", ["flash", "torch"])
-def test_what_depends_on_the_batch_is_not_called_exact(folder, name):
+def test_batch_dependent_attention_is_refused_in_exact_mode(folder, name):
     with pytest.raises(BackendUnavailableError, match=f"attention {name} cannot be exact"):
         load(folder, attention=name, determinism="exact", block_size=256)
 
@@ -65,7 +65,7 @@ def one_key_short(q, k_cache, v_cache, *, cache_seqlens, **rest):
 
 
 def aligned_to_the_top_left(q, k, v, *, cu_seqlens_q, **rest):
-    """As versions before 2.1 did: query i sees keys up to i."""
+    """The mask of versions before 2.1: query i sees keys up to i."""
     out = fake_flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens_q, **rest)
     counts, lens = cu_seqlens_q.diff().tolist(), rest["cu_seqlens_k"].diff().tolist()
     scale = rest["softmax_scale"]
@@ -85,7 +85,7 @@ def only_16_bits(*_, **__):
     ("flash_attn_varlen_func", aligned_to_the_top_left, "flash-attn failed the start-up check"),
     ("flash_attn_varlen_func", only_16_bits, "failed in the start-up .*only support fp16.*use --attention triton"),
 ])  # fmt: skip
-def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplog, name, broken, message):
+def test_flash_attention_is_checked_at_start_up(folder, monkeypatch, caplog, name, broken, message):
     broken_package = ModuleType("flash_attn")
     vars(broken_package).update(vars(fake_flash_attn), **{name: broken})
     monkeypatch.setitem(sys.modules, "flash_attn", broken_package)
@@ -93,16 +93,16 @@ def test_flash_attention_is_compared_before_it_serves(folder, monkeypatch, caplo
         load(folder, attention="flash", block_size=256, num_blocks=8)
     monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/triton"
-    assert "attention is triton: flash-attn" in caplog.text
+    assert "--attention auto uses triton: flash-attn" in caplog.text
 
 
-def test_auto_takes_a_flash_attention_that_agrees(folder, monkeypatch):
+def test_auto_uses_flash_attention_that_passes_its_check(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/flash"
 
 
-def test_auto_is_our_kernel_here(folder):
+def test_auto_is_triton_without_a_gpu(folder):
     assert load(folder).info.backend == "cuda/triton"
 
 
@@ -113,12 +113,12 @@ def test_head_sizes_without_a_tile_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("kv_cache_dtype", "fp8")])
-def test_what_only_a_gpu_computes_is_refused_elsewhere(tmp_path, field, value):
+def test_gpu_only_dtypes_are_refused_by_other_backends(tmp_path, field, value):
     with pytest.raises(ValueError, match=f"backend with {field}={value} must be one of cuda, got 'cpu'"):
         EngineConfig(tmp_path, **{field: value})
 
 
-def test_flash_attention_reads_no_8_bits(folder, monkeypatch):
+def test_flash_attention_with_an_fp8_cache_is_refused(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     with pytest.raises(BackendUnavailableError, match="cannot read kv_cache_dtype fp8; use --attention triton"):
         load(folder, attention="flash", block_size=256, kv_cache_dtype="fp8")

@@ -1,4 +1,4 @@
-"""Paged attention: random batches in poisoned pools against float64, and faults that the comparison must see."""
+"""Paged attention: random batches over pools with NaN against float64, and planted faults that must be found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED = [(40, 1), (0, 21), (31, 1), (17, 13), (32, 1), (0, 1), (5, 2)]
 
 
 def run(case, *passes, num_programs=3):
-    """Attention in one launch per (tiles, least, most queries)."""
+    """Attention in one launch per (tiles, min_queries, max_queries)."""
     out = torch.full_like(case.q, float("nan"))
     longest = int((case.queries.contexts + 64).max())
     for tiles, least, most in passes:
@@ -48,7 +48,7 @@ def error_of(case, out):
     num_rows = int(case.num_rows)
     end = int(case.queries.starts[num_rows])
     expected = attention.reference(case.q, case.cache, case.queries, num_rows, case.shape, case.scales)
-    assert torch.isnan(out[end:]).all()  # padding is left alone
+    assert torch.isnan(out[end:]).all()  # padding is not written
     return relative_error(out[:end], expected[:end])
 
 
@@ -63,8 +63,8 @@ def test_mixed_batch(shape, block_size, dtype):
 
 
 @pytest.mark.parametrize("dim", [80, 96, 112])
-def test_head_sizes_that_are_no_power_of_two(dim):
-    """The block before each and behind it are poisoned, so a column too many would show."""
+def test_head_sizes_that_are_not_powers_of_two(dim):
+    """The neighbouring blocks hold NaN, so reading one column too many would show."""
     rows = [(40, 1), (17, 5), (31, 1)]
     case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=torch.float32, block_size=16, padding=1)
     assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
@@ -73,8 +73,8 @@ def test_head_sizes_that_are_no_power_of_two(dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24])
-def test_keys_and_values_of_8_bits(dtype, dim):
-    """Against float64 attention over the very numbers that the pool holds."""
+def test_fp8_keys_and_values(dtype, dim):
+    """Against float64 attention over the values that the pool holds."""
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.125]], device=DEVICE)
     rows = [(40, 1), (17, 5), (0, 3)]
     case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=dtype, block_size=16, padding=2, scales=scales)
@@ -101,7 +101,7 @@ def test_one_list_for_all_rows():
 
 
 @pytest.mark.parametrize("rows", [[(0, 1)], [(63, 1), (64, 1), (65, 1)], [(0, 16), (16, 16)]])
-def test_lengths_at_the_borders_of_blocks_tiles_and_splits(rows):
+def test_lengths_at_boundaries_of_blocks_tiles_and_splits(rows):
     case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
     assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
 
@@ -142,8 +142,8 @@ def wrong_line(case):
 
 
 @pytest.mark.parametrize("plant", [swap_blocks, shift_contexts, wrong_line])
-def test_planted_faults_are_seen(plant):
-    """What a wrong table, length or row would do is far beyond the tolerance."""
+def test_planted_faults_are_found(plant):
+    """A wrong table, length or row causes an error far beyond the tolerance."""
     case = AttentionCase.make(PAIRS, MIXED, dtype=torch.float32, block_size=16)
     expected = attention.reference(case.q, case.cache, case.queries, len(MIXED), PAIRS)
     plant(case)
@@ -174,8 +174,8 @@ def test_mutants_are_caught(plant_mutant, old, new):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_tiles_do_not_see_chunks_or_neighbours(dtype):
-    """The same query over the same keys: alone, in a chunk, in a batch. Bit for bit."""
+def test_exact_tiles_do_not_depend_on_chunks_or_other_rows(dtype):
+    """The same query over the same keys gives the same bits alone, in a chunk and in a batch."""
     whole = AttentionCase.make(PAIRS, [(0, 37), (9, 3), (20, 1)], dtype=dtype, block_size=16)
     expected = run(whole, (EXACT, 1, MAX_QUERIES))
     for context, count in [(36, 1), (30, 7), (16, 21), (5, 20)]:
@@ -195,7 +195,7 @@ def test_exact_tiles_do_not_see_chunks_or_neighbours(dtype):
         assert torch.equal(run(part, (EXACT, 1, MAX_QUERIES)), expected[context : context + count])
 
 
-def test_a_split_row_does_not_see_its_neighbours():
+def test_a_split_row_does_not_depend_on_other_rows():
     case = AttentionCase.make(PAIRS, [(90, 1), (9, 1), (40, 1)], dtype=torch.float32, block_size=16)
     alone = AttentionCase(
         case.q[:1], case.cache,

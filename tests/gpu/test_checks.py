@@ -1,4 +1,4 @@
-"""The start-up checks: they pass on every kernel, and see one wrong element or one row that depends on the others."""
+"""The start-up checks pass on every kernel, and find one wrong element or a row that depends on the others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_right_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_tok
 
 
 def names(faults):
-    """Test ids: what is checked, and the place of the fault."""
+    """Test ids: the check and the place of the fault."""
     return [f"{cases.__name__}-{old}" for cases, *_, old, _ in faults]
 
 

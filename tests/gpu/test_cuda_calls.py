@@ -1,4 +1,4 @@
-"""Lines that only a GPU reaches: what they call exists with these arguments, and a capture that fails is told."""
+"""Code that only a GPU reaches: its calls match the signatures in torch, and a failed capture is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = {"torch.cuda": torch.cuda, "dist": dist}
 
 
 def calls_of(path: Path) -> Iterator[tuple[object, str, ast.Call]]:
-    """Calls of torch.cuda.* and dist.*, with what they call."""
+    """Calls of torch.cuda.* and dist.*, and the functions that they call."""
     for node in ast.walk(ast.parse(path.read_text())):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         for prefix, module in MODULES.items():
@@ -31,18 +31,18 @@ def calls_of(path: Path) -> Iterator[tuple[object, str, ast.Call]]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_calls_fit_what_they_call(path):
+def test_calls_match_signatures(path):
     for function, name, call in calls_of(path):
         try:
             signature = inspect.signature(function)
-        except ValueError:  # of C++: it exists, and that is all that can be known
+        except ValueError:  # a C++ function without a signature: it exists
             continue
         assert not any(isinstance(argument, ast.Starred) for argument in call.args), name
         signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
 
 
 class Memory:
-    """Of a device whose steps leave memory to the next one until they are asked to give it back."""
+    """Memory of a device whose steps leave it cached for the next one until the cache is emptied."""
 
     def __init__(self) -> None:
         self.free, self.cached = 1000, 0
@@ -64,7 +64,7 @@ class FakeEvent:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Stands for torch.cuda; a capture whose step fails ends as CUDA's does. Returns streams that were set, memory."""
+    """Replaces torch.cuda; a failed capture ends as CUDA's does. Returns the streams that were set, and the memory."""
     streams, memory = [], Memory()
 
     @contextmanager
@@ -86,7 +86,7 @@ def cuda(monkeypatch):
     return streams, memory
 
 
-def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda):
+def test_a_failed_capture_names_its_cause_and_restores_the_stream(cuda):
     def step() -> None:
         raise RuntimeError("a host sync in a step")
 
@@ -95,17 +95,17 @@ def test_a_capture_that_fails_says_why_and_leaves_the_stream(cuda):
     assert cuda[0] == ["capturing", "launching"]
 
 
-def test_only_graphs_count_as_memory_of_graphs(cuda):
+def test_cached_memory_does_not_count_as_memory_of_graphs(cuda):
     _, memory = cuda
     recorder = CudaRecorder(torch.device("cuda", 0))
     recorder.record(lambda: memory.take(held=30, cached=0))
-    memory.take(held=0, cached=500)  # a large step that is launched kernel by kernel
+    memory.take(held=0, cached=500)  # a large eager step
     assert recorder.bytes_taken() == 30
     recorder.record(lambda: memory.take(held=20, cached=0))
     assert recorder.bytes_taken() == 50
 
 
-def test_the_benchmark_times_replays(cuda):
+def test_the_benchmark_measures_replays(cuda):
     calls = []
     assert Report(is_smoke=False).time_ms([lambda: calls.append(1), lambda: calls.append(2)]) == 1.5
     assert calls == [1, 2, 1, 2]  # once to compile, once to record

@@ -1,4 +1,4 @@
-"""Steps as graphs: padded to their bucket, replayed for other lengths, within bounds of memory."""
+"""CUDA graphs of steps: padded to their bucket, replayed for other lengths, within memory bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Stands for CUDA's where there is none. Mixed steps of small sizes get graphs."""
+    """Replaces the CUDA recorder. Small mixed steps get graphs."""
     monkeypatch.setattr(compute, "MIN_MIXED", 16)
     made = FakeRecorder() if not torch.cuda.is_available() else CudaRecorder(torch.device("cuda"))
     monkeypatch.setattr(runner, "make_recorder", lambda device: made)
@@ -36,14 +36,14 @@ def recorder(monkeypatch):
 
 
 def run(engine):
-    """Mixed steps that fall into one bucket with other rows, lengths and samples, then decode."""
+    """Mixed steps of one bucket with different rows, lengths and samples, then decode steps."""
     driver = DeviceDriver(engine)
     prompts = small_prompts([9, 22, 30])
     for row, sampling in enumerate((seeded(1), GREEDY, seeded(4, 0.7))):
         driver.open(row, prompts[row], sampling)
     driver.step({0: 9, 1: 11})  # 20 tokens, one sample
-    driver.step({0: 1, 1: 11, 2: 10})  # 22, contexts behind them
-    driver.step({2: 20, 1: 1, 0: 1})  # 22, three samples
+    driver.step({0: 1, 1: 11, 2: 10})  # 22 tokens, after contexts
+    driver.step({2: 20, 1: 1, 0: 1})  # 22 tokens, three samples
     driver.decode([2, 0, 1], 1)
     driver.decode([1, 2, 0], 1)
     assert driver.errors == []
@@ -51,8 +51,8 @@ def run(engine):
 
 
 @pytest.mark.parametrize("determinism", ["exact", "best_effort"])
-def test_replayed_steps_are_those_of_unpadded_ones(folder, recorder, determinism):
-    """Every key and value of the pool, and every token: each is a function of all that came before it."""
+def test_replayed_steps_equal_unpadded_steps(folder, recorder, determinism):
+    """Compares every key, value and token; each depends on all earlier steps."""
     plain, pool = run(load(folder, determinism=determinism, cuda_graphs="off"))
     replayed, other = run(load(folder, determinism=determinism, cuda_graphs="lazy", cuda_graph_tokens=24))
     assert replayed == plain
@@ -65,7 +65,7 @@ def test_replayed_steps_are_those_of_unpadded_ones(folder, recorder, determinism
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the names are those of the fake")
 def test_launches_of_a_step(folder, recorder):
-    """What a graph holds: ten kernels a layer, eleven with prompts, and few around them."""
+    """A graph has ten kernels per layer, eleven with prompts, and a few others."""
     load(folder, cuda_graphs="lazy", cuda_graph_tokens=16)
     mixed, decode = (Counter(names) for names in recorder.recordings)
     per_layer = {
@@ -84,7 +84,7 @@ def test_launches_of_a_step(folder, recorder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replays are counted by the fake")
-def test_larger_steps_and_those_without_memory_run_without(folder, recorder, monkeypatch, caplog):
+def test_larger_steps_and_steps_beyond_the_memory_limit_run_without_graphs(folder, recorder, monkeypatch, caplog):
     engine = load(folder, cuda_graphs="lazy", cuda_graph_tokens=16)
     at_start = recorder.num_replays
     driver = DeviceDriver(engine)
@@ -93,7 +93,7 @@ def test_larger_steps_and_those_without_memory_run_without(folder, recorder, mon
     driver.step({0: 18})
     assert recorder.num_replays == at_start
     monkeypatch.setattr(engine._compute._graphs, "_limit", 0)
-    driver.step({0: 2})  # the bucket of the start is served
+    driver.step({0: 2})  # its bucket was recorded at start-up
     assert recorder.num_replays == at_start + 1
     driver.open(1, small_prompts([4])[0], seeded(1, top_k=3))
     driver.step({1: 4})
@@ -110,7 +110,7 @@ def make_graphs(recorder, limit, *, is_lazy=False):
     return computed, Graphs(computed.append, [bucket(n) for n in (4, 2, 1)], recorder, limit, Group(), is_lazy=is_lazy)
 
 
-def test_recording_at_the_start_stops_at_its_memory(caplog):
+def test_recording_at_start_up_stops_at_its_memory_limit(caplog):
     computed, made = make_graphs(FakeRecorder(bytes_per_graph=10), 20)
     parts = []
     made.record_at_start(parts.append)
@@ -122,21 +122,21 @@ def test_recording_at_the_start_stops_at_its_memory(caplog):
     assert not made.replay(bucket(1))
 
 
-def test_recording_at_the_start_stops_at_its_time(monkeypatch):
+def test_recording_at_start_up_stops_at_its_time_limit(monkeypatch):
     monkeypatch.setattr(graphs, "MAX_RECORDING_S", 0.0)
     _, made = make_graphs(FakeRecorder(), 1)
     made.record_at_start(lambda part: None)
     assert len(made) == 0
 
 
-def test_what_cannot_be_recorded_goes_on_without_a_graph(caplog):
+def test_steps_that_cannot_be_recorded_continue_without_a_graph(caplog):
     class Failing(FakeRecorder):
         def record(self, step):
             raise GraphError("capture failed")
 
     _, made = make_graphs(Failing(), 1, is_lazy=True)
     made.record_after(bucket(2))
-    assert "go on without a graph: capture failed" in caplog.text
+    assert "continue without a graph: capture failed" in caplog.text
     assert not made.serves(bucket(2))
     with pytest.raises(GraphError, match="capture failed"):
         made.record_at_start(lambda part: None)

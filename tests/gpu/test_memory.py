@@ -1,4 +1,4 @@
-"""How a device's memory is divided, by a meter that is told what steps take."""
+"""Division of device memory, on a fake device whose steps take given amounts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = 300 * MIB
 
 
 class Device:
-    """Memory of which weights and another process hold a part, and a model whose steps take what they are said to."""
+    """A device with memory held by weights and another process, and a model whose steps take given amounts."""
 
     def __init__(self, total: int = 4096 * MIB, weights: int = 1000 * MIB, others: int = 200 * MIB) -> None:
         self.total, self.weights, self.others = total, weights, others
@@ -67,21 +67,23 @@ def divide(folder: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_the_pool_takes_what_weights_others_and_the_largest_step_leave(divide):
+def test_the_pool_gets_the_memory_that_weights_others_and_the_largest_step_leave(divide):
     assert divide(Device(), gpu_memory_utilization=0.5) == (2048 - 1200 - 300) * MIB // BLOCK
     assert divide(Device(), gpu_memory_utilization=0.9) > divide(Device(), gpu_memory_utilization=0.5)
     assert divide(Device(others=0), gpu_memory_utilization=0.5) == (2048 - 1000 - 300) * MIB // BLOCK
 
 
-def test_what_was_asked_for_is_not_second_guessed(divide):
+def test_explicit_sizes_are_used_as_given(divide):
     assert divide(Device(), kv_cache_memory=64 * MIB) == 64 * MIB // BLOCK
     assert divide(Device(), kv_cache_memory=64 * MIB, num_blocks=7) == 7
 
 
-def test_too_little_memory_names_what_to_change(divide):
-    with pytest.raises(ValueError, match=r"^0 bytes are left for KV, one block takes .*raise gpu_memory_utilization"):
+def test_too_little_memory_names_the_settings_to_change(divide):
+    with pytest.raises(
+        ValueError, match=r"^0 bytes are left for the KV cache, but one block takes .*raise gpu_memory_utilization"
+    ):
         divide(Device(), gpu_memory_utilization=0.3)
-    says = "does not hold a step of max_num_batched_tokens 8192, max_num_seqs 64; lower one of them.*Tried to allocate"
+    says = "too little memory for a step of max_num_batched_tokens 8192, max_num_seqs 64; lower one.*Tried to allocate"
     with pytest.raises(ValueError, match=says) as caught:
         divide(Device(weights=3900 * MIB), max_num_batched_tokens=8192)
     assert "more words" not in str(caught.value)
@@ -90,11 +92,14 @@ def test_too_little_memory_names_what_to_change(divide):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        ("DeviceDecoder", "does not hold the weights; raise tensor_parallel_size, or use a smaller dtype or model"),
-        ("make_pool", "does not hold 64 blocks; lower num_blocks or kv_cache_memory"),
+        (
+            "DeviceDecoder",
+            "has too little memory for the weights; raise tensor_parallel_size, or use a smaller dtype or model",
+        ),
+        ("make_pool", "has too little memory for 64 blocks; lower num_blocks or kv_cache_memory"),
     ],
 )
-def test_weights_and_pools_that_do_not_fit_name_what_to_change(folder, monkeypatch, part, says):
+def test_weights_and_pools_that_do_not_fit_name_the_settings_to_change(folder, monkeypatch, part, says):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -1,4 +1,4 @@
-"""What rank 0 says reaches the others as it was said."""
+"""Messages of rank 0 reach the other ranks unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def full_batch():
 
 
 def plain(value):
-    """Comparable: arrays as lists, with their type."""
+    """A comparable form: arrays as lists with their dtype."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.tolist()
     if isinstance(value, list):
@@ -53,7 +53,7 @@ def plain(value):
 
 
 @pytest.mark.parametrize("batch", [full_batch(), StepBatch(1, *columns(0, 0, 0), np.empty(0, np.bool_), *columns(0))])
-def test_a_step_arrives_whole(batch):
+def test_a_step_round_trips(batch):
     found = step_from_bytes(step_to_bytes(batch))
     for field in fields(StepBatch):
         assert plain(getattr(found, field.name)) == plain(getattr(batch, field.name)), field.name

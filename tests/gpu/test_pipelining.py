@@ -1,4 +1,4 @@
-"""The worker's shell over a runner that launches: the next step starts before the answer of the one before."""
+"""The worker's shell over a pipelined runner: a step is launched before the previous one is answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCH = 9
 
 
 class SlowDevice:
-    """Launches at once; a step is done when the test says so."""
+    """Launches immediately; a step finishes when the test says so."""
 
     info = None
 

@@ -1,4 +1,4 @@
-"""The sampler on the device against the one specification, `worker_svc/engine/noise.py`."""
+"""The sampling kernels against their specification, `worker_svc/engine/noise.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 
 
 def state_of(params, sample_indices):
-    """Rows as they lie on the device, in reverse order, with a line between that is never asked for."""
+    """Row records in reverse order, after one that no row uses."""
     state = np.full((len(params) + 1, HEAD_WORDS + 2), 7, np.int32)
     for i, (row, index) in enumerate(zip(params, sample_indices, strict=True)):
         state[len(params) - i, :HEAD_WORDS] = sampling_words(row, index)
@@ -71,7 +71,7 @@ def params_of(seed, temperature=0.8, **filters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_the_specified_ones(dtype):
+def test_tokens_match_the_specification(dtype):
     chosen = [FILTERS[0], FILTERS[2], FILTERS[4], FILTERS[-1]]
     params = [params_of(2**63 + 5 + i, **filters) for i, filters in enumerate(chosen)] + [GREEDY]
     positions = [(17 * i) % 40 for i in range(len(params))]
@@ -92,7 +92,7 @@ def test_thresholds(filters):
     assert found == [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
 
 
-def test_without_filters_nothing_is_searched():
+def test_tokens_without_filters_match_the_specification():
     params = [params_of(seed, 1.0) for seed in range(6)] + [GREEDY]
     logits = randn(7, seed=1)
     tokens, *_ = run(logits, params, range(7), has_filters=False)
@@ -100,7 +100,7 @@ def test_without_filters_nothing_is_searched():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_rows_without_numbers_are_told_and_harm_no_other():
+def test_rows_with_bad_logits_are_reported_and_do_not_affect_others():
     params = [params_of(3), GREEDY, params_of(4), params_of(5), GREEDY, params_of(6, top_p=0.5)]
     logits = randn(6)
     logits[0, 9], logits[1, 4400], logits[2] = float("nan"), float("inf"), -float("inf")
@@ -140,7 +140,7 @@ def test_ties_go_to_the_lowest_id():
     assert run(logits, [GREEDY], [0])[0] == [700]
 
 
-def test_padding_is_left_alone():
+def test_padding_is_not_written():
     logits = randn(2)
     state, rows = state_of([GREEDY, GREEDY], [0, 0])
     rows[0] = -1
@@ -153,7 +153,7 @@ def test_padding_is_left_alone():
 
 
 def run_in_parts(size, logits, params, positions):
-    """What each rank finds, which holds only its part of the vocabulary."""
+    """The results of each rank, which has only its part of the vocabulary."""
     meeting = Meeting(size)
 
     def run_one(rank):
@@ -171,11 +171,11 @@ def run_in_parts(size, logits, params, positions):
         return list(ranks.map(run_one, range(size)))
 
 
-def test_parts_of_a_vocabulary_find_what_the_whole_does():
-    """Winners in both parts, ties across the border, thresholds that one part does not reach, faults of one part."""
+def test_ranks_find_the_tokens_of_the_whole_vocabulary():
+    """Winners in both parts, ties across the boundary, thresholds that one part does not reach, NaN in one part."""
     params = [params_of(40), params_of(41, top_k=50), params_of(42, top_p=0.5, min_p=0.01)] + [GREEDY] * 5
     logits = randn(len(params), seed=8)
-    logits[1, 2400:] += 9  # all that is kept lies in the second part
+    logits[1, 2400:] += 9  # all kept ids are in the second part
     logits[3, [4400, 2252, 2251]] = 99.0
     logits[4] = -0.0
     logits[4, 4000] = 0.0  # equal to the others
@@ -213,7 +213,7 @@ def noise_kernel(seed_ptr, position, index, exact_ptr, rough_ptr, first, BLOCK: 
 
 
 @pytest.mark.parametrize(("seed", "position", "index"), [(0, 0, 0), (2**64 - 1, 2**20, 3), (0x123456789ABCDEF, 17, 1)])
-def test_noise_is_the_specified_one(seed, position, index):
+def test_noise_matches_the_specification(seed, position, index):
     exact, rough = torch.empty(512, device=DEVICE), torch.empty(512, device=DEVICE)
     words = torch.from_numpy(np.array([seed], np.uint64).view(np.int32)).to(DEVICE)
     noise_kernel[(1,)](words, position, index, exact, rough, 1024, BLOCK=512)
@@ -230,7 +230,7 @@ def word_kernel(word_ptr, exact_ptr, rough_ptr, BLOCK: tl.constexpr):
     tl.store(rough_ptr + id, noise.approximate_noise(word))
 
 
-def test_the_bound_of_the_approximation_holds_at_the_ends():
+def test_the_error_bound_of_the_approximation_holds_at_the_ends():
     words = np.concatenate(
         [np.arange(256), 2**32 - 1 - np.arange(256), 2**27 - 128 + np.arange(256), 2**31 - 128 + np.arange(256)]
     )

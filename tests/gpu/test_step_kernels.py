@@ -1,4 +1,4 @@
-"""The kernels around attention against their references, and faults that the comparison must see."""
+"""The kernels around attention against their references, and planted faults that must be found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gated_activation(name, dtype):
 
 
 def run_rope(shape, dtype, *, has_norms):
-    """Found and expected q, k, v of seven tokens, one of which has no slot, and the pool around them."""
+    """Actual and expected q, k, v of seven tokens, one without a slot, and the pools with guard blocks."""
     dim, block_size, num_blocks = shape.head_dim, 4, 5
     qkv = randn(7, (shape.num_q_heads + 2 * shape.num_kv_heads) * dim, dtype=dtype)
     angles = torch.arange(50, device=DEVICE).float()[:, None] * 1e4 ** -(torch.arange(0, dim, 2, device=DEVICE) / dim)
@@ -61,7 +61,7 @@ def run_rope(shape, dtype, *, has_norms):
 
 
 def rope_error(q, guarded, slots, expected):
-    """Infinite if a store went astray; the pools have a block of guard on either side."""
+    """Infinite if a slot outside the batch was written; the pools have a guard block on each side."""
     flat = [pool.flatten(0, 1) for pool in guarded]
     stored = slots >= 4
     written = torch.zeros(len(flat[0]), dtype=torch.bool, device=DEVICE)
@@ -100,8 +100,8 @@ def round_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + id, fp8.round_e4m3(tl.load(x_ptr + id)).to(out_ptr.dtype.element_ty))
 
 
-def test_rounding_to_8_bits():
-    """Every number that e4m3 holds, what lies halfway between two, and what lies beyond the largest."""
+def test_rounding_to_e4m3():
+    """Every e4m3 value, the midpoints between neighbours, and values beyond the largest."""
     held = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halfway = (held[1:] + held[:-1]) / 2
     x = torch.cat((held, halfway, halfway.nextafter(halfway * 2), halfway.nextafter(halfway * 0)))
@@ -114,7 +114,7 @@ def test_rounding_to_8_bits():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 48])
-def test_rope_stores_8_bits(dim, dtype):
+def test_rope_store_in_fp8(dim, dtype):
     shape, scales = HeadShape(4, 2, dim), torch.tensor([[0.25, 1.0], [4.0, 0.5]], device=DEVICE)
     qkv = randn(5, 8 * dim, dtype=dtype)
     angles = torch.arange(50, device=DEVICE).float()[:, None] * torch.linspace(1, 0.01, dim // 2, device=DEVICE)
@@ -133,7 +133,7 @@ def test_rope_stores_8_bits(dim, dtype):
         assert pool.view(torch.uint8).flatten(0, 1)[[1, 2, 4, 6]].sum() == 0
 
 
-def test_scales_of_8_bits():
+def test_fp8_scales():
     sizes = torch.tensor([4.0, 1.0, 0.011, 3e4, 0.0])
     assert fp8.scale_for(sizes).tolist() == [1.0, 0.25, 2.0**-9, 2.0**13, 1.0]
 
@@ -149,7 +149,7 @@ def test_linear(n, in_size, out_size, dtype, has_bias):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_linear_do_not_know_each_other(dtype):
+def test_rows_of_a_linear_layer_are_independent(dtype):
     x, weight = randn(130, 96, dtype=dtype), randn(64, 96, dtype=dtype, seed=1)
     expected = linear.linear(x, weight, None)
     for start, end in [(0, 1), (77, 78), (3, 130), (60, 125)]:
@@ -157,7 +157,7 @@ def test_rows_of_a_linear_do_not_know_each_other(dtype):
 
 
 def run_prepare(num_rows, block_size=4, padding=6):
-    """Three of four lines in use, a bucket of `padding` more tokens and two more rows."""
+    """A batch of `num_rows` rows, padded by `padding` tokens and two rows."""
     generator = torch.Generator().manual_seed(1)
     state = torch.randint(0, 99, (5, record.TABLE + 40), generator=generator).int().to(DEVICE)
     rows, starts, contexts = [4, 0, 2], [0, 1, 134, 137], [9, 3, 0]

@@ -1,4 +1,4 @@
-"""What a device gets, without one: the memory of a step on its way, the type it computes in, the tiles."""
+"""Inputs of the device, tested without one: staging memory of a step, compute dtype, tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 
 
 class Event:
-    """Has happened; the first who waits for it is held up on his way back."""
+    """An event that has happened. The first thread that waits for it is delayed on return."""
 
     def __init__(self) -> None:
         self.has_waiter, self.go_on = threading.Event(), threading.Event()
@@ -34,7 +34,7 @@ class Event:
 
 
 def test_memory_of_a_step_is_not_reused_while_it_is_read():
-    """The thread that waits may be overtaken by the one that launches, which settles the step and takes its memory."""
+    """The launching thread may overtake the waiting one, settle the step and take its memory."""
     rows = np.array([0, 1])
     staging = Staging(torch.zeros(1), torch.tensor([7, 8, 0, 0], dtype=torch.int32), Event())
     writes = Writes((NO_IDS, NO_IDS), NO_IDS, NO_IDS, NO_IDS, rows, rows, rows)
@@ -50,7 +50,7 @@ def test_memory_of_a_step_is_not_reused_while_it_is_read():
     assert staging.event.has_waiter.wait(10)
     settler = threading.Thread(target=settle)
     settler.start()
-    settler.join(0.05)  # it would be done by now if nothing held it up
+    settler.join(0.05)  # it would have finished by now if it did not wait
     staging.event.go_on.set()
     reader.join(10)
     settler.join(10)
@@ -71,4 +71,4 @@ def test_auto_serves_a_checkpoint_as_it_is_stored(stored, expected):
 def test_a_tile_holds_all_heads_of_a_group(tiles, shape, number_bytes):
     chosen = for_heads(tiles, shape, number_bytes)
     assert chosen.queries(shape) >= 1
-    assert chosen.block_m >= 16  # tensor cores take no less
+    assert chosen.block_m >= 16  # minimum of tensor cores

@@ -1,4 +1,4 @@
-"""Two ranks over gloo give what one rank gives; a rank's death ends the worker."""
+"""Two ranks over gloo give the results of one rank; the death of a rank ends the worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCAB = 98  # 52 ids of the first rank, 46 of the second
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    # Biases everywhere, a vocabulary in two parts, and one key-value head that both ranks need.
+    # Biases everywhere, a vocabulary in two parts, and one KV head that both ranks hold.
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
     overrides = SMALL | heads | {"vocab_size": VOCAB, "attention_bias": True, "mlp_bias": True}
     return make_model(tmp_path_factory.mktemp("model"), "llama", **overrides)
@@ -49,7 +49,7 @@ def run(driver):
     return [driver.rows[row].tokens for row in (0, 1, 2)], driver.logits
 
 
-def test_two_ranks_give_what_one_gives(folder):
+def test_two_ranks_give_the_results_of_one(folder):
     expected_tokens, expected = run(DeviceDriver(load(folder)))
     runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)
     try:
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def hurt_a_rank(folder, tmp_path):
-    """Loads two ranks in a process of their own, kills the first one or stops the other one in a step."""
+    """Loads two ranks in a separate process, then kills rank 0 or suspends rank 1 in a step."""
 
     def hurt(which):
         script = tmp_path / "hurt_a_rank.py"
@@ -97,7 +97,7 @@ def hurt_a_rank(folder, tmp_path):
         root = Path(__file__).resolve().parents[2]
         environment = {**os.environ, "PYTHONPATH": f"{root}:{root}/protos:{root}/client"}
         said = tmp_path / "said"
-        with said.open("w") as file:  # no pipe: a follower that goes on would hold it open
+        with said.open("w") as file:  # no pipe: a surviving follower would keep it open
             done = subprocess.run(
                 [sys.executable, script, folder, which], cwd=root, stdout=file, stderr=file, timeout=120,
                 env=environment,
@@ -109,22 +109,22 @@ def hurt_a_rank(folder, tmp_path):
     return hurt
 
 
-def test_a_rank_that_is_stuck_ends_the_worker(hurt_a_rank):
-    """In the middle of a step, in which all others wait for it; it is ended too."""
+def test_a_stuck_rank_ends_the_worker(hurt_a_rank):
+    """Rank 1 is suspended in a step in which rank 0 waits for it; both processes end."""
     exit_code, follower, said = hurt_a_rank("follower")
     assert exit_code == EXIT_RANK_LOST, said
-    assert "a step has not ended after 1 s: a rank is stuck, so this worker ends" in said
+    assert "a step did not finish within 1 s: a rank is stuck; this worker exits" in said
     wait_gone(follower)
 
 
 @pytest.mark.parametrize(
     ("told", "exit_code", "says"),
     [
-        ("the GPU is too small", EXIT_BAD_SETTING, "rank-1: the GPU is too small, so this worker ends (exit code 2)"),
-        (None, EXIT_RANK_LOST, "rank-1 ended (exit code -9), so this worker ends (exit code 70)"),
+        ("the GPU is too small", EXIT_BAD_SETTING, "rank-1: the GPU is too small; this worker exits with code 2"),
+        (None, EXIT_RANK_LOST, "rank-1 ended (exit code -9); this worker exits with code 70"),
     ],
 )
-def test_what_a_rank_told_before_its_end_is_the_reason(monkeypatch, caplog, told, exit_code, says):
+def test_the_error_of_a_rank_is_the_logged_reason(monkeypatch, caplog, told, exit_code, says):
     runner = object.__new__(ParallelRunner)
     runner._store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     runner._is_closing = threading.Event()
@@ -138,7 +138,7 @@ def test_what_a_rank_told_before_its_end_is_the_reason(monkeypatch, caplog, told
     assert says in caplog.text
 
 
-def test_no_rank_outlives_the_first(hurt_a_rank):
+def test_no_rank_outlives_rank_0(hurt_a_rank):
     exit_code, follower, said = hurt_a_rank("lead")
     assert exit_code == -signal.SIGKILL, said
     wait_gone(follower)
@@ -159,7 +159,7 @@ def is_alive(pid):
 
 
 def test_exact_sums_have_one_order(monkeypatch):
-    """Whatever shares the message: a library's order depends on its length."""
+    """The order of a library depends on the length of the message."""
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(4, 8, 16, generator=generator).bfloat16()
 
@@ -173,15 +173,19 @@ def test_exact_sums_have_one_order(monkeypatch):
     assert torch.equal(group.all_reduce(parts[0, :1].clone()), expected[:1])
 
 
-def test_sizes_that_ranks_cannot_share_are_refused(folder):
+def test_models_that_cannot_be_sharded_are_refused(folder):
     from worker_svc.engine.architectures import parse_config
     from worker_svc.engine.checkpoint import Checkpoint
 
     config = parse_config(Checkpoint(folder).config)
-    with pytest.raises(BackendUnavailableError, match="size 3 does not divide num_attention_heads 4; use a size that"):
+    with pytest.raises(
+        BackendUnavailableError, match="num_attention_heads 4 is not divisible by tensor_parallel_size 3"
+    ):
         shard_config(config, Group(0, 3))
     shape = HeadShape(num_q_heads=36, num_kv_heads=6, head_dim=16)
-    with pytest.raises(BackendUnavailableError, match="size 4 neither divides num_key_value_heads 6 nor is a multiple"):
+    with pytest.raises(
+        BackendUnavailableError, match="size 4 must be a divisor or a multiple of num_key_value_heads 6"
+    ):
         shard_config(replace(config, heads=shape), Group(0, 4))
     with pytest.raises(BackendUnavailableError, match="vocab_size 9 is too small for tensor_parallel_size 4"):
         shard_config(replace(config, vocab_size=9), Group(0, 4))

@@ -1,4 +1,4 @@
-"""Tensor-parallel workers in the real system: a rank dies under load, a worker leaves, other kinds are refused."""
+"""Tensor-parallel workers in the real system: a rank dies under load, a worker drains, other kinds are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_DEADLINE_S = 240.0  # five processes import torch at once
 
 
 class Streams:
-    """Seeded streams, and how many of their tokens have come."""
+    """Seeded streams and the number of tokens received."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.num_tokens = 0
@@ -50,7 +50,7 @@ class Streams:
 
 
 def follower_of(worker: Service) -> int:
-    """The process id of its rank 1: of its children, the one that runs multiprocessing's main."""
+    """Process id of rank 1: the child process that runs multiprocessing's main."""
     assert worker.process is not None
     children = Path(f"/proc/{worker.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]
@@ -73,7 +73,7 @@ async def test_a_rank_may_die_under_load(tmp_path: Path) -> None:
             await streams.reach(2)
             os.kill(follower_of(workers[0]), signal.SIGKILL)
             assert workers[0].wait() == EXIT_RANK_LOST
-            assert "rank-1 ended (exit code -9), so this worker ends (exit code 70)" in workers[0].log()
+            assert "rank-1 ended (exit code -9); this worker exits with code 70" in workers[0].log()
             found = await asyncio.gather(*streams.tasks)
             assert [len(tokens) for tokens in found] == [MAX_TOKENS] * 3
             assert await asyncio.gather(*Streams(client).tasks) == found
@@ -85,7 +85,7 @@ async def test_a_rank_may_die_under_load(tmp_path: Path) -> None:
 
 
 def check_other_kind_was_refused(scheduler: Service, other: Service) -> None:
-    """A worker whose tokens might be others is not taken, and hears both kinds."""
+    """A worker whose tokens might differ is refused, and its log names both kinds."""
     deadline = time.monotonic() + START_DEADLINE_S
     while "refuses this worker" not in other.log():
         assert other.is_running, other.log()

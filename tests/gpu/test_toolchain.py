@@ -1,4 +1,4 @@
-"""The GPU benchmark says in its first second what Triton would fail for later."""
+"""The GPU benchmark checks at once for the compiler and headers that Triton needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def test_a_compiler_with_headers_is_found():
     assert toolchain.prepare_toolchain()
 
 
-def test_without_a_compiler_it_says_what_to_do(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit, match=r"there is no gcc and no clang, and CC is not set.*bench/gpu/pack VERSION"):
+    with pytest.raises(SystemExit, match=r"neither gcc nor clang was found, and CC is not set.*bench/gpu/pack VERSION"):
         toolchain.prepare_toolchain(tmp_path)
 
 
-def test_a_packed_compiler_is_taken(tmp_path, monkeypatch):
+def test_a_packed_compiler_is_used(tmp_path, monkeypatch):
     real = toolchain.prepare_toolchain()
     monkeypatch.setenv("CC", "")
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
@@ -30,7 +30,7 @@ def test_a_packed_compiler_is_taken(tmp_path, monkeypatch):
     assert toolchain.os.environ["CC"] == str(tmp_path / "cc")
 
 
-def test_missing_headers_are_told_or_taken_from_the_pack(tmp_path, monkeypatch):
+def test_missing_headers_are_reported_or_taken_from_the_pack(tmp_path, monkeypatch):
     real = toolchain.Path(sysconfig.get_paths()["include"])
     missing = tmp_path / "none" / real.name
     monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda scheme: {"include": str(missing)})

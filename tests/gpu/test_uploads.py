@@ -1,4 +1,4 @@
-"""Weights on their way to the device: pieces, types, strides, and no buffer that changes before it was read."""
+"""Copies of weights to the device: pieces, dtypes, strides, and no buffer is changed before it was read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker_svc.engine.gpu.uploads import NUM_BUFFERS, Uploader
 
 
 class SlowUploader(Uploader):
-    """Its copies run when somebody waits for them, as late as a device may."""
+    """Its copies run only when they are waited for, as late as a device may."""
 
     def _send(self, piece, target):
         class Event:
@@ -30,7 +30,7 @@ class SlowUploader(Uploader):
 
 
 @pytest.mark.parametrize("shape", [(100,), (7, 30), (33, 3), (1, 64), (0, 5)])
-def test_copies_arrive_whole(shape):
+def test_copies_are_complete(shape):
     uploader = SlowUploader(torch.float16, torch.device("cpu"), piece_bytes=128)
     sources = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(NUM_BUFFERS + 2)]
     targets = [torch.full(shape, torch.nan, dtype=torch.float16) for _ in sources]

@@ -1,4 +1,4 @@
-"""The engine on a GPU: Triton kernels, rows that live on the device, steps that run behind each other.
+"""The GPU engine: Triton kernels, row records on the device, steps launched ahead of their results.
 
-Nothing here is imported unless `--backend cuda` asks for it. With TRITON_INTERPRET=1 all of it runs on a CPU.
+It is imported only for `--backend cuda`. With TRITON_INTERPRET=1 all of it runs on a CPU.
 """

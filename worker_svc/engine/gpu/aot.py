@@ -1,9 +1,9 @@
-"""Compiles every kernel for a GPU that is not here, and reads registers, spills and shared memory from the result.
+"""Compiles every kernel for sm_90 without a GPU and reports registers, spills and shared memory.
 
-    python -m worker_svc.engine.gpu.aot            # a table and, last, one line of JSON; exit 1 beyond the bounds
+    python -m worker_svc.engine.gpu.aot            # a table, then one line of JSON; exit 1 if a bound is exceeded
     python -m worker_svc.engine.gpu.aot --short    # one model, two block sizes
 
-Finds errors of shape and type that the interpreter accepts. Must run without TRITON_INTERPRET.
+It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
-# What differs little from a variant that --short keeps, and small kernels: bench/gpu/dry_run.py compiles these anyway.
+# --short leaves out small kernels, which bench/gpu/dry_run.py compiles, and variants close to one that it keeps.
 LEFT_OUT = (
     "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "combine", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
@@ -58,20 +58,20 @@ ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel with the types and constants it is launched with."""
+    """One kernel with the argument types and constants of a launch."""
 
     name: str
     kernel: Any
-    types: str  # of the arguments that are no constants, in order
+    types: str  # of the non-constant arguments, in order
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    divisible: tuple[str, ...] = ()  # numbers that 16 divides in every model
+    divisible: tuple[str, ...] = ()  # arguments that are multiples of 16 in every model
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the compiler made of a variant."""
+    """Resources of a compiled variant."""
 
     name: str
     registers: int
@@ -181,7 +181,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> Report:
-    """Compiles one variant. Raises what the compiler raises."""
+    """Compiles one variant. Errors of the compiler pass through."""
     started = time.perf_counter()
     types = iter(variant.types.split())
     names = variant.kernel.arg_names
@@ -196,7 +196,7 @@ def compile_variant(variant: Variant) -> Report:
     usage, sass = _disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {usage[:200]}")
+        raise RuntimeError(f"cuobjdump reports no register count: {usage[:200]}")
     return Report(
         name=variant.name,
         registers=int(found[1]),
@@ -221,7 +221,7 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Prints the table; ends with 1 if a kernel is beyond the bounds or does not compile."""
+    """Prints the table; exits with 1 if a kernel exceeds a bound."""
     reports, failed = [], []
     print(f"triton {triton.__version__}, sm_{TARGET.arch}")
     is_short = "--short" in sys.argv
@@ -230,7 +230,7 @@ def main() -> None:
             continue
         report = compile_variant(variant)
         reports.append(report)
-        verdict = "" if report.is_within_bounds else "  BEYOND THE BOUNDS"
+        verdict = "" if report.is_within_bounds else "  EXCEEDS A BOUND"
         failed += [] if report.is_within_bounds else [report.name]
         print(
             f"{report.name:32s} {report.registers:4d} registers {report.spill_instructions:4d} spills "

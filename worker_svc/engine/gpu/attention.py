@@ -1,4 +1,4 @@
-"""Attention over the pool behind one face: our kernel, and plain torch. flash.py has a third."""
+"""The attention interface with two implementations: the Triton kernel and plain torch. flash.py has a third."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerCache:
 
     keys: torch.Tensor
     values: torch.Tensor
-    scales: torch.Tensor | None  # float32 [2, kv_heads] of those in 8 bits
+    scales: torch.Tensor | None  # float32 [2, kv_heads] if the cache is fp8
 
     @property
     def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ class Attention(Protocol):
     name: str
 
     def can_capture(self, *, is_decode: bool) -> bool:
-        """Whether such a step may become a CUDA graph: nothing of it depends on what the host knows."""
+        """Whether such a step can be a CUDA graph, that is, whether its launches do not depend on lengths."""
         ...
 
     def begin(self, columns: StepColumns) -> None: ...
@@ -48,7 +48,7 @@ class Attention(Protocol):
 
 
 class TritonAttention:
-    """Our kernel. Every length, every batch, one launch (two where prompts and single queries meet)."""
+    """The Triton kernel: one launch for any batch, two if it mixes prompts and single queries."""
 
     name = "triton"
 
@@ -66,7 +66,7 @@ class TritonAttention:
         self._shape = shape
         self._is_exact = determinism == "exact"
         self._num_programs = _num_programs(device)
-        number_bytes = dtype.itemsize if device.type == "cuda" else 2  # interpreted, any tile will do
+        number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
         many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape, number_bytes)
         max_splits = 1 if self._is_exact else -(-max_model_len // DECODE_TILES.split)
         self._many, self._single = many, for_heads(DECODE_TILES, shape, number_bytes)
@@ -123,7 +123,7 @@ class TritonAttention:
 
 
 class TorchAttention:
-    """Row by row over gathered blocks: always there, and what the others are compared with."""
+    """Row by row over gathered blocks. Slow, without dependencies, for comparison with the others."""
 
     name = "torch"
 
@@ -158,14 +158,14 @@ class TorchAttention:
 
 
 def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Torch moves numbers of 8 bits only as bytes."""
+    """Indexes fp8 as bytes, because torch cannot index float8 tensors."""
     return pool[blocks] if pool.itemsize > 1 else pool.view(torch.uint8)[blocks].view(pool.dtype)
 
 
 def known_to_host(columns: StepColumns) -> HostStep:
-    """For attention that asks for lengths. RuntimeError in a step that is a graph."""
+    """Lengths on the host. Raises RuntimeError in a step that is a graph."""
     if columns.host is None:
-        raise RuntimeError("this attention needs lengths on the host; it cannot run in a graph")
+        raise RuntimeError("this attention needs lengths on the host, so it cannot run in a CUDA graph")
     return columns.host
 
 

@@ -1,4 +1,4 @@
-"""Which attention serves: the one behind `--attention`, if it can and computes what it should."""
+"""Chooses and checks the attention implementation for `--attention`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from worker_svc.engine.gpu.flash import FlashAttention, flash_package
 logger = logging.getLogger(__name__)
 
 FLASH_BLOCK = 256
-HOPPER = (9, 0)  # on which our kernel is as fast
+HOPPER = (9, 0)  # from here on the Triton kernel is as fast as flash-attn 2
 OTHER_ATTENTION = "install another version of Triton, or use --attention flash or torch with --determinism best_effort"
 
 
 def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int) -> Attention:
-    """The attention asked for. `auto` is ours, unless flash-attn can serve and the device is older than Hopper.
+    """The requested attention. `auto` is flash-attn on GPUs older than Hopper if it can serve, otherwise Triton.
 
-    Raises BackendUnavailableError for one that cannot serve these settings.
+    Raises BackendUnavailableError if it cannot serve these settings or fails its start-up check.
     """
     if name == "torch":
         _refuse_exact(name, setup)
@@ -34,7 +34,7 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
         try:
             return _make_flash(setup)
         except BackendUnavailableError as error:
-            logger.warning("attention is triton: %s", error)
+            logger.warning("--attention auto uses triton: %s", error)
     make = partial(
         TritonAttention, setup.model.heads, setup.determinism, max_model_len=setup.max_model_len, dtype=setup.dtype,
         device=setup.device,
@@ -46,7 +46,7 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
 
 
 def is_flash_first(device: torch.device) -> bool:
-    """Whether flash-attn is worth trying unasked."""
+    """Whether `auto` prefers flash-attn on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER
 
 

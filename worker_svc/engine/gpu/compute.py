@@ -1,7 +1,7 @@
-"""One step on the device: prepare, forward, sample; as a CUDA graph where there is one for its bucket.
+"""One step on the device: prepare, forward, sample. It is a CUDA graph if there is one for its bucket.
 
-A step is padded to its bucket: lines beyond the batch are rows without queries, tokens without slots, samples of no
-row. Nothing that a real line computes reads one of them.
+A step is padded to its bucket with rows without queries, tokens without slots and samples without a row. No real row
+reads the results of padding.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer
 from worker_svc.engine.plan import StepPlan
 
-MIN_MIXED = 128  # tokens; less is padded to that
+MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Rows of the buckets: close together where a step is short."""
+    """Rows of the decode buckets: closely spaced where a step is short."""
     sizes = [1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(288, max_rows + 1, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """Tokens of the buckets of steps with prompts: powers of two and one between, so at most a third is padding."""
+    """Tokens of the buckets for steps with prompts: 2^n and 1.5 * 2^n, so at most a third is padding."""
     sizes, size = [], MIN_MIXED
     while size < max_tokens:
         sizes += [size, size * 3 // 2]
@@ -45,7 +45,7 @@ def mixed_sizes(max_tokens: int) -> list[int]:
 
 
 class StepCompute:
-    """Runs what a step buffer holds. Results lie in `tokens` and `statuses`, int32 [max_rows], in sampling order."""
+    """Runs the step in a step buffer. `results` int32 [2, max_rows] are its tokens and statuses in sampling order."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StepCompute:
         group: Group,
         graph_tokens: int,
     ) -> None:
-        """`graph_tokens`: steps with prompts of up to so many tokens may become graphs."""
+        """`graph_tokens`: the largest step with prompts, in tokens, that may be a graph."""
         max_rows, device = len(state), state.device
         self._model = model
         self._attention = attention
@@ -78,18 +78,18 @@ class StepCompute:
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def use_cache(self, cache: torch.Tensor) -> None:
-        """The pool that steps from now on read and write."""
+        """Sets the KV pool of all later steps."""
         self._cache = cache
 
     def buckets(self) -> list[Bucket]:
-        """Those worth a graph, largest first."""
+        """All buckets that may get a graph, largest first."""
         found = [self._mixed_bucket(size, is_filtered=False) for size in reversed(self._mixed_sizes)]
         if self._attention.can_capture(is_decode=True):
             found += [self._decode_bucket(size, is_filtered=False) for size in reversed(self._sizes)]
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
-        """From now on steps are graphs where they can be, within `limit` bytes. The pool must not change any more."""
+        """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
         self._graphs = Graphs(
             lambda bucket: self._compute(bucket, None), self.buckets(), recorder, limit, self._group, is_lazy=is_lazy
         )
@@ -101,7 +101,7 @@ class StepCompute:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Steps within are launched kernel by kernel, padded as their graphs are: libraries choose by size."""
+        """Launches steps kernel by kernel, padded as for their graphs: libraries choose kernels by size."""
         self._is_eager = True
         try:
             yield
@@ -109,7 +109,7 @@ class StepCompute:
             self._is_eager = False
 
     def bucket_of(self, plan: StepPlan, *, is_filtered: bool) -> Bucket:
-        """What a step is padded to: to the size of a graph where there may be one, else to nothing."""
+        """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
         if num_tokens == num_rows:
             return self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
@@ -130,7 +130,7 @@ class StepCompute:
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 
     def run(self, bucket: Bucket, host: HostStep) -> None:
-        """Starts the uploaded step."""
+        """Launches the uploaded step."""
         if self._graphs is None or self._is_eager:
             self._compute(bucket, host)
         elif not self._graphs.replay(bucket):
@@ -158,14 +158,16 @@ class StepCompute:
         )  # fmt: skip
 
     def warm_up(self, max_tokens: int) -> None:
-        """The largest step there is, without rows: compiles all that any step launches, and shows what memory it takes.
-        For a start: it writes to a row's record."""
+        """Runs the largest step without rows, which compiles the kernels of all steps and allocates their memory.
+
+        Only at start-up, because it writes to a row record.
+        """
         apply_deltas(self._state, self._state.new_zeros(1, 2))
         for is_filtered in (False, True):
             rows = self._max_rows
             self.compute_nothing(Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered))
 
     def compute_nothing(self, bucket: Bucket) -> None:
-        """A step of this bucket without rows."""
+        """Runs a step of this bucket without rows."""
         none = np.zeros(1, np.int64)
         self._compute(bucket, HostStep(none, none[:0]))

@@ -1,4 +1,4 @@
-"""Open rows as they lie on the device: one record of int32 words per row (`kernels/record.py`), fed by deltas."""
+"""Records of the open rows on the device: int32 words in the layout of `kernels/record.py`, updated by deltas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> torc
 
 
 def sampling_words(params: SamplingParams, sample_index: int) -> I32:
-    """The head of a row's record; its last token is 0."""
+    """The words of a record before its block table; its last token is 0."""
     words = np.zeros(HEAD_WORDS, np.int32)
     for name, field in SAMPLER_FIELDS.items():
         words[WORDS[name] :][: 1 + (field.kind is Kind.UINT64)] = _to_words(name, field.kind, getattr(params, name))
@@ -41,7 +41,7 @@ def _to_words(name: str, kind: Kind, value: float) -> I32:
 
 
 def changed_words(batch: StepBatch, rows: RowTable, stride: int) -> I32:
-    """(word, value) [N, 2] of all that the batch changed in rows that are open now. No word comes twice.
+    """(word, value) [N, 2] of every change by the batch to rows that are open now. No word occurs twice.
 
     `stride` is the length of a record on the device.
     """

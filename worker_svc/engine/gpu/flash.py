@@ -1,4 +1,4 @@
-"""Attention by the flash-attn package."""
+"""Attention with the flash-attn package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker_svc.engine.gpu.step_buffer import StepColumns
 
 
 class FlashAttention:
-    """The flash-attn package (2.x): a block must be a multiple of 256 tokens, tables int32."""
+    """flash-attn 2. The block size must be a multiple of 256 tokens, tables int32."""
 
     name = "flash"
 
@@ -25,14 +25,14 @@ class FlashAttention:
         self._tables = self._key_lens = self._key_starts = torch.empty(0)
 
     def can_capture(self, *, is_decode: bool) -> bool:
-        return is_decode  # of prompts it asks the host for the longest
+        return is_decode  # for prompts it needs the longest length on the host
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries
         self._tables = queries.tables.index_select(0, queries.rows).contiguous()
         self._key_lens = queries.contexts + queries.starts.diff()
         if columns.bucket.is_decode:
-            self._key_lens = self._key_lens.clamp_min(1)  # rows that only fill the bucket
+            self._key_lens = self._key_lens.clamp_min(1)  # padding rows
             return
         self._key_starts = F.pad(self._key_lens.cumsum(0), (1, 0)).to(torch.int32)
 
@@ -55,7 +55,7 @@ class FlashAttention:
 
 
 def flash_package() -> ModuleType:
-    """flash-attn 2; its successor installs a folder of the same name, so the functions are asked for."""
+    """The flash_attn package. Its functions are checked, because flash-attn 4 installs a folder of the same name."""
     try:
         package = importlib.import_module("flash_attn")
     except ImportError as error:

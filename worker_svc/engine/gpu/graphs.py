@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs: one per bucket, recorded at the start or when a bucket first comes, within bounds.
+"""CUDA graphs of steps: one per bucket, recorded at start-up or on first use, within bounds of memory and time.
 
-A recorded step is the same function over the same memory as an eager one; only what the host launches differs.
+A recorded step runs the same kernels on the same memory as an eager one; only the launch differs.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from worker_svc.engine.gpu.step_buffer import Bucket
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDING_S = 120.0  # at start; what is not recorded by then stays eager
+MAX_RECORDING_S = 120.0  # at start-up; buckets not recorded by then stay eager
 
 Step = Callable[[], None]
 
 
 class GraphError(RuntimeError):
-    """A step that cannot be a graph; launched kernel by kernel it runs all the same."""
+    """A step that cannot be recorded. Launched kernel by kernel it still runs."""
 
 
 class Recorder(Protocol):
-    """What turns launches into something that launches them again."""
+    """Records the launches of a step for replay."""
 
     def record(self, step: Step) -> Step:
-        """Notes what `step` launches without running it."""
+        """Records the launches of `step` without running them. The result replays them."""
         ...
 
     def bytes_taken(self) -> int:
-        """Device memory that recordings took so far."""
+        """Device memory of all recordings so far."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+    """Records CUDA graphs in one memory pool, which they can share because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -47,16 +47,16 @@ class CudaRecorder:
         self._bytes_taken = 0
 
     def record(self, step: Step) -> Step:
-        """Raises GraphError, with the launching stream as it was, if something in `step` cannot be recorded."""
+        """Raises GraphError, with the current stream restored, if a call in `step` cannot be recorded."""
         stream = torch.cuda.current_stream(self._device)
         free = self._free()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may wait for events meanwhile: only this one's calls are restricted.
+            # thread_local: other threads may wait for events during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # torch leaves its own in place if the end of a capture fails
+            torch.cuda.set_stream(stream)  # torch does not restore it if the capture fails to end
             raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
         self._bytes_taken += free - self._free()
         return graph.replay
@@ -65,21 +65,21 @@ class CudaRecorder:
         return self._bytes_taken
 
     def _free(self) -> int:
-        """Bytes, without what steps launched one by one left to the next such step."""
+        """Free bytes of the device, after torch has released its cache of eager steps."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """None where nothing can be recorded."""
+    """None on devices without graphs."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class Graphs:
-    """Graphs by bucket, of steps that are all `compute(bucket)`. All ranks record the same ones in the same order.
+    """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
 
-    `buckets` are those worth a graph, largest first, so that the others find their memory in the first one's.
+    `buckets` are sorted largest first, so that later graphs reuse the memory of the first.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Graphs:
         self._group = group
         self._replays: dict[Bucket, Step] = {}
         self._buckets = buckets
-        self._later = set(buckets) if is_lazy else set()  # to be recorded when they come
+        self._later = set(buckets) if is_lazy else set()  # recorded on first use
 
     def __len__(self) -> int:
         return len(self._replays)
 
     def serves(self, bucket: Bucket) -> bool:
-        """Whether a step is worth padding to this bucket."""
+        """Whether this bucket has a graph or will get one on first use."""
         return bucket in self._replays or bucket in self._later
 
     def replay(self, bucket: Bucket) -> bool:
-        """Starts the step in the buffer, if its bucket is recorded."""
+        """Launches the step in the buffer. False if its bucket has no graph."""
         step = self._replays.get(bucket)
         if step is None:
             return False
@@ -116,9 +116,10 @@ class Graphs:
         return True
 
     def record_at_start(self, progress: Callable[[float], None]) -> None:
-        """Records all, or, of lazy ones, the largest of each kind. Stops at the bounds, and says so.
+        """Records all buckets or, if lazy, the largest with prompts and the largest without. A bound that stops it is
+        logged.
 
-        The buffer must hold a step without rows, so that the warm-up before each changes neither a row nor the pool.
+        The buffer must hold a step without rows, so that the warm-up runs change neither rows nor the pool.
         """
         deadline = time.monotonic() + MAX_RECORDING_S
         chosen = _largest_of_each_kind(self._buckets) if self._later else self._buckets
@@ -126,30 +127,32 @@ class Graphs:
             if not self._may_record(time.monotonic() < deadline):
                 taken = self._recorder.bytes_taken() >> 20
                 logger.warning(
-                    "%d of %d CUDA graphs are recorded and take %d MiB; after %d MiB or %.0f s no more are, "
-                    "and the kernels of other steps are launched one by one",
+                    "%d of %d CUDA graphs are recorded and take %d MiB; recording stops at %d MiB or %.0f s, so steps "
+                    "of other sizes launch their kernels one by one",
                     index, len(chosen), taken, self._limit >> 20, MAX_RECORDING_S,
                 )  # fmt: skip
                 break
-            self._compute(bucket)  # what is not compiled yet cannot be while recording
+            self._compute(bucket)  # kernels cannot be compiled during recording
             self._record(bucket)
             progress((index + 1) / len(chosen))
 
     def record_after(self, bucket: Bucket) -> None:
-        """A step of this bucket was computed without a graph; the next one may have one."""
+        """Records a graph for later steps, after a step of this bucket ran without one."""
         if bucket not in self._later:
             return
         if not self._may_record(True):
             self._later.clear()
-            logger.warning("CUDA graphs take %d MiB; no more are recorded", self._recorder.bytes_taken() >> 20)
+            logger.warning(
+                "CUDA graphs take %d MiB, which is the limit; no more are recorded", self._recorder.bytes_taken() >> 20
+            )
             return
         try:
             self._record(bucket)
         except GraphError as error:
-            logger.error("steps of %s go on without a graph: %s", bucket, error)
+            logger.error("steps of %s continue without a graph: %s", bucket, error)
 
     def _record(self, bucket: Bucket) -> None:
-        self._later.discard(bucket)  # also if it fails: it would fail again
+        self._later.discard(bucket)  # also on failure, because it would fail again
         self._replays[bucket] = self._recorder.record(lambda: self._compute(bucket))
 
     def _may_record(self, has_time: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How large the pool may be: what is left of the device once the largest steps have shown what they take."""
+"""Sizes the KV pool: the device memory that weights, the largest step and CUDA graphs leave."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.step_buffer import Bucket
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 
-BYTES_PER_GRAPH = 8 << 20  # its nodes and their parameters, beside the memory that all graphs share
+BYTES_PER_GRAPH = 8 << 20  # nodes and their parameters, besides the memory that all graphs share
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the device's memory is divided into, beside the weights."""
+    """Device memory for the KV pool and for CUDA graphs."""
 
     num_blocks: int
-    graph_bytes: int  # that recorded graphs may take
+    graph_bytes: int  # limit for recorded graphs
 
 
 @contextmanager
 def fitting(what: str, advice: str) -> Iterator[None]:
-    """What does not fit within is told as a setting that can be changed."""
+    """Turns out-of-memory into a ValueError that names a setting to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"the GPU's memory does not hold {what}; {advice} ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"the GPU has too little memory for {what}; {advice} ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def make_pool(
     num_blocks: int, block_size: int, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros [layers, 2, num_blocks, block_size, kv_heads, head_dim]: a kernel may read rows behind a sequence's end."""
+    """Zeros [layers, 2, num_blocks, block_size, kv_heads, head_dim]: kernels may read slots after a sequence's end."""
     heads = model.heads
     size = (model.num_layers, 2, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
     return torch.zeros(size, dtype=dtype, device=device)
@@ -47,9 +49,9 @@ def make_pool(
 def divide_memory(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, compute: StepCompute, device: torch.device
 ) -> Shares:
-    """num_blocks, or what fits kv_cache_memory, or what the device has left. ValueError if that holds no block.
+    """Blocks from num_blocks, kv_cache_memory or the free device memory, in this order. ValueError if none fits.
 
-    Runs the largest steps on a pool of one block; all kernels of mixed steps are compiled then.
+    Runs the largest steps on a pool of one block, which compiles all kernels of mixed steps.
     """
     compute.use_cache(make_pool(1, config.block_size, model, dtype, device))
     largest = f"a step of max_num_batched_tokens {config.max_num_batched_tokens}, max_num_seqs {config.max_num_seqs}"
@@ -64,17 +66,17 @@ def divide_memory(
     )
     if memory < per_block:
         raise ValueError(
-            f"{max(memory, 0)} bytes are left for KV, one block takes {per_block}; raise gpu_memory_utilization, "
-            "or lower max_num_batched_tokens, max_num_seqs or cuda_graph_tokens"
+            f"{max(memory, 0)} bytes are left for the KV cache, but one block takes {per_block}; raise "
+            "gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or cuda_graph_tokens"
         )
     return Shares(memory // per_block, graph_bytes)
 
 
 def _measure(config: EngineConfig, compute: StepCompute, device: torch.device) -> tuple[int, int]:
-    """Bytes that the largest step takes on top of what is held, and bytes for all graphs."""
+    """Peak bytes of the largest step, and bytes of all graphs."""
     buckets = compute.buckets() if config.cuda_graphs != "off" else []
     if device.type != "cuda":
-        return 0, BYTES_PER_GRAPH * len(buckets)  # interpreted, and nobody is waiting for a compiler
+        return 0, BYTES_PER_GRAPH * len(buckets)  # the interpreter compiles nothing and takes no device memory
     compute.warm_up(config.max_num_batched_tokens)
     peak = _peak(lambda: compute.warm_up(config.max_num_batched_tokens), device)
     shared = max((_peak(partial(compute.compute_nothing, bucket), device) for bucket in _largest(buckets)), default=0)
@@ -83,7 +85,7 @@ def _measure(config: EngineConfig, compute: StepCompute, device: torch.device) -
 
 
 def _largest(buckets: list[Bucket]) -> list[Bucket]:
-    """Of each kind, with and without filters."""
+    """The largest bucket with and without prompts, each with and without filters."""
     return list({(bucket.is_decode, bucket.is_filtered): bucket for bucket in reversed(buckets)}.values())
 
 

@@ -1,8 +1,8 @@
-"""What rank 0 says to the other ranks, as bytes: a step, that all rows are closed, or that it is over.
+"""Messages of rank 0 to the other ranks, as bytes: a step, close all rows, or stop.
 
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
 
-Columns are uint32, little-endian; an open is a record of fixed size, then its tokens, table and banned ids.
+Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table and banned ids.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STOP, RESET_ROWS = bytes([Kind.STOP]), bytes([Kind.RESET_ROWS])
 
 
 def step_to_bytes(batch: StepBatch) -> bytes:
-    """A batch whose columns were checked."""
+    """The batch must have been checked."""
     columns = [getattr(batch, name) for name in COLUMNS]
     counts = [*map(len, columns), len(batch.commit_hashes), len(batch.opens)]
     parts = [HEAD.pack(Kind.STEP, batch.step_id, *counts)]
@@ -52,7 +52,7 @@ def step_to_bytes(batch: StepBatch) -> bytes:
 
 
 def step_from_bytes(message: bytes) -> StepBatch:
-    """The same batch."""
+    """The inverse of `step_to_bytes`."""
     _, step_id, *counts, num_hashes, num_opens = HEAD.unpack_from(message)
     reader = _Reader(message, HEAD.size)
     columns = {name: reader.words(count) for name, count in zip(COLUMNS, counts, strict=True)}
@@ -76,7 +76,7 @@ def _open_to_bytes(item: RowOpen) -> bytes:
 
 
 class _Reader:
-    """Takes a message apart from front to back."""
+    """Reads a message from front to back."""
 
     def __init__(self, message: bytes, place: int) -> None:
         self._message = message

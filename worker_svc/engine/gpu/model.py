@@ -1,4 +1,4 @@
-"""The decoder on the device: one pass over a step's columns. Nothing in it waits for the device."""
+"""The decoder on the device: one forward pass over the columns of a step. It never waits for the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker_svc.engine.model import Layer, WeightLoader, rotary_table
 
 
 class DeviceDecoder:
-    """A loaded decoder, or one rank's part of it. `forward` is its only operation."""
+    """A loaded decoder, or one rank's shard. `forward` is its only operation."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DeviceDecoder:
     def forward(self, columns: StepColumns, attention: Attention, cache: torch.Tensor) -> torch.Tensor | None:
         """Stores keys and values of all tokens in cache [layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
-        Returns logits [S, this rank's part of the vocabulary], or None if nobody samples.
+        Returns logits [S, this rank's part of the vocabulary], or None if no row samples.
         """
         x = self._embed(columns.token_ids)
         attention.begin(columns)
@@ -62,7 +62,7 @@ class DeviceDecoder:
             pools = LayerCache(cache[index, 0], cache[index, 1], self._kv_scales[index])
             attended = self._attend(x, residual, layer, columns, attention, pools)
             if index == len(self._layers) - 1:
-                # What follows is read of the tokens that sample only.
+                # From here on only the tokens that sample are needed.
                 x, attended = (y.index_select(0, columns.sample_tokens) for y in (x, attended))
             if not len(x):
                 return None
@@ -88,7 +88,7 @@ class DeviceDecoder:
         attention: Attention,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Attention [T, q_heads * head_dim] after x += residual."""
+        """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
         heads, eps = self._config.heads, self._config.rms_norm_eps
         normed = torch.empty_like(x)
         add_rms_norm(x, residual, layer.input_norm, normed, eps)
@@ -102,7 +102,7 @@ class DeviceDecoder:
         return attended.view(len(x), -1)
 
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """The MLP's output [n, hidden] after x += residual."""
+        """Adds the residual to x; returns the MLP output [n, hidden]."""
         normed = torch.empty_like(x)
         add_rms_norm(x, residual, layer.post_norm, normed, self._config.rms_norm_eps)
         activated = x.new_empty(len(x), self._config.intermediate_size)

@@ -1,7 +1,7 @@
-"""Tensor parallel: each rank holds a shard of every matrix; what all need of the others meets here.
+"""Collectives of a tensor-parallel worker. Each rank holds a shard of every matrix.
 
-Ranks see the same messages in the same order. Each looks for the next token in its own part of the vocabulary, and a
-maximum over ranks decides; logits stay where they are.
+Ranks receive the same messages in the same order. Each finds the best token in its own part of the vocabulary, and a
+maximum over ranks decides; logits are not gathered.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-NOISE_IDS = 4  # token ids that one call of the noise serves
+NOISE_IDS = 4  # token ids per call of the noise
 LENGTH = struct.Struct("<Q")  # before each message
-FIRST_PIECE = 8192  # bytes that are sent in any case: a step of 256 rows that decode fits
+FIRST_PIECE = 8192  # bytes of the first broadcast; a decode step of 256 rows fits
 
 
 class Group:
-    """The ranks of one worker. Alone, every operation is the identity."""
+    """The ranks of one worker. With one rank every operation is the identity."""
 
     def __init__(self, rank: int = 0, size: int = 1, control: Any = None, *, is_exact: bool = False) -> None:
         self.rank = rank
         self.size = size
         self._is_exact = is_exact
-        self._control = control  # a group whose messages need no device
+        self._control = control  # process group for CPU tensors
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""
@@ -35,8 +35,8 @@ class Group:
         return x
 
     def _sum_in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """From the first rank to the last. A library's order depends on the length of the message, and so on the batch;
-        of two numbers there is only one."""
+        """Adds from the first rank to the last. A library's order depends on the length of the message, and so on the
+        batch. For two ranks there is only one order."""
         parts = x.new_empty(self.size, *x.shape)
         dist.all_gather_into_tensor(parts, x.contiguous())
         total = parts[0].float()
@@ -51,12 +51,12 @@ class Group:
         return x
 
     def vocab_part(self, vocab_size: int) -> range:
-        """The token ids of this rank: as many for all but the last, in whole calls of the noise."""
+        """The token ids of this rank: equal parts, except the last, in multiples of NOISE_IDS."""
         part = -(-vocab_size // (self.size * NOISE_IDS)) * NOISE_IDS
         return range(vocab_size)[self.rank * part : (self.rank + 1) * part]
 
     def send(self, message: bytes) -> None:
-        """Rank 0's message to all others, who `receive` it. One message where it is short, as most are."""
+        """Broadcasts a message of rank 0; the other ranks `receive` it. A short message takes one broadcast."""
         if self.size == 1:
             return
         framed = bytearray(LENGTH.pack(len(message)) + message)
@@ -66,7 +66,7 @@ class Group:
                 dist.broadcast(piece, 0, self._control)
 
     def receive(self) -> bytes:
-        """The next message of rank 0, once it comes."""
+        """Waits for the next message of rank 0."""
         pieces = [torch.empty(FIRST_PIECE, dtype=torch.uint8)]
         dist.broadcast(pieces[0], 0, self._control)
         (length,) = LENGTH.unpack(pieces[0][: LENGTH.size].numpy().tobytes())

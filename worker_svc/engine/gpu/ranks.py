@@ -1,9 +1,9 @@
-"""The processes of a tensor-parallel worker: this one is rank 0 and speaks with the world, its children follow.
+"""The processes of a tensor-parallel worker. This one is rank 0 and serves gRPC; its child processes are followers.
 
-    rank 0: launch(batch) -> broadcast -> own part        others: broadcast -> own part, until told to stop
+    rank 0: launch(batch) -> broadcast -> own shard        followers: broadcast -> own shard, until STOP
 
-A rank that dies cannot be replaced: its part of the pool is gone. So its death ends the worker, a step that never ends
-does too, and no rank outlives rank 0.
+A rank that dies cannot be replaced, because its shard of the pool is lost. So the worker exits when a rank dies or a
+step does not finish, and followers exit with rank 0.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 EXIT_BAD_SETTING = 2
-EXIT_RANK_LOST = 70  # as for every fault that leaves the pool untrustworthy
-STUCK_AFTER_S = 60.0  # NCCL does not watch what a graph replays; a scheduler waits for 120 s
+EXIT_RANK_LOST = 70  # as for every fault that may have corrupted the pool
+STUCK_AFTER_S = 60.0  # NCCL has no timeout in graph replays; the scheduler's step timeout is 120 s
 WATCH_INTERVAL_S = 1.0
-DIED_WITHIN_S = 2.0  # a connection breaks a moment before its process is gone
-OVERSLEPT_S = 5.0  # this process was stopped itself: steps get their time anew
+DIED_WITHIN_S = 2.0  # a connection breaks shortly before its process has exited
+OVERSLEPT_S = 5.0  # this process was suspended: time limits of steps restart
 JOIN_TIMEOUT_S = 30.0
-LOAD_LIMIT = timedelta(hours=1)  # one rank may read its weights long after the others
-IDLE_LIMIT = timedelta(days=365)  # a worker without requests sends no batch: that is no fault
+LOAD_LIMIT = timedelta(hours=1)  # ranks may finish reading weights at very different times
+IDLE_LIMIT = timedelta(days=365)  # a worker without requests sends no batches, which is not a fault
 
 
 class ParallelRunner(DeviceRunner):
-    """Rank 0, with its followers."""
+    """Rank 0 and its followers."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
         size = config.tensor_parallel_size
@@ -82,13 +82,13 @@ class ParallelRunner(DeviceRunner):
             return super().launch(batch)
         except RuntimeError:
             if not self._is_closing.is_set():
-                self._tell_who_is_gone(DIED_WITHIN_S)  # the others' word of it is a broken connection
+                self._end_if_rank_lost(DIED_WITHIN_S)  # a lost rank shows as a broken connection here
             raise
         finally:
             self._launching_since = None
 
     def close(self) -> None:
-        """Tells the followers to stop and waits for them."""
+        """Stops the followers and waits for them."""
         self._is_closing.set()
         self._group.send(STOP)
         for process in self._followers:
@@ -97,7 +97,7 @@ class ParallelRunner(DeviceRunner):
         _leave_group()
 
     def _abandon(self) -> None:
-        """Ends what still runs: a follower that is stopped, or waits for others, hears nothing else."""
+        """Kills followers: one that is suspended or waits in a collective cannot be stopped otherwise."""
         self._is_closing.set()
         for process in self._followers:
             process.kill()
@@ -105,40 +105,40 @@ class ParallelRunner(DeviceRunner):
     def _watch(self) -> None:
         looked_at = excused_until = time.perf_counter()
         while not self._is_closing.is_set():
-            self._tell_who_is_gone(WATCH_INTERVAL_S)
+            self._end_if_rank_lost(WATCH_INTERVAL_S)
             now = time.perf_counter()
             if now - looked_at > OVERSLEPT_S:
                 excused_until = now
             looked_at = now
             if now - max(self._busy_since(now), excused_until) > STUCK_AFTER_S:
-                self._end(f"a step has not ended after {STUCK_AFTER_S:g} s: a rank is stuck", EXIT_RANK_LOST)
+                self._end(f"a step did not finish within {STUCK_AFTER_S:g} s: a rank is stuck", EXIT_RANK_LOST)
 
     def _busy_since(self, now: float) -> float:
-        """When the oldest step was begun that has not ended; `now` if there is none. Loading may take its time."""
+        """Start of the oldest unfinished step; `now` if there is none or the model is still loading."""
         if not self._is_loaded:
             return now
         since = self._launching_since
         return min(now if since is None else since, self.running_since(now))
 
-    def _tell_who_is_gone(self, timeout_s: float) -> None:
-        """Ends the worker if a rank ends within that time: a part of every block is gone with it."""
+    def _end_if_rank_lost(self, timeout_s: float) -> None:
+        """Ends the worker if a rank exits within that time, because a part of every block is lost with it."""
         ended = wait([process.sentinel for process in self._followers], timeout_s)
         if not ended or self._is_closing.is_set():
             return
-        with self._ending:  # of two threads the first one tells
+        with self._ending:  # two threads may get here; the first one logs
             self._end_with([process for process in self._followers if process.sentinel in ended])
 
     def _end_with(self, lost: list[BaseProcess]) -> None:
         for process in lost:
-            process.join()  # it has ended: for its exit code
-        told = [process.name for process in lost if self._store.check([process.name])]
-        if told:
-            self._end("; ".join(f"{name}: {self._store.get(name).decode()}" for name in told), EXIT_BAD_SETTING)
+            process.join()  # sets its exit code
+        refused = [process.name for process in lost if self._store.check([process.name])]
+        if refused:
+            self._end("; ".join(f"{name}: {self._store.get(name).decode()}" for name in refused), EXIT_BAD_SETTING)
         names = ", ".join(f"{process.name} ended (exit code {process.exitcode})" for process in lost)
         self._end(names, EXIT_RANK_LOST)
 
     def _end(self, reason: str, exit_code: int) -> None:
-        logger.critical("%s, so this worker ends (exit code %d)", reason, exit_code)
+        logger.critical("%s; this worker exits with code %d", reason, exit_code)
         for handler in logging.getLogger().handlers:
             handler.flush()
         self._abandon()
@@ -146,18 +146,19 @@ class ParallelRunner(DeviceRunner):
 
 
 def check_shares(config: EngineConfig) -> None:
-    """Before any process starts: whether there are as many devices as ranks, and the model can be shared by them."""
+    """Checks, before any process starts, that there is a GPU for each rank and that the model can be sharded."""
     size = config.tensor_parallel_size
     if torch.cuda.is_available() and size > torch.cuda.device_count():
         raise BackendUnavailableError(
-            f"tensor_parallel_size {size} needs as many GPUs, and {torch.cuda.device_count()} can be seen here; "
-            "lower it, or see CUDA_VISIBLE_DEVICES"
+            f"tensor_parallel_size {size} needs {size} GPUs, but {torch.cuda.device_count()} are visible; "
+            "lower it, or change CUDA_VISIBLE_DEVICES"
         )
     shard_config(parse_config(Checkpoint(config.model_dir).config), Group(0, size))
 
 
 def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
-    """The life of a follower. It leaves with rank 0, not when a terminal or a service manager signals them all."""
+    """Main function of a follower. It ignores signals, which a terminal or service manager sends to all processes, and
+    exits with rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
@@ -172,14 +173,14 @@ def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
 
 
 def _leave_group() -> None:
-    """NCCL's communicators are not destroyed: that waits, without end, for graphs that hold them. They go with their
-    process."""
+    """Destroys the process group, except NCCL's: that would wait forever for graphs that hold its communicators. They
+    end with the process."""
     if dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
 def _leave_with_parent() -> None:
-    """Rank 0 may die in the middle of a step, in which this rank would wait for it for ever."""
+    """Exits when rank 0 dies. It may die in the middle of a step, in which this rank would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -187,7 +188,7 @@ def _leave_with_parent() -> None:
 
 
 def _join(config: EngineConfig, rank: int, store: Any) -> Group:
-    """Meets the other ranks: NCCL between devices, gloo for messages and where there is no device."""
+    """Joins the other ranks: NCCL between GPUs, gloo for messages and for ranks without a GPU."""
     size, device = config.tensor_parallel_size, None
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)

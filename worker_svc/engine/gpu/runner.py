@@ -1,10 +1,10 @@
-"""Steps on a GPU, several in flight: a step is launched while the one before it still runs.
+"""The GPU runner, with several steps in flight: a step is launched while the previous one still runs.
 
     launch: apply changes -> plan -> upload -> graph or eager kernels -> copy of the tokens, event
     result: wait for the event -> StepOutput                                     (any thread)
-    settle: tokens into the history and the books of the pool                    (at a later launch)
+    settle: tokens into the row history and block contents                       (at a later launch)
 
-What a step sampled stays on the device, where the next step finds it; the host's history holds a mark until it settles.
+Sampled tokens stay on the device for the next step. The history on the host holds PENDING until the step settles.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 STORED = {dtype: name for name, dtype in DTYPES.items()}
-PENDING = 2**32 - 1  # in the history: sampled, and not yet known to the host
-HEAD_DIMS = (16, 256)  # a matrix product on tensor cores takes no less, registers and shared memory no more
-FP8_CAPABILITY = (8, 9)  # converts e4m3
+PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
+HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
+FP8_CAPABILITY = (8, 9)  # first with e4m3 conversion
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What a step did to slots and rows, kept until its tokens are known."""
+    """Changes of a step to slots and rows, kept until its tokens are known."""
 
-    copies: tuple[I64, I64]  # blocks: from, to
+    copies: tuple[I64, I64]  # blocks: source, target
     slots: I64  # [T]
     token_rows: I64  # [T]
-    token_ids: I64  # [T], PENDING for a token of the step before
+    token_ids: I64  # [T], PENDING for a token that the previous step sampled
     sampling_rows: I64  # [S]
     generations: I64  # [S]
-    positions: I64  # [S] of the tokens that are sampled
+    positions: I64  # [S] of the sampled tokens
 
 
 NO_IDS: I64 = np.empty(0, np.int64)
 
 
 class PendingStep:
-    """A step that was launched. `result` waits for it, in any thread, and may be called again."""
+    """A launched step. `result` waits for it; any thread may call it, also repeatedly."""
 
     def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
         self.staging = staging
@@ -90,8 +90,8 @@ class PendingStep:
         return self.staging.event is None or bool(self.staging.event.query())
 
     def result(self) -> StepOutput:
-        """What the step produced. Raises what the device reports."""
-        # Whoever settles the step hands its memory to the next one: never while another thread still reads it.
+        """Waits for the outputs of the step. Raises the device's errors."""
+        # Settling a step gives its staging memory to another step: not while a thread reads it.
         with self._reading:
             if self._output is None:
                 if self.staging.event is not None:
@@ -100,7 +100,7 @@ class PendingStep:
             return self._output
 
     def sampled(self) -> U32:
-        """Tokens [S] of all sampling rows, those that failed included."""
+        """Tokens [S] of all sampling rows, including failed ones."""
         return self.staging.down.numpy()[: len(self.writes.sampling_rows)].astype(np.uint32)
 
     def _read(self) -> StepOutput:
@@ -114,10 +114,10 @@ class PendingStep:
 
 
 class DeviceRunner:
-    """A loaded model with its pool and rows on one device. One thread at a time may call it, but for `result`.
+    """A loaded model with its KV pool and rows on one device. Only one thread at a time may call it, except `result`.
 
-    Raises CheckpointError for a model folder that cannot be served, BackendUnavailableError for settings or a machine
-    that cannot, ValueError for settings that contradict the model.
+    Raises CheckpointError for an unsupported model folder, BackendUnavailableError for settings or a machine that
+    cannot serve it, ValueError for settings that contradict the model.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class DeviceRunner:
             )
             if setup.is_compiled:
                 check_kernels(setup)
-            told = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
+            stages = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
             with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
                 decoder = DeviceDecoder(
-                    loader, model, self._group, most, self._device, told.weights,
+                    loader, model, self._group, most, self._device, stages.weights,
                     has_scaled_cache=setup.has_scaled_cache,
                 )  # fmt: skip
             self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
@@ -168,7 +168,7 @@ class DeviceRunner:
             with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
                 self._pool = make_pool(num_blocks, config.block_size, model, kv_dtype, self._device)
             self._compute.use_cache(self._pool)
-            self._record_graphs(config, shares, told)
+            self._record_graphs(config, shares, stages)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
@@ -200,25 +200,25 @@ class DeviceRunner:
         )
         self._planner = StepPlanner(self._rows, self.info)
 
-    def _record_graphs(self, config: EngineConfig, shares: Shares, told: _Stages) -> None:
+    def _record_graphs(self, config: EngineConfig, shares: Shares, stages: _Stages) -> None:
         recorder = make_recorder(self._device) if config.cuda_graphs != "off" else None
         if recorder is not None:
             is_lazy = config.cuda_graphs == "lazy"
             try:
-                self._compute.record(recorder, shares.graph_bytes, told.graphs, is_lazy=is_lazy)
+                self._compute.record(recorder, shares.graph_bytes, stages.graphs, is_lazy=is_lazy)
             except GraphError as error:
                 raise BackendUnavailableError(f"{error}; use --cuda-graphs off") from error
-        told.end()
+        stages.end()
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Runs one step and waits for it."""
+        """Launches a step and waits for it."""
         return self.launch(batch).result()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Applies a step and starts it. A bad row becomes a RowError and harms no other.
+        """Applies a step and launches it. A bad row becomes a RowError and does not affect other rows.
 
-        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. A step that runs
-        out of memory fails its rows; the third in a row raises.
+        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
+        out of memory, its rows fail; the third such step in a row raises.
         """
         self._planner.check_columns(batch)
         if self._group.size > 1:
@@ -256,11 +256,11 @@ class DeviceRunner:
         return self._rows.rows_used()
 
     def running_since(self, now: float) -> float:
-        """When the oldest step was launched that has not finished; `now` if there is none. In any thread."""
+        """Launch time of the oldest unfinished step; `now` if there is none. Any thread may call it."""
         return min((step.started for step in list(self._in_flight) if not step.is_done()), default=now)
 
     def follow(self) -> None:
-        """Does what rank 0 does, until it says that it is over. For the other ranks."""
+        """Repeats the steps of rank 0 until it sends STOP. For the other ranks."""
         while (message := self._group.receive()) != STOP:
             if message == RESET_ROWS:
                 self._rows.reset()
@@ -270,7 +270,7 @@ class DeviceRunner:
     # A step
 
     def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:
-        """Returns the copies that were made."""
+        """Returns the block copies."""
         self._rows.close(batch.close_rows)
         self._rows.open(batch.opens, errors)
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
@@ -285,16 +285,16 @@ class DeviceRunner:
     def _compute_or_fail(
         self, batch: StepBatch, plan: StepPlan, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
     ) -> Writes:
-        """Once the changes are applied, a step writes only to slots of its own rows: without memory, these fail."""
+        """Launches the step. If it runs out of memory its rows fail: it writes only to slots of its own rows."""
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         try:
             self._start(batch, plan, token_ids, staging)
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
-            is_alone = self._group.size == 1  # other ranks went on: nobody can say what they have written
+            is_alone = self._group.size == 1  # other ranks may have written to their pools
             if not (is_alone and is_out_of_memory(error)) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
                 raise
-            logger.error("step %d ran out of memory, its rows fail: %s", batch.step_id, error)
+            logger.error("step %d ran out of memory and its rows fail: %s", batch.step_id, error)
             for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
                 errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
             return Writes(copies, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS)
@@ -325,14 +325,14 @@ class DeviceRunner:
         self._compute.run(bucket, HostStep(plan.starts, plan.context_lens))
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
 
-    # What is known only later
+    # After the step
 
     def _settle_finished(self) -> None:
         while self._in_flight and self._in_flight[0].is_done():
             self._settle(self._in_flight.popleft())
 
     def _settle(self, pending: PendingStep) -> None:
-        """In the order of steps, so that a token that was pending is the last one of its row."""
+        """Must be called in the order of steps, so that a PENDING token is the last one of its row."""
         pending.result()
         writes, tokens = pending.writes, pending.sampled()
         token_ids = np.where(writes.token_ids == PENDING, self._last_tokens[writes.token_rows], writes.token_ids)
@@ -344,29 +344,31 @@ class DeviceRunner:
 
 
 class _Stages:
-    """One progress out of two: weights, then graphs. Weights may take minutes, graphs seconds."""
+    """Combines the progress of weights and graphs. Weights may take minutes, graphs seconds."""
 
-    WEIGHTS = 0.8  # where graphs follow
+    WEIGHTS = 0.8  # fraction of the weights if graphs follow
 
     def __init__(self, progress: Callable[[float], None] | None, *, has_graphs: bool) -> None:
-        self._progress = progress or (lambda part: None)
+        self._progress = progress or (lambda fraction: None)
         self._share = self.WEIGHTS if has_graphs else 1.0
 
-    def weights(self, part: float) -> None:
-        self._progress(part * self._share)
+    def weights(self, fraction: float) -> None:
+        self._progress(fraction * self._share)
 
-    def graphs(self, part: float) -> None:
-        self._progress(self._share + part * (1 - self._share))
+    def graphs(self, fraction: float) -> None:
+        self._progress(self._share + fraction * (1 - self._share))
 
     def end(self) -> None:
         self._progress(1.0)
 
 
 def find_device(rank: int = 0) -> torch.device:
-    """This rank's GPU, or a CPU where Triton interprets. BackendUnavailableError if there is neither."""
+    """This rank's GPU, or the CPU under Triton's interpreter. Raises BackendUnavailableError if there is neither."""
     if torch.cuda.is_available():
         if rank >= torch.cuda.device_count():
-            raise BackendUnavailableError(f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()}")
+            raise BackendUnavailableError(
+                f"rank {rank} has no GPU: {torch.cuda.device_count()} are visible; lower tensor_parallel_size"
+            )
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
     import triton
@@ -380,7 +382,7 @@ def _check_heads(model: ModelConfig) -> None:
     dim, (least, most) = model.heads.head_dim, HEAD_DIMS
     if not least <= dim <= most:
         raise BackendUnavailableError(
-            f"head_dim {dim} is not from {least} to {most}, as the cuda backend needs it; use --backend cpu"
+            f"head_dim {dim} is not from {least} to {most}, the range of the cuda backend; use --backend cpu"
         )
 
 
@@ -395,7 +397,7 @@ def _check_fp8(device: torch.device) -> None:
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:
     dtype = config.dtype
     if dtype == "auto":
-        dtype = STORED.get(checkpoint.stored_dtype(), "bfloat16")  # anything else is refused when it is read
+        dtype = STORED.get(checkpoint.stored_dtype(), "bfloat16")  # other types are refused when they are read
     if dtype == "bfloat16" and device.type != "cuda":
         raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
     return dtype

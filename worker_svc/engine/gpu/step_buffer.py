@@ -1,8 +1,8 @@
-"""What a step uploads, in one pinned piece and one copy: its columns, padded to a bucket, and the rows' deltas.
+"""The upload of a step, in one pinned buffer and one copy: its columns, padded to a bucket, and deltas of row records.
 
     header (number of rows) | rows | starts | contexts | sampling rows, tokens, positions | tokens | deltas
 
-Columns lie at fixed places, so that a captured graph finds them; the deltas follow the tokens of this step.
+Columns are at fixed offsets, as CUDA graphs require. The deltas follow the tokens of this step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NO_ROW = -1
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes that a step is padded to. Steps of one bucket are one graph."""
+    """Sizes that a step is padded to. All steps of a bucket share one graph."""
 
     tokens: int
     rows: int
     samples: int
     is_decode: bool  # every row has one query
-    is_filtered: bool  # some row asks for top_k, top_p or min_p, or bans token ids
+    is_filtered: bool  # some row has top_k, top_p, min_p or banned token ids
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What of a step the host knows: for attention that asks for lengths, and for eager steps."""
+    """Lengths of a step on the host, for attention that needs them. Not available in graphs."""
 
     starts: I64  # [B + 1]
     contexts: I64  # [B]
@@ -43,7 +43,7 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """A step on the device, int32. Lines beyond the batch: rows without queries, tokens without slots, samples -1."""
+    """A step on the device, int32. Padding: rows without queries, tokens without slots, sample rows of -1."""
 
     bucket: Bucket
     num_rows: torch.Tensor  # [1]
@@ -51,8 +51,8 @@ class StepColumns:
     sample_rows: torch.Tensor  # [S]
     sample_tokens: torch.Tensor  # [S]
     output_positions: torch.Tensor  # [S]
-    known: torch.Tensor  # [T] token ids; below 0: the row's last token
-    token_ids: torch.Tensor  # [T] this and what follows is made by the prepare kernel
+    known: torch.Tensor  # [T] token ids; negative: the row's last token
+    token_ids: torch.Tensor  # [T] this and the next two are written by the prepare kernel
     positions: torch.Tensor  # [T]
     slots: torch.Tensor  # [T]
     host: HostStep | None = None
@@ -60,15 +60,15 @@ class StepColumns:
 
 @dataclass(slots=True)
 class Staging:
-    """Host memory of one step on its way: what goes up, what comes down, and when that has come."""
+    """Pinned host memory of one step: its upload, its download, and the event at the end of the download."""
 
     up: torch.Tensor
     down: torch.Tensor
-    event: Any  # of CUDA; None where there is none
+    event: Any  # torch.cuda.Event; None without a GPU
 
 
 class StepBuffer:
-    """The device's side of uploads, and the layout of both sides."""
+    """Device memory of uploads, and their layout on both sides."""
 
     def __init__(self, max_rows: int, max_tokens: int, state: torch.Tensor, device: torch.device) -> None:
         self._state = state
@@ -95,7 +95,7 @@ class StepBuffer:
         self._free: list[Staging] = []
 
     def take_staging(self) -> Staging:
-        """Memory for one step; give it back once the step has finished."""
+        """Memory for one step. Give it back when the step has finished."""
         if self._free:
             return self._free.pop()
         event: Any = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ class StepBuffer:
     def upload(
         self, staging: Staging, plan: StepPlan, known: I64, output_positions: I64, bucket: Bucket, deltas: I32
     ) -> torch.Tensor:
-        """Writes a step and starts its copy. Returns its deltas on the device."""
+        """Writes a step to `staging` and starts its copy. Returns its deltas on the device."""
         place, host = self._places, staging.up.numpy()
         num_rows, num_samples = len(plan.rows), len(plan.sampling_rows)
         host[0] = num_rows
@@ -134,7 +134,7 @@ class StepBuffer:
         return self._device[begin:end].view(-1, 2)
 
     def columns(self, bucket: Bucket, host: HostStep | None = None) -> StepColumns:
-        """Where a bucket's columns lie on the device."""
+        """The columns of a bucket on the device."""
 
         def read(name: str, size: int) -> torch.Tensor:
             return self._device[self._places[name] : self._places[name] + size]
@@ -158,5 +158,5 @@ class StepBuffer:
 
 
 def _aligned(size: int) -> int:
-    """Words up to the next 16 bytes: kernels are compiled for aligned columns."""
+    """Rounds up to 4 words (16 bytes): kernels are compiled for aligned columns."""
     return -(-size // 4) * 4

@@ -1,4 +1,4 @@
-"""Weights on their way from files to the device, through pinned memory: while one piece travels, the next is read."""
+"""Copies weights from files to the device through pinned memory: one piece is copied while the next is read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ NUM_BUFFERS = 2
 
 
 class Uploader:
-    """Two pinned buffers, used in turn. What it copies has arrived for whatever is launched on this stream later."""
+    """Two pinned buffers, used in turn. Copies are complete for anything launched later on the same stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
         self._is_cuda = device.type == "cuda"
         size = piece_bytes // dtype.itemsize
         self._buffers = [torch.empty(size, dtype=dtype, pin_memory=self._is_cuda) for _ in range(NUM_BUFFERS)]
-        self._sent: list[Any] = [None] * NUM_BUFFERS  # events: until then a buffer must not change
+        self._sent: list[Any] = [None] * NUM_BUFFERS  # events; a buffer must not change before its event
         self._next = 0
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """target = source, of any strides and type, in pieces of whole rows."""
+        """target = source, in pieces of whole rows. `source` may have any strides and dtype."""
         rows = max(1, len(self._buffers[0]) * len(source) // max(source.numel(), 1))
         for start in range(0, len(source), rows):
             part = source[start : start + rows]
@@ -36,7 +36,7 @@ class Uploader:
         return self._buffers[self._next]
 
     def _send(self, piece: torch.Tensor, target: torch.Tensor) -> Any:
-        """Starts a copy; returns the event of its end, or None if it has ended."""
+        """Starts a copy. Returns the event at its end, or None if it is complete."""
         target.copy_(piece, non_blocking=True)
         if not self._is_cuda:
             return None

@@ -1,4 +1,4 @@
-"""Weights from the checkpoint to the device: what a rank does not hold is never copied."""
+"""Loads weights from the checkpoint to the device. A rank reads only its own shard."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
 from worker_svc.engine.model import EMBEDDING, HEAD, Layer, WeightLoader
 
-COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank makes a part of the output
-KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may need one head
-ROW_PARALLEL = ("o_proj", "down_proj")  # each rank takes a part of the input; outputs are added
+COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank computes a part of the output
+KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may hold the same head
+ROW_PARALLEL = ("o_proj", "down_proj")  # each rank multiplies a part of the input; outputs are added
 
 
 class DeviceLinears:
-    """Prepares weights for the device: the library's product, or ours where rows must not know each other."""
+    """Linear layers on the device: cuBLAS, or in exact mode the Triton kernel, whose rows are independent."""
 
     def __init__(self, determinism: Determinism) -> None:
         self._product = linear.linear if determinism == "exact" else F.linear
@@ -35,7 +35,7 @@ class DeviceLinears:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLinear:
-    """A weight [out, in] on the device with its product."""
+    """A weight [out, in] on the device and the function that multiplies by it."""
 
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     weight: torch.Tensor
@@ -46,10 +46,10 @@ class DeviceLinear:
 
 
 def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
-    """What keys and values of a layer are divided by in 8 bits, float32 [2, kv_heads], from the weights alone: all
-    workers of a model choose the same, and nothing has to be calibrated.
+    """Scales of a layer's keys and values in fp8, float32 [2, kv_heads]. They are computed from the weights alone, so
+    all workers of a model use the same scales and no calibration is needed.
 
-    A normed input has about unit variance, so a row of the projection tells how large what it makes is.
+    A normed input has about unit variance, so the norm of a projection row estimates the size of its output.
     """
     if not isinstance(layer.qkv, DeviceLinear):
         raise TypeError(f"the projection of keys and values is a {type(layer.qkv).__name__}")
@@ -65,9 +65,9 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
 
 
 def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
-    """The shape of one rank's part. BackendUnavailableError where ranks cannot share evenly.
+    """The shape of one rank's shard. Raises BackendUnavailableError if the model cannot be divided evenly.
 
-    Ranks beyond the number of key-value heads hold copies of them.
+    With more ranks than KV heads, several ranks hold the same head.
     """
     heads, size = config.heads, group.size
     for name, value in (
@@ -76,12 +76,11 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     ):
         if value % size:
             raise BackendUnavailableError(
-                f"tensor_parallel_size {size} does not divide {name} {value}; use a size that does"
+                f"{name} {value} is not divisible by tensor_parallel_size {size}; use a size that divides it"
             )
     if max(heads.num_kv_heads, size) % min(heads.num_kv_heads, size):
         raise BackendUnavailableError(
-            f"tensor_parallel_size {size} neither divides num_key_value_heads {heads.num_kv_heads} nor is a multiple "
-            "of it; use a size that does or is"
+            f"tensor_parallel_size {size} must be a divisor or a multiple of num_key_value_heads {heads.num_kv_heads}"
         )
     if not Group(size - 1, size).vocab_part(config.vocab_size):
         raise BackendUnavailableError(f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}")
@@ -90,7 +89,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
 
 
 class ShardLoader(WeightLoader):
-    """A loader whose tensors are one rank's part, on the device."""
+    """Loads one rank's shard to the device."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class ShardLoader(WeightLoader):
         self._embedding: torch.Tensor | None = None
 
     def embedding(self) -> torch.Tensor:
-        """As the whole one; kept for the head where that is the same."""
+        """This rank's rows of the embedding; kept for a tied output layer."""
         if self._embedding is None:
             self._embedding = super().embedding()
         return self._embedding
@@ -129,7 +128,7 @@ class ShardLoader(WeightLoader):
         return self._upload([self._part(name, *shape)])
 
     def _upload(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Their rows one after the other, on the device."""
+        """Concatenates the rows of `parts` on the device."""
         sizes = [len(part) for part in parts]
         whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
         for part, place in zip(parts, torch.split(whole, sizes), strict=True):
@@ -137,7 +136,7 @@ class ShardLoader(WeightLoader):
         return whole
 
     def _part(self, name: str, *shape: int) -> torch.Tensor:
-        """What this rank holds of a tensor, still in its file."""
+        """This rank's part of a tensor, memory-mapped."""
         return self._shard(name, self._checkpoint.tensor(name, shape, None))
 
     def _shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
