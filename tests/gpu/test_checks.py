@@ -23,6 +23,7 @@ from worker_svc.engine.gpu.checks.start import CHECKS
 from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
+    banned,
     deltas,
     linear,
     prepare,
@@ -111,6 +112,7 @@ ONE_WRONG_ELEMENT = [
     (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
+    (sampling.banned_cases, EXACT, banned, "(id < vocab_size)", "(id < vocab_size - 1)"),
     (
         sampling.greedy_cases, EXACT, sample, "tl.store(token_ptr + sample, token)",
         "tl.store(token_ptr + sample, token + (sample == 1).to(tl.int32))",

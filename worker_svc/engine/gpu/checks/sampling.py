@@ -1,4 +1,4 @@
-"""The sampler: greedy rows, noise, and noise after top_k, top_p and min_p, over the model's vocabulary."""
+"""The sampler: banned ids, greedy rows, noise, and noise after top_k, top_p and min_p, over the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from request_fields.fields import SamplingParams, sampling_params
+from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
 from worker_svc.engine.gpu.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import sample, threshold
+from worker_svc.engine.gpu.kernels.banned import mask_banned
+from worker_svc.engine.gpu.kernels.record import WORDS
 
 GREEDY = sampling_params({"temperature": 0.0})
 NOISE = [
@@ -23,6 +25,7 @@ FILTERED = [
     sampling_params({"temperature": 1.2, "seed": 3, "top_k": 50, "top_p": 0.8, "min_p": 0.01}),
     sampling_params({"temperature": 1.0, "seed": 4}),
 ]
+BANNED_BEFORE = 4  # output position
 SPREAD = 3.0  # of the logits
 
 
@@ -40,6 +43,27 @@ def noise_cases(setup: Setup) -> Iterator[Case]:
 
 def filtered_cases(setup: Setup) -> Iterator[Case]:
     yield _case("sample (filtered)", setup, _logits(setup, len(FILTERED)), FILTERED, is_filtered=True)
+
+
+def banned_cases(setup: Setup) -> Iterator[Case]:
+    """Two rows that ban the first, a middle and the last id: one before its position, one at it."""
+    logits, part = _logits(setup, 2), setup.group.vocab_part(setup.vocab_size)
+    own, expected = logits[:, part.start : part.stop].contiguous().to(setup.device), logits.clone()
+    ids = [0, setup.vocab_size // 2, setup.vocab_size - 1]
+    expected[0, ids] = -torch.inf
+    head = torch.zeros(HEAD_WORDS, dtype=torch.int32)
+    head[WORDS["num_banned"]], head[WORDS["banned_before"]] = len(ids), BANNED_BEFORE
+
+    def run(first: int, last: int) -> Outputs:
+        state, masked = setup.records(last - first), own[first:last].clone()
+        state[:, :HEAD_WORDS] = head.to(setup.device)
+        state[:, -MAX_BANNED_IDS:][:, : len(ids)] = setup.ints(*ids)
+        rows = torch.arange(last - first, dtype=torch.int32, device=setup.device)
+        mask_banned(masked, state, rows, rows + BANNED_BEFORE - 1 + first, part.start)
+        return {"logits": masked}
+
+    inputs = f"ids {ids}, this rank's ids {part}, {setup.dtype}"
+    yield Case("mask_banned", inputs, (0, 1, 2), run, {"logits": expected[:, part.start : part.stop]})
 
 
 def _logits(setup: Setup, count: int) -> torch.Tensor:

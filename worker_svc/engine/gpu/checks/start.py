@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases
-from worker_svc.engine.gpu.checks.sampling import filtered_cases, greedy_cases, noise_cases
+from worker_svc.engine.gpu.checks.sampling import banned_cases, filtered_cases, greedy_cases, noise_cases
 from worker_svc.engine.gpu.checks.steps import deltas_cases, prepare_cases
 
 OTHER_TRITON = "install another version of Triton, or use --backend cpu"
@@ -17,6 +17,7 @@ CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (activation_cases, OTHER_TRITON),
     (deltas_cases, OTHER_TRITON),
     (prepare_cases, OTHER_TRITON),
+    (banned_cases, OTHER_TRITON),
     (greedy_cases, OTHER_TRITON),
     (noise_cases, OTHER_TRITON),
     (filtered_cases, OTHER_TRITON),

@@ -35,8 +35,8 @@ def banned_kernel(
 def mask_banned(
     logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, first_id: int = 0
 ) -> None:
-    """Logits [S, vocab] of lines `rows` of `state` (-1: padding) at these output positions. Of a vocabulary in parts,
-    each rank passes its own, which starts at `first_id`."""
+    """Masks logits [S, vocab] of the records `rows` of `state` (-1: padding) at these output positions. With several
+    ranks, each passes its part of the vocabulary, which starts at `first_id`."""
     num_samples, vocab_size = logits.shape
     banned_kernel[(num_samples,)](
         logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,

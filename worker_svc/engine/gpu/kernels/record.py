@@ -1,7 +1,7 @@
-"""Where a row's record on the device holds what, in int32 words. Floats are stored by their bits.
+"""Layout of a row record on the device, in int32 words. Floats are stored as their bits.
 
     last sampled token | sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
-    output position that they end before | block table | banned ids (MAX_BANNED_IDS words)
+    first output position without them | block table | banned ids (MAX_BANNED_IDS words)
 
 64-bit integers take two words, the low one first. `min_p` is stored as its logarithm.
 """
