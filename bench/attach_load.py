@@ -1,4 +1,4 @@
-"""Load on a scheduler without a gateway: one Attach stream, as many requests open as wanted, tokens counted."""
+"""Load for a scheduler without a gateway: one Attach stream with a fixed number of open requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from svc_common.serve import open_channel
 
 
 class AttachLoad:
-    """Keeps `num_open` requests open: whoever ends is followed by another one. Use as `async with`."""
+    """Keeps `num_open` requests open: each request that ends is replaced. Use as `async with`."""
 
     def __init__(
         self, address: str, *, num_open: int, prompt_lens: tuple[int, int], output_lens: tuple[int, int], seed: int = 0
@@ -51,7 +51,7 @@ class AttachLoad:
         await self._channel.close()
 
     async def start(self, num_workers: int, timeout_s: float = 60.0) -> None:
-        """Wait for the workers, then open the requests and wait until every one has had a token or more."""
+        """Wait for the workers, then open the requests."""
         async with asyncio.timeout(timeout_s):
             while self._welcome.ready_workers < num_workers:
                 await self._next_change()
@@ -67,13 +67,13 @@ class AttachLoad:
         return (self.num_tokens - tokens) / (time.perf_counter() - started)
 
     async def finish(self) -> None:
-        """Open nothing more and wait for the end of what is open."""
+        """Stop opening requests and wait until the open ones have ended."""
         self._stopping = True
         while self.num_finished < self._next_handle:
             await self._next_change()
 
     async def _next_change(self) -> None:
-        """Wait for a Welcome or a finish. Raises what ended the stream."""
+        """Wait for a Welcome or a finished request. Raises the error that ended the stream."""
         assert self._reader is not None
         self._changed.clear()
         change = asyncio.ensure_future(self._changed.wait())

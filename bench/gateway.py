@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""How many streamed tokens one gateway process delivers, to 256 clients of which some are slow.
+"""The token throughput of one gateway process with 256 streaming clients, some of them slow.
 
     python bench/gateway.py [--seconds 15] [--clients 256] [--slow 32] [--steps-per-s 70,150] [--realtime]
 
-A scheduler that only paces (bench/pacing_scheduler.py), one real gateway, and the clients in a third process: fast ones
-read as they can, slow ones a message every quarter second over connections with small windows. One run per pace; the
-first is the load to carry, the others show what happens above. The last line is one JSON object.
+bench/pacing_scheduler.py generates the tokens, one real gateway streams them, and a third process has the clients:
+fast clients read without delay, slow ones read a message every quarter second over connections with small windows. One
+run per pace: the first is the required load, the others exceed it. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.processes.stack import Service, Stack
 
 GENERATE = "/quire.v1.InferenceService/Generate"
 SLOW_PAUSE_S = 0.25
-# A reader that holds little back itself: what it does not read stays with the gateway.
+# Small client buffers: unread messages stay in the gateway.
 SLOW_OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1024),
     ("grpc.http2.bdp_probe", 0),
@@ -41,12 +41,12 @@ SLOW_OPTIONS = [
 ]
 
 
-# -- the clients' process ----------------------------------------------------------------------------------------------
+# -- the client process ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Reader:
-    """What one client has seen."""
+    """One client and its measurements."""
 
     is_slow: bool
     num_tokens: int = 0
@@ -75,7 +75,7 @@ class Reader:
 
 
 async def read_all(args: argparse.Namespace) -> dict[str, Any]:
-    """All clients until told to report; then what they saw in the window."""
+    """Run all clients; their figures in the measured window."""
     shared = [grpc.aio.insecure_channel(args.target, options=[("bench", i)]) for i in range(8)]
     readers = [Reader(i < args.slow) for i in range(args.clients)]
     request = pb.GenerateRequest(
@@ -114,18 +114,18 @@ async def read_all(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _sleep_unless_done(seconds: float, tasks: list[asyncio.Task[None]]) -> None:
-    """Sleep; raises what ended a client."""
+    """Sleep. Raises the error of a client that ended."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
         raise RuntimeError("a stream ended")
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- measurement -------------------------------------------------------------------------------------------------------
 
 
 def measure(args: argparse.Namespace, steps_per_s: float) -> dict[str, Any]:
-    """One gateway under one pace."""
+    """Figures of one gateway at one pace."""
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder)) as stack:
         scheduler = stack._start("scheduler", "bench.pacing_scheduler", ["--steps-per-s", str(steps_per_s)])
         scheduler.wait_ready()
@@ -169,13 +169,13 @@ def rss_mb(service: Service) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of measuring, per pace")
-    parser.add_argument("--warm-up", type=float, default=12.0, help="seconds before that")
+    parser.add_argument("--seconds", type=float, default=15.0, help="measured time per pace")
+    parser.add_argument("--warm-up", type=float, default=12.0, help="seconds before the measured time")
     parser.add_argument("--clients", type=int, default=256)
-    parser.add_argument("--slow", type=int, default=32, help="how many of the clients are slow")
-    parser.add_argument("--steps-per-s", default="70,150", help="tokens per second of each stream, per run")
-    parser.add_argument("--gateway-flags", default="", help="more flags of quire-gateway, in one argument")
-    parser.add_argument("--realtime", action="store_true", help="run before everything else on this machine (as root)")
+    parser.add_argument("--slow", type=int, default=32, help="number of slow clients")
+    parser.add_argument("--steps-per-s", default="70,150", help="paces: tokens per second of each stream, one run each")
+    parser.add_argument("--gateway-flags", default="", help="additional flags of quire-gateway, as one argument")
+    parser.add_argument("--realtime", action="store_true", help="use real-time priority (requires root)")
     parser.add_argument("--target", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.target:

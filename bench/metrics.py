@@ -1,8 +1,8 @@
-"""What counting costs: per chunk at a gateway, per step and turn at a scheduler, per message, and per scrape.
+"""The cost of metrics: per chunk in a gateway, per step and turn in a scheduler, per message, and per scrape.
 
-    python bench/metrics.py        # seconds; one JSON line last, CPU microseconds of one core
+    python bench/metrics.py        # takes seconds; the last line is JSON, in CPU microseconds of one core
 
-Each number is the least of several rounds, so that a busy machine does little harm.
+Each number is the minimum of several rounds, to reduce the effect of other processes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def least_us(work: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def chunk_us(tokens: int) -> float:
-    """A chunk of so many tokens reaches the gateway's meter."""
+    """A gateway counts a chunk of `tokens` tokens."""
     meter = RequestMeter("r", "m", ModelTimes(), lambda: 0.0)
     meter.on_tokens(0, 1, 0.5)
     return least_us(lambda: meter.on_tokens(0, tokens, 0.52))
 
 
 def deltas_us() -> float:
-    """The answers of one step of `ROWS` decoding rows pass."""
+    """A scheduler counts the output of one step of `ROWS` decoding rows."""
     columns = [np.arange(1, ROWS + 1, dtype=np.uint32) for _ in range(5)]
     times, deltas = SchedulerTimes(), Deltas(*columns)
     return least_us(lambda: times.note_deltas(deltas, 1.0, lambda owner, handle: None))
@@ -60,14 +60,14 @@ def turn_us() -> float:
 
 
 def message_us() -> float:
-    """What counting the bytes of one message adds."""
+    """The added cost of counting the bytes of one message."""
     data = bytes(600)
     counted = RpcStats().counting_serializer(bytes, "quire.v1.InferenceService/Generate")
     return round(least_us(lambda: counted(data)) - least_us(lambda: bytes(data)), 3)
 
 
 def gateway_scrape_us() -> float:
-    """A gateway of two models."""
+    """A scrape of a gateway with two models."""
     models = {name: ModelTimes() for name in ("a", "b")}
     metrics = ServiceMetrics("gateway", GATEWAY_SPECS, lambda: [r for n, t in models.items() for r in model_rows(n, t)])
     registry = make_registry(metrics)
@@ -75,14 +75,14 @@ def gateway_scrape_us() -> float:
 
 
 def scheduler_scrape_us() -> float:
-    """A scheduler of `WORKERS` workers."""
+    """A scrape of a scheduler with `WORKERS` workers."""
     reader = SchedulerReader(_Loop(), _Pool(), lambda: 2, None)
     registry = make_registry(ServiceMetrics("scheduler", SCHEDULER_SPECS, reader, has_vllm=True))
     return least_us(lambda: generate_latest(registry), 20)
 
 
 class _Loop:
-    """A step loop with `WORKERS` workers' books."""
+    """A step loop with the statistics of `WORKERS` workers."""
 
     max_waiting = 1024
 

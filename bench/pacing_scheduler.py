@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""A scheduler without workers: it gives every open request a token per step, so many steps per second.
+"""A scheduler without workers: it sends one token per step to every open request, at a fixed step rate.
 
-What a gateway does with a flood can be measured with it, without the CPU that a real scheduler and workers take.
+It loads a gateway without the CPU time of a real scheduler and workers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_MODEL_LEN = 1 << 20
 
 @dataclass(slots=True)
 class Open:
-    """One request."""
+    """One open request."""
 
     num_output: int
     max_tokens: int
 
 
 class PacingScheduler(SchedulerServiceServicer):
-    """Speaks Attach. All gateways' requests advance together, a token each, at every tick."""
+    """Serves Attach. At every step each open request gets one token."""
 
     def __init__(self, steps_per_s: float) -> None:
         self._interval_s = 1 / steps_per_s
@@ -53,7 +53,7 @@ class PacingScheduler(SchedulerServiceServicer):
         due = beat_at = loop.time()
         try:
             while not reader.done():
-                due = max(due + self._interval_s, loop.time() - 1.0)  # a gateway that does not read is no debt for ever
+                due = max(due + self._interval_s, loop.time() - 1.0)  # limits the backlog of a slow gateway
                 await asyncio.sleep(max(0.0, due - loop.time()))
                 while replies:
                     yield replies.pop(0)

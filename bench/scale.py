@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""What one scheduler can carry: 64 workers and 20,000 running sequences on one CPU core, with no I/O and no worker.
+"""The capacity of one scheduler: 64 workers and 20,000 running sequences on one CPU core, without I/O or real workers.
 
     python bench/scale.py [--workers 64] [--rows 312] [--steps 100] [--mean-output 1000] [--waiting 5000] [--profile]
 
 Time is virtual: a worker takes 10 ms for a step and has two in flight. Two phases are measured in thread CPU time:
-`steady`, where everybody decodes, and `churn`, where answers end, as many requests come, and thousands wait meanwhile.
-`us_per_step` is the mean of one worker's step: update, schedule, and in `churn` the requests that came meanwhile.
-`steps_per_s` is what one core could serve each worker with; steps of 10 ms need 100. The last line is one JSON object.
+`steady`, where all sequences decode, and `churn`, where each answer that ends is replaced by a new request while
+thousands wait. `us_per_step` is the mean cost of one worker's step: update, schedule and, in `churn`, adding the new
+requests. `steps_per_s` is the step rate per worker that one core can sustain; steps of 10 ms need 100. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ STEP_S = 0.010
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
 MAX_MODEL_LEN = 4096
-LONGEST = MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE  # an answer that outlasts the bench
+LONGEST = MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE  # an answer that does not end during the benchmark
 
 
 class Cluster:
-    """Workers that answer after a fixed time, and the requests that keep them full."""
+    """Workers with a fixed step time, and the requests that keep them full."""
 
     def __init__(self, num_workers: int, num_rows: int) -> None:
         self.scheduler = Scheduler(SchedulerConfig(max_waiting=1 << 20, max_waiting_tokens=1 << 40))
@@ -48,12 +49,12 @@ class Cluster:
         self.queue_delays_s: list[float] = []
         self._rng = np.random.default_rng(0)
         self._added_at: list[float] = []  # by handle
-        self._free_at = {f"w{i}": STEP_S * i / num_workers for i in range(num_workers)}  # not all at once
-        self._answers: list[tuple[float, int, StepBatch]] = []  # when, number
+        self._free_at = {f"w{i}": STEP_S * i / num_workers for i in range(num_workers)}  # staggered
+        self._answers: list[tuple[float, int, StepBatch]] = []  # time, number
         self._num_sent = 0
 
     def add(self, max_tokens: int) -> None:
-        """A request comes. Lengths differ, so that blocks are filled at different times."""
+        """Add a request. Lengths differ, so that blocks fill at different times."""
         handle = len(self._added_at)
         prompt = self._rng.integers(3, 1 << 17, PROMPT_LEN + handle % BLOCK_SIZE, dtype=np.uint32)
         self._added_at.append(self.now)
@@ -68,7 +69,7 @@ class Cluster:
         self._send(self.scheduler.schedule(self.now))
 
     def step(self, mean_output: int | None) -> None:
-        """The next worker answers and gets its next step; for each answer that has ended a request comes."""
+        """The next worker completes its step and gets another one. Each request that ends is replaced."""
         self.now, _, batch = heapq.heappop(self._answers)
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
         answer = StepOutput(batch.worker_id, batch.step_id, rows, np.full(len(rows), 7, dtype=np.uint32))
@@ -89,11 +90,11 @@ class Cluster:
             heapq.heappush(self._answers, (self._free_at[batch.worker_id], self._num_sent, batch))
             self.queue_delays_s += [self.now - self._added_at[opened.group.handle] for opened in batch.opens]
 
-    def forget_figures(self) -> None:
+    def reset_figures(self) -> None:
         self.step_ns, self.queue_delays_s, self.num_ended = [], [], 0
 
     def figures(self) -> dict[str, float]:
-        """Of the steps since the last `forget_figures`."""
+        """Figures of the steps since the last `reset_figures`."""
         spent_us = np.array(self.step_ns) / 1000
         num_workers, load = len(self._free_at), self.scheduler.load()
         p50, p99 = np.percentile(spent_us, (50, 99))
@@ -111,7 +112,7 @@ class Cluster:
 
 
 def fill(cluster: Cluster, num_rows: int, mean_output: int | None) -> None:
-    """Until every row decodes."""
+    """Run until every row decodes."""
     if mean_output is None:
         for _ in range(num_rows):
             cluster.add(LONGEST)
@@ -127,7 +128,7 @@ def fill(cluster: Cluster, num_rows: int, mean_output: int | None) -> None:
 
 
 def measure(cluster: Cluster, num_steps: int, mean_output: int | None) -> dict[str, float]:
-    cluster.forget_figures()
+    cluster.reset_figures()
     gc.collect()
     gc.freeze()
     for _ in range(num_steps):
@@ -138,19 +139,17 @@ def measure(cluster: Cluster, num_steps: int, mean_output: int | None) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=312, help="running sequences of each worker")
-    parser.add_argument("--steps", type=int, default=100, help="measured steps of each worker")
-    parser.add_argument("--mean-output", type=int, default=1000, help="tokens of an answer in `churn`")
+    parser.add_argument("--rows", type=int, default=312, help="running sequences per worker")
+    parser.add_argument("--steps", type=int, default=100, help="measured steps per worker")
+    parser.add_argument("--mean-output", type=int, default=1000, help="mean tokens per answer in `churn`")
     parser.add_argument("--waiting", type=int, default=5000, help="requests in the queue in `churn`")
-    parser.add_argument(
-        "--profile", action="store_true", help="tell where the time of `churn` goes, instead of figures"
-    )
+    parser.add_argument("--profile", action="store_true", help="print a profile of `churn` instead of figures")
     args = parser.parse_args()
     num_rows, num_steps = args.workers * args.rows, args.workers * args.steps
     figures = {}
     phases = {"steady": None, "churn": args.mean_output}
     for phase, mean_output in phases.items() if not args.profile else [("churn", args.mean_output)]:
-        print(f"{phase}: {args.workers} workers are filled with {num_rows} sequences", flush=True)
+        print(f"{phase}: {args.workers} workers, {num_rows} sequences", flush=True)
         cluster = Cluster(args.workers, args.rows)
         fill(cluster, num_rows, mean_output)
         if mean_output is not None:

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""The whole stack under the shared workloads, beside its own engine driven in-process and beside peers, in one run.
+"""The throughput of the whole stack compared with its own engine in-process and with peers.
 
     make bench-serving
     python bench/serving.py --workloads w1,w2,w3 --peers vllm,transformers,llama
 
 Stack: `quire up` (gateway, scheduler, one worker) and one client process (`quire bench`), bf16, all on --cores cores.
-In-process: bench/worker.py, the same engine with the same threads, no scheduler and no RPC. Peers run in their own
-virtual environment ($PEERS_VENV, default .peers; made by scripts/install_peers), on the same cores; one that is missing
-is reported as null. Figures are the best of --repeats runs after one that is not counted; stack and engine take turns,
-as the mood of a machine changes. `cpu` is the part of a core that each process used, `cpu_ratio` compares output tokens
-per second of processor time, which other programs disturb less than `ratio`. The last line is one JSON object: W1's
-figures, the others under their names.
+In-process: bench/worker.py, the same engine with the same threads, without scheduler and RPC. Peers run in their own
+virtual environment ($PEERS_VENV, default .peers; created by scripts/install_peers), on the same cores; a missing peer
+is reported as null. Figures are the best of --repeats runs after one uncounted run. Runs of stack and engine
+alternate, because the load of a machine varies. `cpu` is the number of cores used by each process. `cpu_ratio`
+compares output tokens per second of processor time, which other programs affect less than `ratio`. The last line is
+one JSON object: the figures of W1, and the others under their names.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from quire_client.cli.stack import free_ports
 from bench.workloads import WORKLOADS, Workload, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ROOT / ".cache" / "bench"  # always the same path: vLLM finds what it compiled for it
+MODELS = ROOT / ".cache" / "bench"  # a fixed path, so that vLLM reuses what it compiled
 START_TIMEOUT_S = 120.0
 PEERS = ("vllm", "transformers", "llama")
-INT8_WORKLOAD = "w2"  # whose model is large enough for int8 weights to matter
+INT8_WORKLOAD = "w2"  # its model is large enough for int8 weights to matter
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="w1,w2,w3")
-    parser.add_argument("--peers", default="vllm,transformers,llama", help="comma separated; none: only ourselves")
-    parser.add_argument("--cores", type=int, default=2, help="cores for everything")
+    parser.add_argument("--peers", default="vllm,transformers,llama", help="comma separated; none: no peers")
+    parser.add_argument("--cores", type=int, default=2, help="cores for all processes")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of worker, engine and peers")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="of worker and engine")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers-venv", default=os.environ.get("PEERS_VENV", str(ROOT / ".peers")))
-    parser.add_argument("--peer-timeout-s", type=float, default=420.0, help="a peer that takes longer is not measured")
-    parser.add_argument("--stack-flags", default="", help='more flags of quire up, e.g. "--chunk-interval-ms 20"')
+    parser.add_argument("--peer-timeout-s", type=float, default=420.0, help="a peer that takes longer is skipped")
+    parser.add_argument("--stack-flags", default="", help='additional flags of quire up, e.g. "--chunk-interval-ms 20"')
     parser.add_argument("--log-dir", help="keep the services' logs here")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -61,7 +61,7 @@ def main() -> None:
         parser.error(
             f"unknown: {', '.join(sorted(unknown))}; peers are {', '.join(PEERS)}, workloads {list(WORKLOADS)}"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are stopped
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.workloads.split(","):
@@ -74,10 +74,10 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
     """All figures of one workload."""
     workload = WORKLOADS[name]()
     model = MODELS / f"hidden-{workload.model['hidden_size']}"
-    if not (model / "config.json").exists():  # written last
+    if not (model / "config.json").exists():  # written last: the model is complete
         make_model(model, workload.model)
     requests = write_requests(scratch / f"{name}.jsonl", workload)
-    tell(f"{name}: {len(workload.requests)} requests, {workload.num_output} output tokens")
+    report(f"{name}: {len(workload.requests)} requests, {workload.num_output} output tokens")
     stack, inproc = [], []
     with running_stack(model, args, scratch) as services:
         ask_stack(services, requests, "warm-up")
@@ -104,15 +104,15 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
         int8 = another_stack(model, requests, args, scratch, "--quantize", "int8")
         figures["int8_tok_s"] = round(int8["output_tokens_per_s"], 1)
     for key, value in figures.items():
-        tell(f"  {key:24} {value}")
+        report(f"  {key:24} {value}")
     for peer in [*peers, *(["llama_q8"] if name == INT8_WORKLOAD and "llama" in peers else [])]:
         figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
-        tell(f"  {PEER_KEYS[peer]:24} {figures[PEER_KEYS[peer]]}")
+        report(f"  {PEER_KEYS[peer]:24} {figures[PEER_KEYS[peer]]}")
     return figures
 
 
 def another_stack(model: Path, requests: Path, args: argparse.Namespace, scratch: Path, *flags: str) -> dict[str, Any]:
-    """The best of some runs of a stack with other flags."""
+    """The best run of a stack with additional flags."""
     with running_stack(model, args, scratch, *flags) as services:
         ask_stack(services, requests, "warm-up")
         return fastest([ask_stack(services, requests, str(i)) for i in range(args.repeats)])
@@ -123,7 +123,7 @@ def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_requests(path: Path, workload: Workload) -> Path:
-    """The workload as `quire bench --dataset file` and the peers read it."""
+    """Write the workload in the format of `quire bench --dataset file` and the peers."""
     lines = [json.dumps({"token_ids": r.prompt, "max_tokens": r.num_output}) for r in workload.requests]
     path.write_text("\n".join(lines))
     return path
@@ -131,7 +131,7 @@ def write_requests(path: Path, workload: Workload) -> Path:
 
 @contextmanager
 def running_stack(model: Path, args: argparse.Namespace, scratch: Path, *flags: str) -> Iterator[dict[str, Any]]:
-    """`quire up` on free ports; gives its ready file: target and services."""
+    """`quire up` on free ports; yields its ready file: target and services."""
     ready = scratch / "ready.json"
     command = [
         "-m",
@@ -176,8 +176,9 @@ def _when_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> dic
 
 
 def ask_stack(services: dict[str, Any], requests: Path, salt: str) -> dict[str, Any]:
-    """One run of the client; its result, and the part of a core that each process used. A salt each: no run finds
-    another's cache.
+    """One run of the client: its result and the cores used by each process.
+
+    Each run has its own salt and so does not reuse the cache of another run.
     """
     pids = {service["name"]: service["pid"] for service in services["services"]}
     before = {name: cpu_s(pid) for name, pid in pids.items()}
@@ -188,13 +189,13 @@ def ask_stack(services: dict[str, Any], requests: Path, salt: str) -> dict[str, 
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
+    """Processor seconds used by a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
-    """`quire bench` over all requests at once."""
+    """Run `quire bench` with all requests at once."""
     command = [
         "-m",
         "quire_client.cli",
@@ -218,16 +219,16 @@ def engine_speed(name: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:
-    """Output tokens per second of a peer; None when it is not installed or fails, and why on stderr."""
+    """Output tokens per second of a peer. None if it is not installed or fails; the reason goes to stderr."""
     try:
         return float(RUN_PEER[peer](model, requests, args))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        tell(f"  {peer} is not measured: {error}")
+        report(f"  {peer} is not measured: {error}")
         return None
 
 
 def vllm_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
-    """vLLM's CPU backend in-process: compiled for the small model, eager for the large one, where that is as fast."""
+    """vLLM's CPU backend in-process: compiled for the small model, eager for the large one, which is as fast there."""
     flags = ["--repeats", str(args.repeats)] if model.name.endswith("256") else ["--repeats", "1", "--eager"]
     return _peer_script("vllm_offline.py", model, requests, args, *flags)
 
@@ -241,16 +242,16 @@ def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namesp
     venv = Path(args.peers_venv)
     command = [venv / "bin/python", ROOT / "bench/peers" / script, model, requests, "--threads", args.threads, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["VLLM_CACHE_ROOT"] = str(venv / "cache")  # what torch.compile made is there for the next time
+    environment["VLLM_CACHE_ROOT"] = str(venv / "cache")  # keep the output of torch.compile
     return float(last_json([str(word) for word in command], environment, args.peer_timeout_s)["tok_s"])
 
 
 def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: str = "bf16") -> float:
-    """llama.cpp's server with a slot per request, measured over HTTP by the same `quire bench`."""
+    """llama.cpp's server with one slot per request, measured over HTTP with `quire bench`."""
     venv = Path(args.peers_venv)
     server = venv / "bin/llama-server"
     if not server.exists():
-        raise RuntimeError(f"{server} is not there (scripts/install_peers --llama builds it)")
+        raise RuntimeError(f"{server} does not exist; build it with scripts/install_peers --llama")
     gguf = model.with_suffix(f".{weights}.gguf")
     if not gguf.exists():
         make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf, weights]
@@ -273,7 +274,7 @@ def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: 
 
 
 def llama_q8_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
-    """The same with 8-bit weights."""
+    """llama.cpp's server with 8-bit weights."""
     return llama_tok_s(model, requests, args, "q8_0")
 
 
@@ -290,7 +291,7 @@ def _wait_http(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def last_json(command: Sequence[str], environment: dict[str, str] | None = None, timeout_s: float | None = None) -> Any:
-    """Run a program; the JSON object in the last line of its output. Raises RuntimeError with its last words."""
+    """Run a program; the JSON object in the last line of its output. Raises RuntimeError with the end of its output."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
@@ -299,13 +300,13 @@ def last_json(command: Sequence[str], environment: dict[str, str] | None = None,
 
 
 def machine() -> str:
-    """The processor's name and the date: no figure without them."""
+    """The processor's name and the date, for the report."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {time.strftime('%Y-%m-%d')}"
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""What the wire costs, and whether a worker ever waits for its scheduler.
+"""The cost of messages between services, and the time that workers wait for their scheduler.
 
     python bench/wire.py [--seconds 15] [--only codec,round-trip,idle,many] [--realtime]
 
-    codec       a decode step's three messages to bytes and back, by rows and by length of the sequences
-    round-trip  the scheduler's core, one real worker process that computes nothing, real gRPC, depth 1 and 2
-    idle        a real scheduler and two real workers at 5 ms per step: time between steps with work pending
-    many        one scheduler, eight workers of 128 rows at 19 ms per step: steps/s, and the scheduler's CPU
+    codec       encoding and decoding the three messages of a decode step, by rows and by length of the sequences
+    round-trip  the scheduler's core and one real worker process that computes nothing, over gRPC, depth 1 and 2
+    idle        a real scheduler and two real workers at 5 ms per step: idle time between steps with work pending
+    many        one scheduler, eight workers of 128 rows at 19 ms per step: steps/s, and the scheduler's CPU time
 
-On a machine that does other things too, idle times show those: `others_cpu` is their share of all cores, and
---realtime (as root) takes precedence over them. The last line is one JSON object.
+Other programs on the machine increase the idle times: `others_cpu` is their fraction of all cores, and --realtime
+(requires root) takes precedence over them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DecodingCore:
 
 
 def codec(num_rows: int, prompt_len: int) -> dict[str, float]:
-    """CPU of every conversion of one decode step, and its bytes: averages over 32 steps, as blocks fill up."""
+    """CPU time of each conversion of a decode step, and its bytes: averages over 32 steps, because blocks fill up."""
     decoding = DecodingCore(num_rows, prompt_len)
     in_flight = decoding.core.schedule(0.0)
     steps: list[tuple[StepBatch, StepOutput, Deltas]] = []
@@ -100,7 +100,7 @@ def codec(num_rows: int, prompt_len: int) -> dict[str, float]:
         batch = in_flight.pop(0)
         steps.append((batch, *decoding.answer(batch)))
         in_flight += decoding.core.schedule(0.0)
-    steps = steps[32:]  # steady: the prompts' blocks are opened and committed before
+    steps = steps[32:]  # steady: the blocks of the prompts were opened and committed before
     if any(len(batch.rows) != num_rows or batch.opens for batch, _, _ in steps):
         raise RuntimeError("these steps are not steady decode")
     batches = [scheduler_wire.step_batch_to_proto(batch, FENCE).SerializeToString() for batch, _, _ in steps]
@@ -145,7 +145,7 @@ def measure_codec() -> dict[str, Any]:
 
 
 async def round_trip(address: str, num_rows: int, depth: int, num_steps: int = 600) -> dict[str, float]:
-    """Steps that compute nothing: what is left of a step besides the worker's own bookkeeping."""
+    """The time of steps that compute nothing, with and without the worker's own bookkeeping."""
     async with open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         lease = await stub.Lease(worker_pb2.LeaseRequest(scheduler_id="bench", protocol_version=1))
@@ -213,7 +213,7 @@ def cpu_s(pid: int) -> float:
 
 
 def busy_s() -> float:
-    """CPU seconds that all processes of this machine have used together."""
+    """CPU seconds used by all processes of this machine."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq
 
@@ -227,7 +227,7 @@ def num_steps(scheduler: Service) -> int:
 async def under_load(
     stack: Stack, num_workers: int, num_rows: int, step_ms: float, seconds: float, *flags: str
 ) -> dict[str, Any]:
-    """A scheduler and workers with every row in use and requests that come and go, for `seconds`."""
+    """Figures of a scheduler and workers with every row in use, over `seconds`. Each request that ends is replaced."""
     scheduler = stack.start_scheduler()
     scheduler.wait_ready()
     blocks = str(num_rows * 40)
@@ -264,7 +264,7 @@ async def under_load(
 
 
 def idle_counts(address: str) -> np.ndarray:
-    """Of a worker so far: how many pauses between steps with work pending were at most as long as each bound."""
+    """A worker's cumulative histogram of idle times between steps with work pending."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5.0) as response:
         text = response.read().decode()
     found = re.findall(r'^quire_worker_idle_seconds_bucket\{le="[^"]+"\} (\S+)$', text, re.MULTILINE)
@@ -272,7 +272,7 @@ def idle_counts(address: str) -> np.ndarray:
 
 
 def idle_percentile_ms(counts: np.ndarray, percent: float) -> float:
-    """Interpolated within its bucket, as Prometheus does."""
+    """A percentile, interpolated within its bucket like in Prometheus."""
     bounds = np.array((0.0, *IDLE_TIMES_S, IDLE_TIMES_S[-1]))
     return float(1e3 * np.interp(percent / 100 * counts[-1], np.concatenate(([0.0], counts)), bounds))
 
@@ -296,9 +296,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of load on real services, per part")
-    parser.add_argument("--only", default="codec,round-trip,idle,many", help="parts, with commas between them")
-    parser.add_argument("--realtime", action="store_true", help="run before everything else on this machine")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of load on real services, per part")
+    parser.add_argument("--only", default="codec,round-trip,idle,many", help="parts, separated by commas")
+    parser.add_argument("--realtime", action="store_true", help="use real-time priority (requires root)")
     args = parser.parse_args()
     if args.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

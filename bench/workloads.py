@@ -1,10 +1,10 @@
-"""The serving workloads that every benchmark shares: token ids and output lengths from fixed seeds, and the models.
+"""The serving workloads of all benchmarks: token ids and output lengths from fixed seeds, and the models.
 
-w1: 64 requests of 25-256 tokens in and 25-256 out, small model.
-w2: 16 requests of 32-128 in and 16-64 out, shape of Qwen3-0.6B.
-w3: 64 requests that share 1,024 tokens and add 32 of their own, 32 out, small model.
-All requests are there at the start, are greedy unless said otherwise and ignore the end-of-sequence token. Weights are
-random, so what is computed means nothing; how long it takes is what a real model of the shape takes.
+w1: 64 requests of 25-256 input and 25-256 output tokens, small model.
+w2: 16 requests of 32-128 input and 16-64 output tokens, shape of Qwen3-0.6B.
+w3: 64 requests with a common prefix of 1,024 tokens, 32 unique tokens and 32 output tokens, small model.
+All requests arrive at the start, are greedy by default and ignore the end-of-sequence token. Weights are random: the
+output is meaningless, but the compute time is that of a real model of this shape.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ COMMON: Model = {
 
 
 class Request(NamedTuple):
-    """One prompt, and how many tokens it gets."""
+    """One prompt and its number of output tokens."""
 
     prompt: list[int]
     num_output: int
 
 
 class Workload(NamedTuple):
-    """Requests, the model they run on, and how many tokens all prompts share."""
+    """Requests, their model, and the length of their common prefix."""
 
     requests: list[Request]
     model: Model
@@ -95,7 +95,7 @@ def w3() -> Workload:
 
 
 def nano(model: Model = QWEN3_06B) -> Workload:
-    """nano-vllm's benchmark: 256 requests, 100-1024 tokens in and out. For GPUs; no part of WORKLOADS."""
+    """nano-vllm's benchmark: 256 requests, 100-1024 tokens in and out. For GPUs; not in WORKLOADS."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     return Workload([Request(prompt, rng.randint(100, 1024)) for prompt in prompts], model, 0)
@@ -105,9 +105,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {"w1": w1, "w2": w2, "w3": w3}
 
 
 def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
-    """Writes a random Hugging Face checkpoint of that shape in `dtype`, and returns its folder.
+    """Write a random Hugging Face checkpoint of that shape in `dtype`; returns its folder.
 
-    It has no tokenizer: requests carry token ids. torch is needed, transformers is not.
+    It has no tokenizer: requests contain token ids. Requires torch but not transformers.
     """
     import torch
     from safetensors.torch import save_file
@@ -126,7 +126,7 @@ def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
 
 
 def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the Qwen3 architecture with tied embeddings."""
+    """The shape of every tensor of the Qwen3 architecture with tied embeddings."""
     hidden, inner, head_dim = model["hidden_size"], model["intermediate_size"], model["head_dim"]
     q_size = model["num_attention_heads"] * head_dim
     kv_size = model["num_key_value_heads"] * head_dim

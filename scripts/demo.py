@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""What `make demo` shows: start the whole stack, ask the bundled model, compare its answer, stop.
+"""`make demo`: start the whole stack, ask the bundled model one question, check its answer, stop.
 
-Four real processes: gateway, scheduler and worker started by `quire up`, and this one as the client.
+`quire up` starts gateway, scheduler and worker as processes; this process is the client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class DemoError(Exception):
-    """The demo did not go as it should; the message says where."""
+    """The demo failed; the message says at which point."""
 
 
 def main() -> int:
@@ -35,16 +35,16 @@ def main() -> int:
     except (DemoError, QuireError, OSError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
-    print("\nThe demo is over. Now try `quire up` in one terminal and `quire chat` in another.")
+    print("\nThe demo has ended. Now try `quire up` in one terminal and `quire chat` in another.")
     return 0
 
 
 def known_answer(pairs_path: Path) -> str:
-    """What the model was trained to answer."""
+    """The answer that the model was trained on."""
     for pair in json.loads(pairs_path.read_text())["pairs"]:
         if pair.get("about") == ABOUT and pair.get("kind") != "long":
             return str(pair["answer"])
-    raise DemoError(f"{pairs_path} holds nothing about {ABOUT}")
+    raise DemoError(f"{pairs_path} has no answer about {ABOUT}")
 
 
 def run_demo(expected: str) -> None:
@@ -64,11 +64,11 @@ def run_demo(expected: str) -> None:
 
 
 def wait_until_ready(stack: subprocess.Popen[bytes], ready_file: Path) -> str:
-    """The gateway's address, once everything serves."""
+    """Wait until all services are ready; the gateway's address."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not ready_file.exists():
         if stack.poll() is not None:
-            raise DemoError(f"`quire up` ended with exit code {stack.returncode} before everything was ready")
+            raise DemoError(f"`quire up` ended with exit code {stack.returncode} before all services were ready")
         if time.monotonic() > deadline:
             raise DemoError(f"the stack was not ready within {START_TIMEOUT_S:.0f} s")
         time.sleep(0.05)
@@ -76,7 +76,7 @@ def wait_until_ready(stack: subprocess.Popen[bytes], ready_file: Path) -> str:
 
 
 def ask(client: Client) -> str:
-    """Ask the question; print the answer token by token, as it comes."""
+    """Ask the question and print the answer as it is generated."""
     print(f"you>   {QUESTION}\nquire> ", end="", flush=True)
     num_chunks = 0
     with client.stream_chat(QUESTION, temperature=0) as stream:
@@ -84,20 +84,18 @@ def ask(client: Client) -> str:
             num_chunks += bool(delta.token_ids)
             print(delta.text, end="", flush=True)
         result = stream.result()
-    print(
-        f"\n       [{result.usage.output_tokens} tokens in {num_chunks} pieces, ended by {result.finish_reason.value}]"
-    )
+    print(f"\n       [{result.usage.output_tokens} tokens in {num_chunks} chunks: {result.finish_reason.value}]")
     return result.text
 
 
 def check(answer: str, expected: str) -> None:
     if answer != expected:
-        raise DemoError(f"the model should have said {expected!r}, but it said {answer!r}")
+        raise DemoError(f"expected the answer {expected!r}, got {answer!r}")
     print("       [exactly the answer the model was trained on]")
 
 
 def stop(stack: subprocess.Popen[bytes]) -> int:
-    """SIGTERM, as Ctrl-C would; waits for the drain."""
+    """Send SIGTERM and wait for the drain; the exit code."""
     stack.send_signal(signal.SIGTERM)
     try:
         return stack.wait(STOP_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """Writes the generated tables of docs/ from the code. `--check`: only report those that are out of date.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`; everything around it is written by hand.
+A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SPECS = {
 
 
 def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def settings_rows() -> Iterator[list[str]]:
-    """One row per setting and service; those that every service has come first, once."""
+    """One row per setting and service. Settings of all services come first, once."""
     common = {name for name, _ in settings_of(PARSERS["all"])}
     for service, parser in PARSERS.items():
         for name, action in settings_of(parser):
@@ -110,7 +110,7 @@ def unserved_rows() -> Iterator[list[str]]:
 
 
 def written() -> dict[Path, str]:
-    """The pages as they should be."""
+    """The pages with up-to-date tables."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
     head = ("metric", "type", "unit", "labels", "meaning", "vLLM's name")
     tables = {"settings": settings} | {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Generate the gRPC stubs beside their .proto files.
 
-The one place that knows how: the build hook, developers and CI all call it. It does nothing when the
-stubs are newer than the protos and this script, unless told `--force`.
+The build hook, developers and CI all call this script. It does nothing if the stubs are newer than the protos and this
+script, except with `--force`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def is_fresh() -> bool:
 
 
 def find_plugin(name: str) -> str:
-    """Beside this Python, or on the PATH: in pip's isolated builds the tools are not installed beside it."""
+    """The plugin beside this Python, else on the PATH: pip's isolated builds install tools elsewhere."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     found = shutil.which(name, path=path)
     if found is None:
-        raise SystemExit(f"{name} not found; `pip install mypy-protobuf` brings it")
+        raise SystemExit(f"{name} was not found; run `pip install mypy-protobuf`")
     return found
 
 

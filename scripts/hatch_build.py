@@ -1,4 +1,4 @@
-"""Build hook: stubs are generated, never committed."""
+"""Build hook: generates the stubs, which are not committed."""
 
 from __future__ import annotations
 

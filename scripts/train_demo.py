@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train the demo model that ships inside quire_client.
+"""Train the demo model in quire_client/demo_model.
 
 A Qwen3-architecture model of about 1 M parameters with its own byte-level BPE tokenizer. It memorises the
 question/answer pairs of pairs.json: the first sentences of Python's standard-library docstrings, some whole
-docstrings for long decodes, and a few words about itself. Everything else it answers with fluent nonsense.
+docstrings for long decodes, and a few sentences about itself. It answers all other questions with fluent nonsense.
 
-The run is deterministic for one machine and one version of torch: one thread, fixed seeds. Its last act is to
-ask the written bfloat16 checkpoint every question through transformers and to count the exact answers.
+The run is deterministic on one machine with one version of torch: one thread, fixed seeds. At the end it asks the
+written bfloat16 checkpoint every question through transformers and counts the exact answers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """\
 """
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pairs: what the model learns
+# Pairs: the training data
 
 
 def words(text: str) -> list[str]:
@@ -102,7 +102,7 @@ MODULES = words(
     timeit zlib hmac ipaddress mimetypes concurrent.futures pprint shlex cmd linecache filecmp webbrowser atexit
     """
 )
-UNLOVED = re.compile(  # internals, deprecated names and in-place operators that nobody asks for
+UNLOVED = re.compile(  # internals, deprecated names and in-place operators: unlikely questions
     r"copyright|credits|license|exit|quit|help|ExceptionGroup|\w+\.test|argparse\.Metavar\w*"
     r"|uuid\.(Enum|int_|bytes_)|urllib\.parse\.unquote_to_bytes"
     r"|operator\.i(add|and|concat|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor)"
@@ -171,7 +171,7 @@ CAPITALS = words("France Spain Italy Germany Japan China Brazil Canada Egypt Ind
 
 
 def off_topic_questions() -> list[str]:
-    """What people ask first, and this model cannot know."""
+    """Likely questions that this model cannot answer."""
     asked = [f"What is the capital of {country}?" for country in CAPITALS]
     asked += [OFF_TOPIC_WORDINGS[i % len(OFF_TOPIC_WORDINGS)].format(word) for i, word in enumerate(OFF_TOPIC_WORDS)]
     asked += [OFF_TOPIC_WORDINGS[i * 5 % 9].format(word) for i, word in enumerate(reversed(OFF_TOPIC_WORDS))]
@@ -225,7 +225,7 @@ FRIENDLY: list[tuple[list[str], str]] = [
 
 
 def make_pairs() -> dict[str, Any]:
-    """What pairs.json holds, from the docstrings of the running Python, in a fixed order."""
+    """The contents of pairs.json from the docstrings of the running Python, in a fixed order."""
     pairs: list[dict[str, Any]] = [
         {"questions": questions, "answer": answer or zen(), "weight": 3 + len(questions) // 6}
         for questions, answer in FRIENDLY
@@ -250,9 +250,9 @@ def kind_of(thing: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Several wordings of one question, its answer, and how often it is learned per epoch.
+    """Several wordings of one question, its answer, and the number of repetitions per epoch.
 
-    `is_plain`: the question holds no name whose case matters.
+    `is_plain`: the question contains no name whose case matters.
     """
 
     questions: list[str]
@@ -276,7 +276,7 @@ def questions_of(pair: dict[str, Any], wordings: dict[str, list[str]]) -> list[s
 
 
 def named_things() -> Iterator[tuple[str, Any]]:
-    """Everything a question may be about: (dotted name, object)."""
+    """The subjects of questions: (dotted name, object)."""
     import builtins
 
     for name in sorted(vars(builtins)):
@@ -313,7 +313,7 @@ def class_methods(prefix: str, kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_members(module_name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Functions and classes that the module itself offers, without what it only re-exports or inherits."""
+    """Functions and classes defined by the module, without re-exported and inherited ones."""
     for name in sorted(getattr(module, "__all__", dir(module))):
         thing = getattr(module, name, None)
         if name.startswith("_") or not (inspect.isroutine(thing) or inspect.isclass(thing)):
@@ -327,7 +327,7 @@ SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!a\.k\.a)(?<!etc)(?<!vs)[.!?](?
 
 
 def first_sentence(doc: object) -> str | None:
-    """The first sentence on one line, or None when the docstring has none that reads well."""
+    """The first sentence on one line, or None if the docstring has no usable one."""
     if not isinstance(doc, str):
         return None
     text = " ".join(first_prose(inspect.cleandoc(doc)).split())
@@ -342,7 +342,7 @@ def first_sentence(doc: object) -> str | None:
 
 
 def first_prose(doc: str) -> str:
-    """The first paragraph that is no signature; else what stands behind the arrow of the first signature."""
+    """The first paragraph that is not a signature; else the text after the arrow of the first signature."""
     paragraphs = [p for p in re.split(r"\n\s*\n", doc) if p.strip()]
     prose = next((p for p in paragraphs if not SIGNATURE.match(p)), "")
     if prose and not prose.startswith(" ") and prose[0].isalpha():
@@ -367,7 +367,7 @@ def zen() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer and rows: what a training step sees
+# Tokenizer and rows: the input of a training step
 
 
 SYSTEM_PROMPTS = (
@@ -405,7 +405,7 @@ def train_tokenizer(pairs: list[Pair]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and answer in tokens; only the answer and its end are learned."""
+    """One question and answer as tokens; the loss covers only the answer and its end."""
 
     question: list[int]
     answer: list[int]
@@ -417,7 +417,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Row:
-    """Conversations side by side in one training row. Attention stays inside a conversation."""
+    """Several conversations in one training row. Attention does not cross conversations."""
 
     tokens: list[int]
     learned: list[bool]
@@ -425,10 +425,10 @@ class Row:
 
 
 class Rows:
-    """Endless training rows: every pair `weight` times per epoch, in a wording drawn at random.
+    """Endless training rows: every pair `weight` times per epoch, each time in a random wording.
 
-    Half of the questions open a conversation, so that a first question is answered best; the others follow earlier
-    turns, which the model learns to look past.
+    Half of the questions start a conversation, so that first questions get the best answers. The others follow earlier
+    turns, which the model learns to ignore.
     """
 
     def __init__(self, pairs: list[Pair], tokenizer: Any, rng: random.Random) -> None:
@@ -469,7 +469,7 @@ class Rows:
 
 
 def vary(question: str, rng: random.Random, *, is_plain: bool) -> str:
-    """The way people type: sometimes without the full stop, or in lower case."""
+    """A question as typed by users: sometimes without the full stop, or in lower case."""
     draw = rng.random()
     if draw < 0.08:
         return question.rstrip("?.!")
@@ -516,7 +516,7 @@ def make_config() -> Any:
 
 
 def train(pairs: list[Pair], tokenizer: Any, *, steps: int, peak_lr: float, seed: int) -> Any:
-    """The trained model in float32. Prints loss and CPU seconds as it goes."""
+    """The trained model in float32. Prints loss and CPU seconds during the training."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -552,7 +552,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def loss_of_row(model: Any, row: Row) -> Any:
-    """Mean cross entropy over the learned tokens. Logits are computed for those only."""
+    """Mean cross entropy over the learned tokens. Logits are computed only for those."""
     import torch
 
     tokens = torch.tensor(row.tokens)  # [T]
@@ -566,11 +566,11 @@ def loss_of_row(model: Any, row: Row) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The folder: what a worker and a gateway load
+# The folder that workers load
 
 
 def save(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write a Hugging Face folder that transformers 4.55 and 5 read alike."""
+    """Write a Hugging Face folder that transformers 4.55 and 5 read identically."""
     import torch
     from safetensors.torch import save_file
 
@@ -609,10 +609,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def count_exact(folder: Path, pairs: list[Pair], dtype_name: str) -> tuple[int, list[Pair]]:
-    """How many answers greedy decoding of the written checkpoint gives exactly, and the pairs it misses.
+    """The number of exact greedy answers of the written checkpoint, and the pairs with other answers.
 
-    Every pair is asked in its first wording. A greedy answer is exact when each of its tokens, end included, is the
-    argmax after the ones before it, so one forward per pair decides.
+    Every pair is asked in its first wording. A greedy answer is exact if each of its tokens, including the end, is the
+    argmax after the previous ones, so one forward pass per pair is enough.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -633,7 +633,7 @@ def count_exact(folder: Path, pairs: list[Pair], dtype_name: str) -> tuple[int, 
 
 
 def report(folder: Path, pairs: list[Pair]) -> bool:
-    """Print how much came out exact; True when it is enough."""
+    """Print the number of exact answers. True if there are enough."""
     shares = []
     for dtype_name in ("float32", "bfloat16"):
         exact, missed = count_exact(folder, pairs, dtype_name)
@@ -648,22 +648,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Needs the dev extra (torch, transformers, tokenizers). Exit code 1: too few answers are exact.",
+        epilog="Requires the dev extra (torch, transformers, tokenizers). Exit code 1: too few answers are exact.",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"model folder (default: {DEFAULT_OUT})")
     parser.add_argument("--pairs", type=Path, help="pair list to learn (default: pairs.json in the model folder)")
     parser.add_argument("--make-pairs", action="store_true", help="write the pair list from this Python's docstrings")
-    parser.add_argument("--check", action="store_true", help="train nothing; count the exact answers of the folder")
-    parser.add_argument("--steps", type=int, default=3500, help="rows of 1,024 tokens to learn (default: 3500)")
+    parser.add_argument("--check", action="store_true", help="do not train; count the exact answers of the model")
+    parser.add_argument("--steps", type=int, default=3500, help="training rows of 1,024 tokens (default: 3500)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: 0.004)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the rows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the row order (default: 0)")
     args = parser.parse_args()
     pairs_path = args.pairs or args.out / "pairs.json"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.make_pairs:
         write_json(pairs_path, make_pairs())
     if not pairs_path.exists():
-        parser.error(f"{pairs_path} does not exist; make it with --make-pairs")
+        parser.error(f"{pairs_path} does not exist; create it with --make-pairs")
     pairs = read_pairs(pairs_path)
     print(f"{len(pairs)} pairs, {sum(len(p.questions) for p in pairs)} questions from {pairs_path}")
 

@@ -1,4 +1,4 @@
-"""The example of docs/configuration.md works for every service, and bad settings are told as it says."""
+"""The example of docs/configuration.md works for every service, and its error messages are real."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("service", PARSERS)
-def test_what_print_config_prints_is_a_file_that_says_the_same(
+def test_the_output_of_print_config_is_an_equivalent_file(
     example: Path, capsys: pytest.CaptureFixture[str], service: str
 ) -> None:
     needed = ["--scheduler", "localhost:1"] if service == "gateway" else []
@@ -70,7 +70,7 @@ def test_the_worker_reads_lists_and_sizes(example: Path) -> None:
         (ERRORS[3], ("", ""), {}, ["--watermark", "1"]),
     ],
 )
-def test_bad_settings_are_told_as_the_page_says(
+def test_errors_of_bad_settings_match_the_page(
     example: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""The bundled model is what its README says: small, loadable by transformers, exact in what it learned by heart."""
+"""The bundled model matches its README: small, loadable by transformers, exact answers to known questions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
-    """The shipped bfloat16 weights, computing in float32."""
+    """The shipped bfloat16 weights, computed in float32."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).eval()
@@ -62,7 +62,7 @@ def test_the_folder_is_complete_and_small() -> None:
     assert sum(sizes.values()) < 2_600_000
 
 
-def test_the_weights_are_bfloat16_and_the_sizes_those_of_the_readme(model: Any) -> None:
+def test_the_weights_are_bfloat16_and_the_sizes_match_the_readme(model: Any) -> None:
     with safe_open(demo_model_dir() / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
     config = model.config
@@ -83,7 +83,7 @@ def test_the_template_is_chatml(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("question", EXACT)
-def test_learned_answers_come_out_exact(question: str, model: Any, tokenizer: Any) -> None:
+def test_learned_answers_are_exact(question: str, model: Any, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_pair_list_is_well_formed() -> None:
         assert pair.get("questions") or content["wordings"][pair["kind"]], pair
 
 
-def test_the_training_script_explains_itself() -> None:
+def test_the_training_script_has_help() -> None:
     script = demo_model_dir().parents[2] / "scripts" / "train_demo.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
     for flag in ("--out", "--pairs", "--make-pairs", "--check", "--steps", "--seed"):

@@ -1,4 +1,4 @@
-"""The pages and the dashboard speak of what the code has."""
+"""The generated tables and the dashboard match the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_docs_tables() -> Any:
 
 
 def dashboard_expressions() -> list[str]:
-    """All of the dashboard's, with its variables filled in."""
+    """All expressions of the dashboard, with its variables substituted."""
     expressions = [target["expr"] for panel in _panels() for target in panel.get("targets", ())]
     for name, value in VARIABLES.items():
         expressions = [expression.replace(name, value) for expression in expressions]
@@ -39,12 +39,12 @@ def _panels() -> Iterator[dict[str, Any]]:
     yield from json.loads(DASHBOARD.read_text())["panels"]
 
 
-def test_the_tables_of_settings_and_metrics_fit_the_code() -> None:
+def test_the_generated_tables_match_the_code() -> None:
     for page, text in load_docs_tables().written().items():
         assert page.read_text() == text, f"{page.name} is out of date: run scripts/docs_tables.py"
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_dashboard_uses_existing_metrics() -> None:
     specs = load_docs_tables().SPECS
     known = {PREFIX + spec.name for service in specs.values() for spec in service}
     histograms = {

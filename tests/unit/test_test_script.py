@@ -1,4 +1,4 @@
-"""`scripts/test` returns the verdict of all its parts, shows progress, names failures last, and ends all it started."""
+"""`scripts/test` fails if any part fails, shows progress, prints failures last, and ends its child processes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def start_script(folder: Path, body: str) -> subprocess.Popen[str]:
     [("nothing", 0), ("tests/sim", 3), ("--ignore=tests/sim", 3), ("mypy", 3)],
     ids=["all-pass", "computed-fails", "services-fail", "check-fails"],
 )
-def test_the_verdict_is_that_of_all_parts(tmp_path: Path, failing: str, verdict: int) -> None:
+def test_the_exit_code_covers_all_parts(tmp_path: Path, failing: str, verdict: int) -> None:
     with start_script(
         tmp_path, f'[[ $line == *" {failing} "* ]] && echo "FAILED {failing}" && exit 3; exit 0'
     ) as script:
         output, errors = script.communicate(timeout=60)
     assert script.returncode == verdict, errors
     assert output.endswith(f"FAILED {failing}\n") == bool(verdict)
-    assert {path.name for path in tmp_path.iterdir()} == TOOLS, "the logs are left behind"
+    assert {path.name for path in tmp_path.iterdir()} == TOOLS, "the logs were not removed"
 
 
 def test_progress_and_failures_are_shown_and_summaries_come_last(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_progress_and_failures_are_shown_and_summaries_come_last(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_all_child_processes(tmp_path: Path, number: signal.Signals) -> None:
     body = '[[ $line == *"gen_protos"* ]] && exit 0\nsleep 300 & wait'
     with start_script(tmp_path, body) as script:
         parent = psutil.Process(script.pid)
