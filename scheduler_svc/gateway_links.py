@@ -1,13 +1,12 @@
-"""Attached gateways: what they ask goes to the step loop, what they are told waits in an outbox each.
+"""Attached gateways: their requests go to the step loop, the answers wait in one outbox per gateway.
 
-An outbox holds at most one Welcome, one heartbeat, the answers to Submits, and one growing set of columns:
+An outbox holds at most one Welcome, one heartbeat, the replies to Submits, and one growing set of columns:
 
     Welcome (newest) | SchedulerHeartbeat (newest) | SubmitReply ... | Deltas of all updates since the last write
 
-A gateway that reads slowly gets fewer and larger messages, and so does one that passes tokens on at intervals. One
-that has stopped reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted: memory stays bounded and
-nobody else waits. So is one that has sent heartbeats and sends nothing any more: its clients go on through another
-gateway.
+A gateway that reads slowly gets fewer and larger messages, and so does a gateway that sends chunks at intervals. A
+gateway that stops reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted, so memory stays bounded and
+no other gateway waits. A gateway whose heartbeats end is cut off too: its clients continue through another gateway.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream end
 class Outbox:
     """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler.
 
-    `interval_s`: Deltas that bring nothing but further tokens are that far apart.
+    Deltas that contain only further tokens are sent once per `interval_s`.
     """
 
     def __init__(self, gateway_id: str, interval_s: float = 0.0) -> None:
         self._gateway_id = gateway_id
         self._interval_s = interval_s
-        self._is_due = False  # what is in `_deltas` may leave
-        self._next_due = 0.0  # when further tokens may leave again, in loop time
-        self._timer: asyncio.TimerHandle | None = None  # at that time, if some wait for it
+        self._is_due = False  # `_deltas` may be sent
+        self._next_due = 0.0  # when further tokens may be sent, in loop time
+        self._timer: asyncio.TimerHandle | None = None  # fires at `_next_due`, if further tokens wait
         self._welcome: scheduler_pb2.Welcome | None = None
         self._heartbeat: scheduler_pb2.SchedulerHeartbeat | None = None
         self._replies: deque[scheduler_pb2.SubmitReply] = deque()
@@ -61,25 +60,25 @@ class Outbox:
         return self._num_tokens
 
     def welcome(self, welcome: scheduler_pb2.Welcome) -> None:
-        """Replaces a Welcome that was not written yet."""
+        """Send this Welcome; it replaces one that was not written yet."""
         self._welcome = welcome
         self._wake.set()
 
     def heartbeat(self, heartbeat: scheduler_pb2.SchedulerHeartbeat) -> None:
-        """Replaces a heartbeat that was not written yet."""
+        """Send this heartbeat; it replaces one that was not written yet."""
         self._heartbeat = heartbeat
         self._wake.set()
 
     def reply(self, handle: int, error: QuireError | None) -> None:
-        """The answer to one Submit; written before any Deltas of that handle."""
+        """Reply to one Submit, before any Deltas of that handle."""
         refusal = None if error is None else wire.refusal_to_proto(error)
         self._replies.append(scheduler_pb2.SubmitReply(handle=handle, refusal=refusal))
         self._wake.set()
         if len(self._replies) > MAX_PENDING_REPLIES:
-            self._overflow(f"{len(self._replies)} unread answers")
+            self._overflow(f"{len(self._replies)} unread replies")
 
     def deliver(self, deltas: Deltas) -> None:
-        """Columns and finishes; merged with what waits."""
+        """Send columns and finishes, merged with those that wait."""
         if self._is_closed:
             return
         self._deltas.append(deltas)
@@ -92,8 +91,8 @@ class Outbox:
             self._overflow(f"{self._num_tokens} unread tokens")
 
     def _plan_wake(self) -> None:
-        """Further tokens leave now, or as soon as they may. What leaves sooner for another reason takes them along and
-        changes nothing of the rhythm, which is also the gateway's.
+        """Send further tokens now or when the interval ends. A finish or a first token sends them earlier, but does not
+        shift the interval, which is also the gateway's.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_due:
@@ -112,7 +111,7 @@ class Outbox:
         self._wake.set()
 
     def close(self, error: QuireError | None = None) -> None:
-        """End `messages` once what waits has been taken, with `error` if there is one."""
+        """End `messages` after the waiting messages, with `error` if there is one."""
         self._error = self._error or error
         self._is_closed = True
         if self._timer is not None:
@@ -120,7 +119,7 @@ class Outbox:
         self._release()
 
     def cut_off(self, error: QuireError) -> None:
-        """Drop what waits and end `messages` with `error`."""
+        """Drop the waiting messages and end `messages` with `error`."""
         log.warning("gateway %s is cut off: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
         self._replies.clear()
@@ -129,10 +128,10 @@ class Outbox:
         self.close(error)
 
     def _overflow(self, what: str) -> None:
-        self.cut_off(OverloadedError(f"this gateway left {what} waiting; attach again and read faster"))
+        self.cut_off(OverloadedError(f"this gateway has {what}; attach again and read faster"))
 
     async def messages(self) -> AsyncIterator[scheduler_pb2.AttachResponse]:
-        """Everything for the stream, in order; ends after `close`, or raises what it was closed with."""
+        """All messages for the stream, in order. Ends after `close`, or raises the error given to it."""
         while True:
             while (message := self._take()) is not None:
                 yield message
@@ -171,7 +170,7 @@ class Attached:
 
 
 class Gateways:
-    """All attached gateways, and what every one of them must know of the model and of this scheduler's load.
+    """Owns the streams of all attached gateways; tells them about the model and this scheduler's load.
 
     Heartbeats go both ways every `heartbeat_interval_s`; 0 sends none and expects none.
     """
@@ -191,19 +190,19 @@ class Gateways:
 
     @property
     def info(self) -> types_pb2.ModelInfo | None:
-        """The model as gateways know it; None before the first worker."""
+        """The model that was announced; None before the first worker."""
         return self._welcome.info if self._welcome.HasField("info") else None
 
     def announce(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
-        """Tell every gateway of the model and of how many workers serve it; nothing is sent when nothing changed."""
-        self._say_welcome(info, 0 if self._is_stopping else ready_workers)
+        """Tell every gateway the model and how many workers are ready, if either has changed."""
+        self._send_welcome(info, 0 if self._is_stopping else ready_workers)
 
     def announce_stop(self) -> None:
-        """From now on gateways hear that no worker is ready: new requests belong elsewhere."""
+        """Announce from now on that no worker is ready, so that gateways send new requests to other schedulers."""
         self._is_stopping = True
-        self._say_welcome(self.info, 0)
+        self._send_welcome(self.info, 0)
 
-    def _say_welcome(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
+    def _send_welcome(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
         welcome = scheduler_pb2.Welcome(
             scheduler_epoch=self._welcome.scheduler_epoch,
             info=info,
@@ -217,14 +216,14 @@ class Gateways:
             outbox.welcome(welcome)
 
     def close(self) -> None:
-        """End every stream once its outbox is empty."""
+        """End every stream when its outbox is empty."""
         for outbox in self._outboxes.values():
             outbox.close()
 
     async def attach(
         self, requests: AsyncIterator[scheduler_pb2.AttachRequest]
     ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
-        """One gateway's stream, from Hello to its end. Its requests end with it."""
+        """One gateway's stream, from Hello to its end. The gateway's requests end with it."""
         hello = await _read_hello(requests)
         outbox = Outbox(hello.gateway_id, hello.deltas_interval_ms / 1000)
         silence = SilenceWatch(SILENT_INTERVALS * self._interval_s, asyncio.get_running_loop().time())
@@ -246,7 +245,7 @@ class Gateways:
             log.info("gateway %s left", hello.gateway_id)
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.AttachRequest], attached: Attached) -> None:
-        """Until the gateway ends its side or breaks the protocol; then the outbox is closed."""
+        """Read until the gateway ends its side or breaks the protocol; then close the outbox."""
         loop, outbox = asyncio.get_running_loop(), attached.outbox
         try:
             async for request in requests:
@@ -257,7 +256,7 @@ class Gateways:
             outbox.close(error)
         except Exception as error:
             log.exception("reading a gateway's stream failed")
-            outbox.close(QuireError(f"internal error: {type(error).__name__}; the server's log has it"))
+            outbox.close(QuireError(f"internal error: {type(error).__name__}; see the scheduler's log"))
 
     async def _beat(self, attached: Attached) -> None:
         """Send heartbeats until the gateway, if it sends any itself, is silent for too long."""
@@ -293,7 +292,9 @@ class Gateways:
         elif kind == "heartbeat":
             attached.sends_heartbeats = True
         else:
-            raise InvalidRequestError(f"{kind or 'an empty message'} is not expected here; send submit or cancel")
+            raise InvalidRequestError(
+                f"unexpected {kind or 'empty message'} in an Attach stream; send submit, cancel or heartbeat"
+            )
 
     def _submit(self, submit: scheduler_pb2.Submit, attached: Attached) -> None:
         try:
@@ -312,7 +313,7 @@ async def _read_hello(requests: AsyncIterator[scheduler_pb2.AttachRequest]) -> s
         raise InvalidRequestError("the first message of Attach must be hello", field="hello")
     if first.hello.protocol_version != PROTOCOL_VERSION:
         raise InvalidRequestError(
-            f"hello.protocol_version is {first.hello.protocol_version}; this scheduler speaks {PROTOCOL_VERSION}",
+            f"hello.protocol_version is {first.hello.protocol_version}; this scheduler supports {PROTOCOL_VERSION}",
             field="hello.protocol_version",
         )
     return first.hello

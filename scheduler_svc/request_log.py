@@ -1,4 +1,4 @@
-"""What becomes of requests, at debug level: so that one can be followed through the scheduler."""
+"""Debug logs of a request's way through the scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def log_queued(group: SequenceGroup) -> None:
-    """A request was taken."""
+    """A request was queued."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     facts = {
@@ -25,7 +25,7 @@ def log_queued(group: SequenceGroup) -> None:
 
 
 def log_finished(finished: Finished, now: float) -> None:
-    """One sample of it has ended."""
+    """One sample of a request has ended."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     group = finished.group

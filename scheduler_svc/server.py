@@ -1,4 +1,4 @@
-"""The scheduler's process: flags, the servicer, start, drain."""
+"""The scheduler's process: flags, servicer, start and drain."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DESCRIPTION = """Owns the life of every sequence: queues, places, batches and pr
 of its workers.
 
 Workers register here (quire-worker --scheduler HOST:PORT); gateways attach here (quire-gateway --scheduler HOST:PORT).
-All workers of one scheduler serve one model; the first one that is ready decides which."""
+All workers of one scheduler serve one model, which is the model of the first worker that is ready."""
 
 EPILOG = """examples:
   quire-scheduler --listen 0.0.0.0:50052
@@ -53,7 +53,7 @@ EPILOG = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A scheduler, put together."""
+    """The parts of one scheduler."""
 
     step_loop: StepLoop
     index: PrefixIndex
@@ -63,7 +63,7 @@ class Parts:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Decode, call one thing, encode."""
+    """Implements SchedulerService: decodes, calls one part, encodes."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -87,7 +87,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         data = self._parts.dialer.bundles.get(request.digest)
         if data is None:
             raise NotFoundError(
-                f"no bundle has digest {request.digest.hex() or '(empty)'}; ask for the one in Welcome.info",
+                f"no bundle has digest {request.digest.hex() or '(empty)'}; use the digest in Welcome.info",
                 field="digest",
             )
         for start in range(0, len(data), BUNDLE_PIECE_BYTES):
@@ -112,7 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
-    """Queue, hits and workers as the protocol shows them. `connected` is for the gateway to say."""
+    """The scheduler's status: queue, hits and workers. The gateway sets `connected`."""
     stats = parts.step_loop.stats()
     status = inference_pb2.SchedulerStatus(
         address=listen_address,
@@ -140,86 +140,86 @@ def make_arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path: share prefixes and epochs there",
+        help="redis://[:password@]host:port/db or unix:///path: publish cached prefixes and epochs there",
     )
-    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; one per deployment")
-    parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: the host's name")
+    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; use one per deployment")
+    parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: host name")
     parser.add_argument(
         "--max-waiting",
         type=in_range(int, 1, 1 << 20),
         default=1024,
-        help="sequences that may wait; beyond it requests get RESOURCE_EXHAUSTED",
+        help="limit of waiting sequences; further requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--max-waiting-tokens",
         type=in_range(int, 1, 1 << 40),
         default=4 << 20,
-        help="tokens of their prompts and expected answers; beyond it requests get RESOURCE_EXHAUSTED",
+        help="limit of waiting tokens, prompts and expected outputs; further requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--watermark",
         type=in_range(float, 0.0, 0.5),
         default=0.01,
-        help="fraction of a pool that admissions leave free, in whole blocks",
+        help="fraction of a pool that admission leaves free, rounded down to whole blocks",
     )
     parser.add_argument(
         "--aging-s",
         type=in_range(float, 0.0, 3600.0),
         default=2.0,
-        help="seconds after which a request that finds no room lets nobody pass",
+        help="seconds after which no request may overtake one that finds no room",
     )
     parser.add_argument(
         "--aging-tokens-per-s",
         type=in_range(float, 1.0, math.inf),
         default=1000.0,
-        help="uncached prompt tokens that a second of waiting makes up for: short prompts pass long ones that came a "
-        "little earlier; about 5 %% of what a worker prefills in a second; inf: first come, first served",
+        help="uncached prompt tokens that one second of waiting offsets in the queue's order: short prompts overtake "
+        "long ones that arrived slightly earlier; use about 5 %% of a worker's prefill rate; inf: order of arrival",
     )
     parser.add_argument(
         "--burst-ms",
         type=in_range(float, 0.0, 1000 * MAX_BURST_S),
         default=5.0,
-        help="how long a worker may decode on one message: quicker steps travel and are answered together, saving CPU "
-        "everywhere; a new request waits for at most that much longer for each message in flight. 0: never",
+        help="how long a worker may decode on one message: quicker steps are sent and answered together, saving CPU in "
+        "all services; a new request waits at most this much longer per message in flight; 0: one step per message",
     )
     parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="share no cached prompt prefix between requests"
+        "--no-prefix-caching", action="store_true", help="do not share cached prompt prefixes between requests"
     )
     parser.add_argument(
         "--heartbeat-timeout-s",
         type=in_range(float, 0.1, 3600.0),
         default=10.0,
-        help="seconds of silence after which a worker is lost",
+        help="seconds without a heartbeat after which a worker is lost",
     )
     parser.add_argument(
         "--gateway-heartbeat-s",
         type=in_range(float, 0.0, 3600.0),
         default=1.0,
-        help="seconds between heartbeats with gateways; one that misses 3 is cut off. 0: none",
+        help="seconds between heartbeats with gateways; a gateway that misses 3 is cut off; 0: no heartbeats",
     )
     parser.add_argument(
         "--step-timeout-s",
         type=in_range(float, 0.1, 3600.0),
         default=120.0,
-        help="seconds that one step may take before its worker is lost",
+        help="seconds without an answer to a step after which its worker is lost",
     )
     parser.add_argument(
         "--worker-patience-s",
         type=in_range(float, 0.0, 24 * 3600.0),
         default=60.0,
-        help="seconds that requests wait while no worker is there that could run them; then they end with an error",
+        help="seconds that a request waits while no present worker can run it; then it ends with an error",
     )
     parser.add_argument(
         "--drain-timeout-s",
         type=in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="seconds that running requests get to finish after SIGTERM",
+        help="seconds after SIGTERM in which running requests may finish",
     )
     return parser
 
 
 def build(args: argparse.Namespace) -> Parts:
-    """Put a scheduler together. Raises ValueError for a setting that cannot work."""
+    """Make all parts. Raises ValueError for an invalid setting."""
     config = SchedulerConfig(
         max_waiting=args.max_waiting,
         max_waiting_tokens=args.max_waiting_tokens,
@@ -272,7 +272,7 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
 
 
 def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> AdminServer:
-    """Metrics, liveness, and readiness: it may take workers and requests until it drains."""
+    """Metrics and probes. The scheduler is ready until it drains."""
     redis = parts.index if isinstance(parts.index, RedisPrefixIndex) else None
     read = SchedulerReader(parts.step_loop, parts.pool, lambda: parts.gateways.num_attached, redis)
     metrics = ServiceMetrics("scheduler", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
@@ -286,13 +286,13 @@ def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> Ad
 
 
 async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
-    """Refuse new requests, let running ones finish for a while, then end every stream."""
+    """Refuse new requests, let running ones finish for `timeout_s`, then end every stream."""
     parts.gateways.announce_stop()
-    parts.step_loop.refuse_new("this scheduler is stopping; send the request to another one")
+    parts.step_loop.refuse_new("this scheduler is stopping; send the request to another scheduler")
     idle = asyncio.create_task(parts.step_loop.wait_idle())
     await asyncio.wait([idle, loop_task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not idle.done():
-        log.warning("requests are still open after the drain; their gateways take them elsewhere")
+        log.warning("requests are still open after the drain; their gateways move them to other schedulers")
     idle.cancel()
     parts.gateways.close()
     await parts.pool.close()

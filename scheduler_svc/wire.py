@@ -1,4 +1,4 @@
-"""Between the protocol and the core's plain data; every check of what another process sent stands here.
+"""Conversions between the protocol and the core's plain data, and all checks of what other processes send.
 
 Hot messages are columns: one `tobytes` or `frombuffer` per column, nothing per sequence in steady decode.
 """
@@ -49,7 +49,7 @@ REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items(
 
 
 class WireError(Exception):
-    """Another service sent something that breaks the protocol: its bug, and the end of its stream."""
+    """Another service broke the protocol. Its stream ends."""
 
 
 # -- columns ---------------------------------------------------------------------------------------------------------
@@ -59,18 +59,18 @@ def _swapped_bytes(column: U32) -> bytes:
     return column.astype(LITTLE_U32).tobytes()
 
 
-# A column as packed little-endian u32; without a Python call where memory looks like that already.
+# A column as packed little-endian u32. On little-endian machines this is the array's memory, without a Python call.
 u32_to_bytes: Callable[[U32], bytes] = np.ndarray.tobytes if sys.byteorder == "little" else _swapped_bytes
 
 
 def u32_from_bytes(data: bytes, name: str) -> U32:
     """Packed little-endian u32 as a read-only column; raises WireError when the length is not a multiple of 4."""
     if len(data) % 4:
-        raise WireError(f"{name} has {len(data)} bytes, which is no whole number of u32")
+        raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of 4")
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
 
 
-# Columns of a step that are mostly empty, those together that are as long as each other.
+# Columns of a step that are mostly empty, in groups of equal length.
 CHANGES = (
     ("close_rows",),
     ("table_rows", "table_indices", "table_blocks"),
@@ -123,11 +123,11 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
 def step_output_from_proto(
     message: worker_pb2.StepOutput, *, worker_id: str, worker_epoch: int, step_id: int
 ) -> StepOutput:
-    """The answer to step `step_id`. Raises WireError when it is another step's, another epoch's or malformed."""
+    """The answer to step `step_id`. Raises WireError if it is malformed or of another step or epoch."""
     if message.worker_epoch != worker_epoch:
-        raise WireError(f"answer of worker epoch {message.worker_epoch:#x}, leased is {worker_epoch:#x}")
+        raise WireError(f"answer of worker epoch {message.worker_epoch:#x}; the leased epoch is {worker_epoch:#x}")
     if message.step_id != step_id:
-        raise WireError(f"answer to step {message.step_id}, the oldest in flight is {step_id}")
+        raise WireError(f"answer to step {message.step_id}; the oldest step in flight is {step_id}")
     rows = u32_from_bytes(message.rows, "rows")
     token_ids = u32_from_bytes(message.token_ids, "token_ids")
     if len(rows) != len(token_ids):
@@ -151,7 +151,7 @@ def group_from_proto(
 ) -> SequenceGroup:
     """A request as the core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
 
-    Whether it fits a pool and whether its id is free is for the core to say. `arrival` is set by the step loop.
+    The core checks whether the request fits a pool and whether its id is free, and sets `arrival`.
     """
     if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(
@@ -304,7 +304,7 @@ def _check_sample(sample: types_pb2.SampleState, n: int, max_tokens: int, seen: 
 
 
 def cancel_reason(cancel: scheduler_pb2.Cancel) -> FinishReason:
-    """Why a gateway ends a request: STOP when a stop string matched, anything else is an abort."""
+    """Why a gateway ends a request: STOP if a stop string matched, else ABORTED."""
     reason = REASON_FROM_PROTO.get(cancel.reason, FinishReason.ABORTED)
     return FinishReason.STOP if reason is FinishReason.STOP else FinishReason.ABORTED
 
@@ -323,7 +323,7 @@ def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
 
 
 def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
-    """What one or several updates produced for one gateway, in order, as one message."""
+    """The deltas of one or several updates for one gateway, in order, as one message."""
     deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
     return scheduler_pb2.Deltas(
         handles=u32_to_bytes(deltas.handles),
@@ -335,7 +335,7 @@ def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
 
 
 def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
-    """Columns one after the other; a finish still comes after its tokens, because all finishes come last."""
+    """Concatenates columns. A finish stays behind its tokens, because all finishes come last."""
     return Deltas(
         owners=np.concatenate([part.owners for part in parts]),
         handles=np.concatenate([part.handles for part in parts]),
@@ -347,7 +347,7 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
 
 
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
-    """Per owner. With one owner, the usual case, nothing is copied."""
+    """Deltas per owner. With one owner, the usual case, nothing is copied."""
     if deltas.owner is not None and not deltas.finished:
         return {deltas.owner: deltas}
     columns = deltas.owners
@@ -393,7 +393,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
 
 
 def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacity:
-    """What a READY worker can hold. Raises InvalidRequestError with the field that cannot be right."""
+    """The capacity of a READY worker. Raises InvalidRequestError with the invalid field."""
     if not request.HasField("capacity"):
         raise InvalidRequestError("capacity is unset; a worker that is READY must send it", field="capacity")
     capacity = request.capacity
@@ -424,7 +424,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
 def cached_blocks_from_proto(
     messages: Iterable[worker_pb2.ListBlocksResponse], *, block_size: int, num_blocks: int
 ) -> list[CachedBlock]:
-    """Committed blocks of an adopted pool. Raises WireError when columns disagree or a block lies outside the pool."""
+    """Committed blocks of an adopted pool. Raises WireError if columns disagree or a block is outside the pool."""
     blocks: list[CachedBlock] = []
     for message in messages:
         block_ids = u32_from_bytes(message.block_ids, "block_ids")
@@ -446,5 +446,5 @@ def cached_blocks_from_proto(
 
 
 def root_salt(info: types_pb2.ModelInfo) -> bytes:
-    """What KV depends on besides tokens: enters the root of every hash chain."""
+    """What KV depends on besides tokens: part of the root of every digest chain."""
     return model_salt(info.revision, info.dtype, info.determinism)

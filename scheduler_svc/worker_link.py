@@ -1,8 +1,8 @@
-"""One lease of one worker: the handshake, the step stream, and the watch over both.
+"""One lease of one worker: the handshake, the step stream, and its timeouts.
 
     Lease -> (bundle, once per digest) -> ListBlocks -> StepStream ... until it breaks, is too slow or is closed
 
-A worker that comes back gets a new lease and a new object, so nothing late can be taken for something new.
+A worker that returns gets a new lease and a new object, so a late answer cannot be mistaken for a new one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LinkTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step in flight."""
+class SentStep:
+    """What the link remembers of a step in flight."""
 
     step_id: int
     sent_at: float
@@ -75,7 +75,7 @@ class LeasedWorker:
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepStreamRequest] = asyncio.Queue()
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[SentStep] = deque()
         self._last_answer = self._loop.time()
         self._silence = SilenceWatch(timeouts.heartbeat_s, self._last_answer)
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -101,7 +101,7 @@ class LeasedWorker:
 
     def _sent(self, batch: StepBatch) -> worker_pb2.StepBatch:
         message = wire.step_batch_to_proto(batch, self._fence)
-        self._in_flight.append(Step(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
+        self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
         return message
 
     def close(self, reason: str) -> None:
@@ -113,7 +113,7 @@ class LeasedWorker:
         self._silence.heard(self._loop.time())
 
     async def run(self, on_output: Callable[[StepOutput], None]) -> str:
-        """Serve the stream; `on_output(output)` gets every answer. Returns why it ended."""
+        """Serve the stream; `on_output` gets every answer. Returns why the stream ended."""
         tasks = [
             asyncio.create_task(self._write()),
             asyncio.create_task(self._read(on_output)),
@@ -125,7 +125,7 @@ class LeasedWorker:
             self.close("the scheduler stops")
             await cancel(*tasks)
             self._call.cancel()
-        # Of several ends at once the reader's says more than the writer's.
+        # When several have ended, the reader's reason is more precise than the writer's.
         return _reason(next(end for end in (self._closed, *reversed(tasks)) if end in done))
 
     async def _write(self) -> str:
@@ -140,7 +140,7 @@ class LeasedWorker:
 
     def _take(self, message: worker_pb2.StepOutput) -> StepOutput:
         if not self._in_flight:
-            raise wire.WireError(f"answer to step {message.step_id}, none is in flight")
+            raise wire.WireError(f"answer to step {message.step_id}, but no step is in flight")
         output = wire.step_output_from_proto(
             message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
         )
@@ -187,7 +187,7 @@ def _reason(done: asyncio.Future[str]) -> str:
 
 
 class Dialer:
-    """Takes leases. Keeps the bundle of every digest it has met. `meter` measures all steps."""
+    """Takes leases. Keeps the bundle of every digest. `meter` measures all steps."""
 
     def __init__(
         self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, meter: StepMeter | None = None
@@ -202,9 +202,9 @@ class Dialer:
     async def lease(
         self, capacity: WorkerCapacity, bundle_digest: bytes, address: str
     ) -> AsyncIterator[tuple[LeasedWorker, list[CachedBlock], int]]:
-        """Dial a worker back and lease it: the link, the blocks its pool holds, the next step id.
+        """Dial a worker back and lease it. Gives the link, the blocks that its pool holds, and the next step id.
 
-        Raises QuireError with a message for the worker's log when that cannot be done.
+        Raises QuireError with a message for the worker's log if the worker cannot be leased.
         """
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -226,9 +226,9 @@ class Dialer:
             yield link, blocks, granted.next_step_id
 
     async def drain(self, address: str, timeout_s: float) -> int:
-        """Tell a worker to leave and wait until it has nothing left. Returns the rows it still had then.
+        """Ask a worker to drain and wait until it has. Returns the rows that it still had then.
 
-        Raises QuireError if the worker does not do it. Its own channel: the lease may end before the answer comes.
+        Raises QuireError if the worker refuses. Uses its own channel, because the lease may end before the answer.
         """
         async with open_channel(address) as channel:
             try:
@@ -236,7 +236,7 @@ class Dialer:
                     worker_pb2.DrainRequest(timeout_s=timeout_s)
                 )
             except grpc.aio.AioRpcError as error:
-                details = f"the worker at {address} was told to drain: {error.code().name}: {error.details()}"
+                details = f"the worker at {address} did not drain: {error.code().name}: {error.details()}"
                 raise error_from_code(error.code().value[0], details) from error
             return response.rows_left
 
@@ -247,7 +247,7 @@ class Dialer:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or epoch == 0:
                 raise
-            # The counter was lost with Redis. The worker has asked us to lease it: it may count on from its own.
+            # The counter was lost with Redis. The worker has asked to be leased, so it may increment its own number.
             granted = await self._call_lease(stub, 0)
         self._index.note_scheduler_epoch(granted.fence.scheduler_epoch)
         return granted
@@ -261,8 +261,8 @@ class Dialer:
     def _check_fence(self, fence: worker_pb2.Fence, capacity: WorkerCapacity, address: str) -> None:
         if fence.worker_epoch != capacity.worker_epoch:
             raise StaleEpochError(
-                f"at {address} answers a worker of epoch {fence.worker_epoch:#x}, but {capacity.worker_id} registered "
-                f"with {capacity.worker_epoch:#x}: give each worker its own address"
+                f"the worker at {address} has epoch {fence.worker_epoch:#x}, but {capacity.worker_id} registered with "
+                f"{capacity.worker_epoch:#x}; give each worker its own address"
             )
 
     async def _fetch_bundle(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, digest: bytes) -> None:

@@ -502,7 +502,7 @@ async def test_release_names_what_is_wrong(make_stack: MakeStack) -> None:
             grpc.StatusCode.INVALID_ARGUMENT,
             "timeout_s",
         ),
-        (scheduler_pb2.ReleaseWorkerRequest(worker_id="w0"), grpc.StatusCode.UNAVAILABLE, "told to drain"),
+        (scheduler_pb2.ReleaseWorkerRequest(worker_id="w0"), grpc.StatusCode.UNAVAILABLE, "did not drain"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await gateway.stub.ReleaseWorker(request)
