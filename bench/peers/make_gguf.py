@@ -2,7 +2,7 @@
 
     $PEERS_VENV/bin/python bench/peers/make_gguf.py MODEL_DIR OUT.gguf [bf16|q8_0]
 
-The checkpoint has no tokenizer and llama.cpp wants one: every id gets a made-up word.
+The checkpoint has no tokenizer but llama.cpp requires one: every id gets a made-up word.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def add_settings(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def byte_alphabet() -> str:
-    """The 256 characters that stand for bytes in a byte-level vocabulary."""
+    """The 256 characters that represent bytes in a byte-level vocabulary."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return "".join(map(chr, shown)) + "".join(chr(256 + i) for i in range(len(hidden)))
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, weights: str) -> None:
-    """Norms in float32 as llama.cpp wants them, matrices in bf16 or in 8 bits."""
+    """Norms in float32 as llama.cpp requires, matrices in bf16 or in 8 bits."""
     _, _, in_layer = name.partition("layers.")
     number, _, part = in_layer.partition(".")
     target = f"blk.{number}.{NAMES[part]}.weight" if in_layer else f"{NAMES[name]}.weight"

@@ -41,13 +41,15 @@ def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[in
     return found
 
 
-def judge(streams: Iterable[Watched], ring: TargetRing, target: int, asked_at: float, now: float, lives: bool) -> None:
+def record_probe(
+    streams: Iterable[Watched], ring: TargetRing, target: int, *, probed_at: float, now: float, is_alive: bool
+) -> None:
     """Record the result of a probe. Streams that were already waiting at the probe of a dead gateway are lost.
 
     Without another working gateway they keep waiting: a new call to the same gateway would only add load, and keepalive
     detects a dead connection.
     """
-    if lives:
+    if is_alive:
         ring.works(target, now)
         return
     ring.failed(target, now, is_frozen=True)
@@ -55,7 +57,7 @@ def judge(streams: Iterable[Watched], ring: TargetRing, target: int, asked_at: f
         return
     for stream in streams:
         since = stream.waiting_since
-        if stream.target == target and since is not None and since <= asked_at and stream.stall_timeout_s is not None:
+        if stream.target == target and since is not None and since <= probed_at and stream.stall_timeout_s is not None:
             stream.lose()
 
 
@@ -101,13 +103,15 @@ class StallWatch:
     def _run(self) -> None:
         while self._wait_for_streams():
             streams = self._snapshot()
-            asked_at = time.monotonic()
-            questionable = suspects(streams, self._ring, asked_at) | set(self._ring.frozen())
-            if not questionable:
+            probed_at = time.monotonic()
+            suspected = suspects(streams, self._ring, probed_at) | set(self._ring.frozen())
+            if not suspected:
                 continue
-            alive = self._probe(questionable)
-            for target in questionable:
-                judge(streams, self._ring, target, asked_at, time.monotonic(), target in alive)
+            alive = self._probe(suspected)
+            for target in suspected:
+                record_probe(
+                    streams, self._ring, target, probed_at=probed_at, now=time.monotonic(), is_alive=target in alive
+                )
 
     def _wait_for_streams(self) -> bool:
         """Sleep for a tick, or until there are streams again. False ends the thread."""
@@ -154,10 +158,12 @@ class AsyncStallWatch:
         while self._streams:
             await asyncio.sleep(tick_s(list(self._streams)))
             streams = list(self._streams)
-            asked_at = time.monotonic()
-            questionable = suspects(streams, self._ring, asked_at) | set(self._ring.frozen())
-            if not questionable:
+            probed_at = time.monotonic()
+            suspected = suspects(streams, self._ring, probed_at) | set(self._ring.frozen())
+            if not suspected:
                 continue
-            alive = await self._probe(questionable)
-            for target in questionable:
-                judge(streams, self._ring, target, asked_at, time.monotonic(), target in alive)
+            alive = await self._probe(suspected)
+            for target in suspected:
+                record_probe(
+                    streams, self._ring, target, probed_at=probed_at, now=time.monotonic(), is_alive=target in alive
+                )

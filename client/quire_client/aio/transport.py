@@ -105,9 +105,9 @@ class AsyncGateways:
 
     async def probe(self, targets: Collection[int]) -> set[int]:
         """Check the health of these gateways at once; those that answer. Never raises."""
-        asked = list(targets)
-        errors = await asyncio.gather(*(self._health_error(target, PROBE_TIMEOUT_S) for target in asked))
-        return {target for target, error in zip(asked, errors, strict=True) if error is None}
+        probed = list(targets)
+        errors = await asyncio.gather(*(self._health_error(target, PROBE_TIMEOUT_S) for target in probed))
+        return {target for target, error in zip(probed, errors, strict=True) if error is None}
 
     async def first_answer(self, timeout_s: float) -> QuireError | None:
         """Check the health of all gateways at once. None as soon as one answers, else the error of one of them."""
