@@ -1,1 +1,1 @@
-"""What schedulers and gateways agree on about prefixes: the chain of digests, and the index of who holds what."""
+"""What schedulers and gateways share about prefixes: the chain of digests, and the index of which worker holds what."""

@@ -1,30 +1,29 @@
 """Chained block digests: equal digests mean equal tokens *and* an equal prefix.
 
-digest_i = xxh3_128(digest_{i-1} + tokens of block i as little-endian uint32); digest_{-1} is the root, which holds
+digest_i = xxh3_128(digest_{i-1} + tokens of block i as little-endian uint32); digest_{-1} is the root, which covers
 everything else that KV depends on: model revision, dtype, block size, cache salt.
-A digest is only ever a key: on a hit the tokens are compared.
+A digest is only a key: on a hit the tokens are compared.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
 from functools import lru_cache
 from struct import iter_unpack
 from typing import Protocol
 
-from xxhash import xxh3_128_digest, xxh64
+from xxhash import xxh3_128_digest
 
 
 class U32Column(Protocol):
     """Token ids as uint32 in the machine's byte order: array("I") or a numpy array."""
 
     def tobytes(self) -> bytes:
-        """Its memory."""
+        """The memory of the column."""
 
     def __getitem__(self, part: slice, /) -> U32Column:
-        """A part of it."""
+        """A slice of the column."""
 
 
 def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
@@ -32,15 +31,15 @@ def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
     return f"{revision}|{dtype}|{determinism}".encode()
 
 
-@lru_cache(maxsize=4096)  # one per tenant's salt
+@lru_cache(maxsize=4096)  # one per cache salt
 def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
-    """The parent of every first block. Lengths are part of it, so that no two inputs run together."""
+    """The parent of every first block. It covers the lengths too, so different inputs never give the same bytes."""
     head = b"%d|%d|%d|" % (block_size, len(root_salt), len(root_key))
     return xxh3_128_digest(head + root_salt + root_key)
 
 
 chained = xxh3_128_digest
-"""Digest of one full block: of its parent's digest and its tokens as `block_bytes` gives them, one after the other."""
+"""Digest of one full block: its parent's digest and its tokens as `block_bytes` gives them, concatenated."""
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
@@ -52,22 +51,13 @@ def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, bloc
 
 
 def block_bytes(data: bytes, block_size: int) -> list[bytes]:
-    """The full blocks of these tokens, as `token_bytes` gives them."""
+    """The full blocks of tokens that `token_bytes` has encoded."""
     stride = 4 * block_size
     return [block for (block,) in iter_unpack(f"{stride}s", data[: len(data) // stride * stride])]
 
 
-def compute_hash(token_ids: Sequence[int], parent: int | None = None) -> int:
-    """nano-vllm's chain (xxh64 over the parent's 8 bytes and int64 tokens), for cross-checks only."""
-    state = xxh64()
-    if parent is not None:
-        state.update(parent.to_bytes(8, "little"))
-    state.update(b"".join(token_id.to_bytes(8, "little", signed=True) for token_id in token_ids))
-    return state.intdigest()
-
-
 def token_bytes(column: U32Column) -> bytes:
-    """Token ids as little-endian uint32: what is digested."""
+    """Token ids as little-endian uint32, as digests cover them."""
     data = column.tobytes()
     if sys.byteorder == "little":
         return data

@@ -399,7 +399,7 @@ class Worker:
 
     async def _wait_until_unused(self) -> None:
         if self._registration is not None:
-            await self._registration.told(DRAINING, TOLD_TIMEOUT_S)
+            await self._registration.acknowledged(DRAINING, TOLD_TIMEOUT_S)
         # Idleness is a duration: nothing announces it.
         while self._executor.idle_s < (ABANDONED_S if self._executor.rows_used else SETTLED_S):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)

@@ -5,17 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from prefix_index.hashing import compute_hash, extend_digests, root_digest
+from prefix_index.hashing import extend_digests, root_digest
 
 
 def u32(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.uint32)
-
-
-def test_compute_hash_agrees_with_nano_vllm() -> None:
-    first = compute_hash([1, 2, 3, 4])
-    assert first == 8356527653647720045
-    assert compute_hash([5, 6, 7, 8], first) == 610383040053763902
 
 
 def test_chain_is_parent_then_little_endian_tokens() -> None:

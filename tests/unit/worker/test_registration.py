@@ -1,4 +1,4 @@
-"""Registration against schedulers that come, go, refuse and fall silent, one at a time and several."""
+"""Registration with schedulers that start, stop, refuse and freeze; one scheduler and several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEARTBEAT_S = 0.05
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Accepts a worker, acknowledges its heartbeats and keeps all it heard. `refusal` refuses it, `is_silent` hangs."""
+    """Accepts a worker, acknowledges its heartbeats and keeps all messages. `refusal` refuses it, `is_silent` hangs."""
 
     def __init__(self) -> None:
         self.heard: list[scheduler_pb2.RegisterRequest] = []
@@ -49,7 +49,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         answer = scheduler_pb2.RegisterResponse(accepted=accepted)
         async for request in requests:
             self.heard.append(request)
-            if self.refusal and answer.HasField("heartbeat_ack"):  # as a scheduler: accepted first, then refused
+            if self.refusal and answer.HasField("heartbeat_ack"):  # like a scheduler: accepts first, then refuses
                 raise StaleEpochError(self.refusal)
             if self.kick.is_set():
                 self.kick.clear()
@@ -62,7 +62,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def states(self) -> list[int]:
-        """What it heard, repetitions left out."""
+        """The states it was sent, without repetitions."""
         states = [request.state for request in self.heard]
         return [state for i, state in enumerate(states) if i == 0 or states[i - 1] != state]
 
@@ -83,7 +83,7 @@ async def serve(scheduler: FakeScheduler, port: int = 0) -> AsyncIterator[int]:
 
 @dataclass
 class Work:
-    """An executor that does nothing but count."""
+    """An executor that only counts."""
 
     rows_used: int = 0
     num_orders: int = 0
@@ -123,7 +123,7 @@ async def until(is_true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_worker_tells_its_whole_life() -> None:
+async def test_a_worker_reports_all_its_states() -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     async with serve(scheduler) as port, registered(port, lifecycle) as registration:
         await until(lambda: registration.is_connected)
@@ -132,7 +132,7 @@ async def test_a_worker_tells_its_whole_life() -> None:
         lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
         await until(lambda: scheduler.heard[-1].state == READY)
         lifecycle.set_draining()
-        assert await registration.told(DRAINING, 30)
+        assert await registration.acknowledged(DRAINING, 30)
     assert scheduler.states == [LOADING, READY, DRAINING]
     assert scheduler.num_streams == 1
     first, last = scheduler.heard[0], scheduler.heard[-1]
@@ -141,7 +141,7 @@ async def test_a_worker_tells_its_whole_life() -> None:
     assert last.capacity.num_blocks == 9
 
 
-async def test_a_draining_worker_that_was_let_go_stays_away() -> None:
+async def test_a_released_draining_worker_does_not_register_again() -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     scheduler.ends_when = DRAINING
     async with serve(scheduler) as port:
@@ -149,12 +149,12 @@ async def test_a_draining_worker_that_was_let_go_stays_away() -> None:
         running = asyncio.ensure_future(registration.run())
         await until(lambda: registration.is_connected)
         lifecycle.set_draining()
-        await asyncio.wait_for(registration.told(DRAINING, 600), 30)
+        await asyncio.wait_for(registration.acknowledged(DRAINING, 600), 30)
         await asyncio.wait_for(running, 30)
     assert scheduler.num_streams == 1
 
 
-async def test_heartbeats_come_without_news() -> None:
+async def test_heartbeats_are_sent_without_news() -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     async with serve(scheduler) as port, registered(port, lifecycle):
         await until(lambda: len(scheduler.heard) >= 4)
@@ -167,10 +167,10 @@ async def test_a_worker_that_starts_first_waits_for_its_scheduler(caplog: pytest
         pass
     async with registered(port, lifecycle) as registration:
         await until(lambda: "is not available" in caplog.text)
-        assert not await registration.told(DRAINING, 30)  # nobody to tell: does not wait
+        assert not await registration.acknowledged(DRAINING, 30)  # returns at once
         async with serve(scheduler, port):
             await until(lambda: registration.is_connected)
-    assert caplog.text.count("is not available") <= 2  # once before it came, at most once when it left
+    assert caplog.text.count("is not available") <= 2  # once before it started, at most once when it stopped
 
 
 async def test_a_restarted_scheduler_gets_the_registration_again() -> None:
@@ -186,7 +186,7 @@ async def test_a_restarted_scheduler_gets_the_registration_again() -> None:
     assert (after.heard[0].state, after.heard[0].capacity.num_blocks) == (READY, 9)
 
 
-async def test_a_refusal_is_told_once_and_tried_again_slowly(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_is_logged_once_and_retried_slowly(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     scheduler.refusal = "block_size is 8, the other workers have 16; start it with --block-size 16"
     async with serve(scheduler) as port, registered(port, lifecycle, refused_pause_s=0.05) as registration:
@@ -198,7 +198,7 @@ async def test_a_refusal_is_told_once_and_tried_again_slowly(caplog: pytest.LogC
     assert [(record.levelno, "--block-size 16" in record.message) for record in refusals] == [(logging.ERROR, True)]
 
 
-async def test_a_silent_scheduler_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_scheduler_gets_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration_module, "OPEN_TIMEOUT_S", 0.2)
     monkeypatch.setattr(registration_module, "MIN_ACK_TIMEOUT_S", 0.2)
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
@@ -245,7 +245,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which somebody is silent: elsewhere a busy machine would be taken for it."""
+    """For tests with a silent scheduler. In other tests a busy machine would look like one."""
     for name in ("OPEN_TIMEOUT_S", "MIN_ACK_TIMEOUT_S", "PROBE_TIMEOUT_S"):
         monkeypatch.setattr(registration_module, name, 0.3)
 
@@ -267,7 +267,7 @@ async def test_a_worker_is_registered_with_one_scheduler_at_a_time() -> None:
         assert r.second.num_streams == 0
 
 
-async def test_an_unreachable_scheduler_is_passed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_scheduler_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration_module, "OPEN_TIMEOUT_S", 1000.0)
     gone, there = FakeScheduler(), FakeScheduler()
     async with serve(there) as port:
@@ -277,7 +277,7 @@ async def test_an_unreachable_scheduler_is_passed_at_once(monkeypatch: pytest.Mo
             await until(lambda: registration.is_connected)
 
 
-async def test_a_frozen_scheduler_is_left_for_the_other_one(impatient: None) -> None:
+async def test_a_worker_leaves_a_frozen_scheduler_for_the_other_one(impatient: None) -> None:
     lifecycle = Lifecycle()
     lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
     async with replicas() as r, registered(r.ports, lifecycle) as registration:
@@ -287,7 +287,7 @@ async def test_a_frozen_scheduler_is_left_for_the_other_one(impatient: None) -> 
         assert (r.second.heard[0].state, r.second.heard[0].capacity.num_blocks) == (READY, 9)
 
 
-async def test_a_refusing_scheduler_is_left_alone_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusing_scheduler_is_avoided_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     async with replicas() as r:
         r.first.refusal = "block_size is 8, the other workers have 16"
         async with registered(r.ports, Lifecycle()) as registration:
@@ -298,19 +298,19 @@ async def test_a_refusing_scheduler_is_left_alone_for_a_while(caplog: pytest.Log
     assert caplog.text.count("refuses this worker") == 1
 
 
-async def test_a_scheduler_that_used_this_worker_is_tried_again_first(quick: None) -> None:
+async def test_a_scheduler_that_used_this_worker_is_retried_first(quick: None) -> None:
     work = Work()
     async with replicas() as r, registered(r.ports, Lifecycle(), work=work) as registration:
         await until(lambda: registration.is_connected)
         work.num_orders = 1
         r.first.kick.set()
         await until(lambda: r.first.num_streams == 2 and registration.is_connected)
-        r.first.kick.set()  # it has not used it since
+        r.first.kick.set()  # the scheduler has not used the worker since
         await until(lambda: registration.scheduler == r.address(1))
         assert r.first.num_streams == 2
 
 
-async def test_an_unused_worker_goes_back_when_its_first_scheduler_is_there(quick: None) -> None:
+async def test_an_unused_worker_returns_to_its_first_scheduler(quick: None) -> None:
     work, lifecycle = Work(rows_used=1, idle_s=99.0), Lifecycle()
     async with replicas() as r, AsyncExitStack() as stack:
         r.first.refusal = "not yet"
@@ -321,7 +321,7 @@ async def test_an_unused_worker_goes_back_when_its_first_scheduler_is_there(quic
         work.rows_used = 0
         heard = len(r.second.heard)
         await until(lambda: len(r.second.heard) >= heard + 4)
-        assert registration.scheduler == r.address(1)  # the first one does not say that it serves
+        assert registration.scheduler == r.address(1)  # the first one is not serving
         work.rows_used = 1
         await r.first.health.set("", health_pb2.HealthCheckResponse.SERVING)
         await until(lambda: len(r.second.heard) >= heard + 8)
@@ -331,7 +331,7 @@ async def test_an_unused_worker_goes_back_when_its_first_scheduler_is_there(quic
         assert len(work.released) == 1
 
 
-async def test_a_draining_worker_registers_nowhere_else() -> None:
+async def test_a_draining_worker_does_not_register_elsewhere() -> None:
     lifecycle = Lifecycle()
     async with replicas() as r:
         r.first.ends_when = DRAINING
@@ -343,7 +343,7 @@ async def test_a_draining_worker_registers_nowhere_else() -> None:
         assert r.second.num_streams == 0
 
 
-async def test_nobody_answers_where_nobody_listens_or_all_is_frozen() -> None:
+async def test_unreachable_and_frozen_schedulers_do_not_answer() -> None:
     async with serve(FakeScheduler()) as port:
         assert await answers(f"127.0.0.1:{port}")
     assert not await answers(f"127.0.0.1:{port}")
