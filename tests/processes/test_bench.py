@@ -110,10 +110,10 @@ def test_a_conversation_resends_its_outputs_as_history(target, capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [
-        ("--input-len 5000", 1, "tokens together and the model takes"),
-        ("--dataset trace", 2, "--dataset trace needs --path"),
+        ("--input-len 5000", 1, "tokens, but max_model_len is 4096"),
+        ("--dataset trace", 2, "--dataset trace requires --path"),
         ("--dataset file --path nowhere.json", 1, "nowhere.json cannot be read"),
-        ("--backend openai", 2, "--backend openai needs --base-url"),
+        ("--backend openai", 2, "--backend openai requires --base-url"),
         ("--backend openai --base-url http://127.0.0.1:9", 1, "no answer from http://127.0.0.1:9/v1/models"),
         ("--slo ttft", 2, "--slo"),
         ("--plot x.pdf", 1, "--plot x.pdf"),
