@@ -6,7 +6,7 @@ WORKDIR /src
 COPY . .
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
 
-# The CPU build of torch: a fraction of the size of the one that brings CUDA.
+# The CPU build of torch, much smaller than the CUDA build.
 FROM source AS build-cpu
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -15,7 +15,7 @@ RUN uv venv /opt/quire \
   && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[worker]" \
   && ln -s lib/python3.11/site-packages/quire_client/demo_model /opt/quire/demo-model
 
-# torch of the package index carries the CUDA libraries along; the driver comes from the node.
+# torch from the package index includes the CUDA libraries. The driver is on the node.
 FROM source AS build-cuda
 ARG TORCH=torch==2.13.0
 RUN uv venv /opt/quire \
@@ -23,7 +23,7 @@ RUN uv venv /opt/quire \
   && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[cuda]" \
   && ln -s lib/python3.11/site-packages/quire_client/demo_model /opt/quire/demo-model
 
-# A compiler, because kernels are compiled for the processor or GPU that a worker finds.
+# Includes a compiler, because kernels are compiled for the processor or GPU of the node.
 FROM python:3.11.14-slim-bookworm AS runtime
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \

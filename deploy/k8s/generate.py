@@ -1,13 +1,13 @@
-"""Writes what follows from other files of the chart, so that none of it can be out of date:
+"""Generates files of the chart from other files:
 
     values.yaml         -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
-    the rendered chart  -> kustomize/base/, for those without Helm
+    the rendered chart  -> kustomize/base/, for use without Helm
 
-    python deploy/k8s/generate.py          write
-    python deploy/k8s/generate.py --check  say what would change; exit status 1 if anything would
+    python deploy/k8s/generate.py          write them
+    python deploy/k8s/generate.py --check  list outdated files; exit status 1 if there are any
 
-A value's comment is its description. A comment line `@schema {...}` adds to its schema, whose type is that of the
-default. A value with a `$ref` or `additionalProperties` of its own is taken as a whole.
+The comment of a value is its description. The type is that of the default. A comment line `@schema {...}` adds to the
+schema. A value whose `@schema` has a `$ref` or `additionalProperties` is one value, not a section.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHART = HERE / "quire"
 BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
-NAMESPACE = "default"  # of the rendering that the base is made from
+NAMESPACE = "default"  # in which the base is rendered
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 FREE = {"type": "object", "additionalProperties": True}
@@ -42,7 +42,7 @@ def resources(*types: str) -> dict[str, Any]:
         "properties": {
             kind: {
                 "type": "object",
-                "description": f"Resource {kind}, as Kubernetes has them.",
+                "description": f"Resource {kind}, in Kubernetes syntax.",
                 "additionalProperties": {"type": list(types)},
             }
             for kind in ("requests", "limits")
@@ -62,18 +62,18 @@ DEFINITIONS: dict[str, Any] = {
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            "topologyKey": {"type": "string", "description": "Label of nodes that tells the places apart."},
+            "topologyKey": {"type": "string", "description": "Node label whose values are the topology domains."},
             "whenUnsatisfiable": {
                 "enum": ["ScheduleAnyway", "DoNotSchedule"],
                 "type": "string",
-                "description": "What happens to a pod that cannot be placed evenly.",
+                "description": "How a pod that cannot be spread evenly is scheduled.",
             },
-            "maxSkew": {"type": "integer", "minimum": 1, "description": "How uneven places may be."},
+            "maxSkew": {"type": "integer", "minimum": 1, "description": "Maximum difference in pods between domains."},
         },
     },
 }
 
-# In an entry of a list null takes a key of the defaults away; elsewhere Helm does so before it looks into the schema.
+# null in a list entry removes a key of the defaults. Elsewhere Helm removes it before it validates the schema.
 IN_ENTRIES = {
     "strings": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
     "resources": resources("string", "number", "null"),
@@ -82,7 +82,7 @@ IN_ENTRIES = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of values.yaml. `children` is empty for one that is taken as a whole."""
+    """One value of values.yaml. A section has `children`."""
 
     name: str
     path: str
@@ -123,7 +123,7 @@ def _comment_above(lines: list[str], line: int) -> tuple[str, dict[str, Any]]:
 
 
 def leaves(values: list[Value] | tuple[Value, ...]) -> Iterator[Value]:
-    """Values that hold something, in the order of the file."""
+    """Values that are not sections, in the order of the file."""
     for value in values:
         if value.children:
             yield from leaves(value.children)
@@ -135,7 +135,7 @@ def leaves(values: list[Value] | tuple[Value, ...]) -> Iterator[Value]:
 
 
 def make_schema(values: list[Value]) -> dict[str, Any]:
-    """The JSON schema of all values (draft 7, which every Helm knows)."""
+    """The JSON schema of all values (draft 7, which all versions of Helm support)."""
     by_name = {value.name: value for value in values}
     definitions = DEFINITIONS | {f"{name}InEntries": schema for name, schema in IN_ENTRIES.items()}
     definitions |= {
@@ -144,7 +144,7 @@ def make_schema(values: list[Value]) -> dict[str, Any]:
         "schedulerOverride": _object_schema(by_name["scheduler"].children, is_entry=True),
     }
     schema = _object_schema(values)
-    schema["properties"]["global"] = FREE | {"description": "Set by Helm for charts that have this one as a part."}
+    schema["properties"]["global"] = FREE | {"description": "Set by Helm if this chart is a subchart."}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "$defs": definitions} | schema
 
 
@@ -177,7 +177,7 @@ def _value_schema(value: Value, *, is_entry: bool) -> dict[str, Any]:
 
 
 def type_name(value: Value) -> str:
-    """JSON's name of a value's type."""
+    """The JSON type name of a value."""
     if "$ref" in value.extra:
         name = value.extra["$ref"].rpartition("/")[2]
         return str(DEFINITIONS.get(name, {"type": "object"})["type"])
@@ -198,14 +198,14 @@ def make_table(values: list[Value]) -> str:
 
 
 def make_readme(values: list[Value]) -> str:
-    """README.md with its table anew."""
+    """README.md with a new table."""
     text = (CHART / "README.md").read_text()
     head, _, rest = text.partition(TABLE_BEGIN)
     return head + TABLE_BEGIN + make_table(values) + TABLE_END + rest.partition(TABLE_END)[2]
 
 
 def make_base() -> dict[str, str]:
-    """Files of kustomize/base: the chart with its default values, one file per object, for whatever namespace."""
+    """Files of kustomize/base: the chart with default values, one file per object, without a namespace."""
     with Chart.load(CHART) as chart:
         rendered = chart.render(name="quire", namespace=NAMESPACE)
     files = {}
@@ -223,7 +223,7 @@ def make_base() -> dict[str, str]:
 
 
 def _anywhere(manifest: Any) -> Any:
-    """Without Helm's labels, and without a namespace: an overlay sets one, and pods find short names in their own."""
+    """Removes Helm's labels and the namespace: overlays set one, and short names resolve in the pod's own."""
     if isinstance(manifest, list):
         return [_anywhere(item) for item in manifest]
     if isinstance(manifest, str):
@@ -238,24 +238,24 @@ def _dump(document: Any) -> str:
 
 
 def chart_files() -> dict[Path, str]:
-    """Files inside the chart that are written, and what they should hold."""
+    """Generated files in the chart, with their contents."""
     values = read_values((CHART / "values.yaml").read_text())
     schema = json.dumps(make_schema(values), indent=2) + "\n"
     return {CHART / "values.schema.json": schema, CHART / "README.md": make_readme(values)}
 
 
 def base_files() -> dict[Path, str]:
-    """Files of the kustomize base. The chart's own files must be up to date."""
+    """Files of the kustomize base, with their contents. The files of the chart must be up to date."""
     return {BASE / name: text for name, text in make_base().items()}
 
 
 def stale(wanted: dict[Path, str]) -> list[Path]:
-    """Those of the files that do not hold what they should."""
+    """The files whose contents differ."""
     return [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
 
 
 def update(wanted: dict[Path, str], *, is_check: bool) -> int:
-    """Write what is out of date, or only say it. Returns how many files that were."""
+    """Writes outdated files, or only lists them. Returns their number."""
     paths = stale(wanted)
     for path in paths:
         print(f"{'out of date' if is_check else 'written'}: {path.relative_to(HERE.parents[1])}")
@@ -266,9 +266,11 @@ def update(wanted: dict[Path, str], *, is_check: bool) -> int:
 
 
 def main() -> int:
-    """Write everything, or check it."""
+    """Generates all files, or checks them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something would change")
+    parser.add_argument(
+        "--check", action="store_true", help="list outdated files without writing; exit status 1 if there are any"
+    )
     is_check = parser.parse_args().check
     if update(chart_files(), is_check=is_check) and is_check:
         return 1  # the base is rendered with them

@@ -1,4 +1,4 @@
-"""A wrong combination of values stops the rendering with a sentence that says what to set."""
+"""Invalid combinations of values fail the rendering with an error that names the value to set."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ COMBINATIONS = [
     ({"models": [{"name": "demo"}, {"name": "b"}]}, "add a pool with model: b"),
     (
         {"fullnameOverride": "a" * 40} | models({"name": "b" * 10}),
-        f"the StatefulSet {'a' * 40}-scheduler-{'b' * 10} would have a name of 61 characters, and Kubernetes takes 52",
+        f"the name of StatefulSet {'a' * 40}-scheduler-{'b' * 10} would have 61 characters, but the limit is 52",
     ),
-    ({"fullnameOverride": "a" * 30} | pools({"name": "c" * 20}), "or the pool's"),
+    ({"fullnameOverride": "a" * 30} | pools({"name": "c" * 20}), "or the name of the pool"),
     (stored(existingClaim="c", hostPath="/d"), "storage.existingClaim and storage.hostPath: set only one"),
-    ({"models": [{"name": "demo", "download": GET}]}, "no place to download to: set storage.emptyDirSize"),
+    ({"models": [{"name": "demo", "download": GET}]}, "no storage to download to: set storage.emptyDirSize"),
     (
         {"models": [{"name": "demo", "path": "/elsewhere", "storage": {"existingClaim": "c"}}]},
-        "set path to the model's folder under /models",
+        "set path to a folder under /models",
     ),
     ({"models": [{"name": "demo", "path": "/models/m"}]}, "has path /models/m but no storage"),
-    (stored(emptyDirSize="1Gi"), "nothing that fills it: set download.command"),
-    (stored(claimSize="1Gi"), "nothing that fills it: set download.command"),
+    (stored(emptyDirSize="1Gi"), "but no download: set download.command"),
+    (stored(claimSize="1Gi"), "but no download: set download.command"),
     (stored(existingClaim="c", storageClass="fast"), "set storage.claimSize too"),
     (pools({}, {}), 'two pools named "cpu"'),
-    (pools({"model": "nope"}, {"name": "b"}), 'model "nope", which is none of models[].name (demo)'),
+    (pools({"model": "nope"}, {"name": "b"}), 'model "nope", which is not a name in models (demo)'),
     (
         pools({"gpuCount": 1, "kvCacheDtype": "fp8"}, {"name": "b", "gpuCount": 1}),
         'pools "cpu" and "b" of model "demo" have kvCacheDtype "fp8" and "auto": set the same kvCacheDtype in all',
@@ -62,8 +62,8 @@ COMBINATIONS = [
     ),
     (
         pools({"kvCacheMemory": "48G"}, {"name": "b", "kvCacheMemory": "4G"}),
-        'have kvCacheMemory "48G", numBlocks 0, gpuCount 0 and kvCacheMemory "4G", numBlocks 0, gpuCount 0: workers '
-        "may then differ in the longest sequence, which they must share; set maxModelLen in all of them",
+        'have kvCacheMemory "48G", numBlocks 0, gpuCount 0 and kvCacheMemory "4G", numBlocks 0, gpuCount 0, so '
+        "the maximum sequence length of their workers may differ: set maxModelLen in all of them",
     ),
     (pools({"numBlocks": 8}, {"name": "b"}), "set maxModelLen in all of them"),
     (pools({"kvCacheMemory": ""}, {"name": "b", "kvCacheMemory": ""}), "leave the size of the KV cache to the workers"),
@@ -73,10 +73,10 @@ COMBINATIONS = [
     (pools({"gpuCount": 1, "executor": "sim"}), "executor sim, which uses no GPU"),
     (
         {"workers": [{"name": "a", "model": "demo"}, {"name": "b", "model": "demo", "gpuCount": 2}]},
-        'pools of model "demo" have backend cpu, gpuCount 0 and backend cuda, gpuCount 2, which find other tokens',
+        'pools of model "demo" have backend cpu, gpuCount 0 and backend cuda, gpuCount 2, which give different tokens',
     ),
     (pools({"resources": {"limits": {"nvidia.com/gpu": 1}}}), "set gpuCount instead"),
-    ({"redis": {"external": {"url": "redis://h:1"}}}, "set redis.enabled to false to use your own Redis"),
+    ({"redis": {"external": {"url": "redis://h:1"}}}, "set redis.enabled to false to use the external Redis"),
     ({"redis": {"enabled": False, "external": {"url": "redis://h:1", "existingSecret": "s"}}}, "set only one"),
     ({"redis": {"enabled": False, "auth": {"existingSecret": "s"}}}, "redis.auth is for the bundled Redis"),
     (
@@ -89,7 +89,7 @@ COMBINATIONS = [
     ),
     (
         {"redis": {"enabled": False, "external": {"url": "redis://:pw@h:1"}}},
-        "holds a password: put the URL into a secret",
+        "contains a password: put the URL into a secret",
     ),
     ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "set maxReplicas to 9 or more"),
     (
@@ -99,10 +99,10 @@ COMBINATIONS = [
     (pools({"autoscaling": {"enabled": True}}), "set keda.enabled and keda.prometheusAddress"),
     ({"keda": KEDA} | pools({"autoscaling": {"enabled": True, "minReplicas": 9}}), "set maxReplicas to 9 or more"),
     ({"keda": {"enabled": True}} | pools({"autoscaling": {"enabled": True}}), "set keda.prometheusAddress"),
-    ({"keda": KEDA}, "no pool is scaled: set autoscaling.enabled"),
-    ({"gateway": {"ingress": {"enabled": True}}}, "no name leads to it: set gateway.ingress.hosts"),
-    ({"gateway": {"grpcRoute": {"enabled": True}}}, "belongs to no Gateway: set gateway.grpcRoute.parentRefs"),
-    ({"gateway": {"apiKeys": {"existingSecret": "s"}}}, "which of its entries helm test uses"),
+    ({"keda": KEDA}, "no pool has autoscaling: set autoscaling.enabled"),
+    ({"gateway": {"ingress": {"enabled": True}}}, "it has no host: set gateway.ingress.hosts"),
+    ({"gateway": {"grpcRoute": {"enabled": True}}}, "has no parent Gateway: set gateway.grpcRoute.parentRefs"),
+    ({"gateway": {"apiKeys": {"existingSecret": "s"}}}, "set both; helm test uses that entry of the secret"),
     ({"gateway": {"tls": {"clientCaSecret": "ca"}}}, "set gateway.tls.existingSecret too"),
     ({"gateway": {"tls": {"existingSecret": "c", "clientCaSecret": "ca"}}}, "helm test has none: set test.tlsSecret"),
     ({"networkPolicy": {"egress": {"enabled": True}}}, "set networkPolicy.enabled"),
@@ -114,26 +114,26 @@ COMBINATIONS = [
     (
         {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
         | {"models": [{"name": "demo", "path": "/models/m", "storage": {"emptyDirSize": "1Gi"}, "download": GET}]},
-        'keeps model "demo" from where its download.command gets it: add the address to networkPolicy.egress.extra',
+        'blocks the download of model "demo": add the address of its source to networkPolicy.egress.extra',
     ),
     (
         {"commonLabels": {"app.kubernetes.io/component": "llm"}},
-        "commonLabels has the label app.kubernetes.io/component",
+        "commonLabels sets the label app.kubernetes.io/component",
     ),
-    ({"workerDefaults": {"podLabels": {"quire/model": "m"}}}, "podLabels has the label quire/model, by which"),
+    ({"workerDefaults": {"podLabels": {"quire/model": "m"}}}, "podLabels sets the label quire/model, which"),
     (
         merged(MONITOR, {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
-        "choose another name for it",
+        "use another label",
     ),
     (
         {"gateway": {"service": {"type": "NodePort", "loadBalancerSourceRanges": ["203.0.113.0/24"]}}},
-        "not for a NodePort: set gateway.service.type to LoadBalancer",
+        "gateway.service.type is NodePort: set gateway.service.type to LoadBalancer",
     ),
     ({"fullnameOverride": "Quire"}, 'would begin with "Quire"'),
     ({"nameOverride": "Q"}, 'would begin with "r-Q"'),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
-    ({"ports": {"worker": 9090}}, "ports.worker is 9090, as is ports.metrics"),
-    ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, as is ports.health"),
+    ({"ports": {"worker": 9090}}, "ports.worker is 9090, the same as ports.metrics"),
+    ({"ports": {"gateway": 50090}}, "ports.gateway is 50090, the same as ports.health"),
 ]
 
 BAD_VALUES = [
@@ -165,14 +165,14 @@ BAD_VALUES = [
 @pytest.mark.parametrize(
     ("values", "words"), [*COMBINATIONS, *BAD_VALUES], ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_it_is_refused_with_advice(values: Values, words: str) -> None:
+def test_invalid_values_are_refused_with_advice(values: Values, words: str) -> None:
     with pytest.raises(HelmError) as refused:
         render(values)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["quire.v2", "1234"])
-def test_a_release_whose_name_is_none_for_services(name: str) -> None:
-    with pytest.raises(HelmError, match="set fullnameOverride, or another name of the release"):
+def test_release_names_that_are_invalid_for_services_are_refused(name: str) -> None:
+    with pytest.raises(HelmError, match="set fullnameOverride, or choose another release name"):
         render(name=name)
     assert render({"fullnameOverride": "q"}, name=name).all("Service")[0]["metadata"]["name"].startswith("q-")

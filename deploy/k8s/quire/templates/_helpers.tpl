@@ -1,4 +1,4 @@
-{{/* Names, labels and the lists that other templates walk over. */}}
+{{/* Names, labels, and the lists of models and pools. */}}
 
 {{- define "quire.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -13,7 +13,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What selects the pods of one component: (dict "root" $ "component" "worker" "name" "a100"). */}}
+{{/* Labels that select the pods of a component: (dict "root" $ "component" "worker" "name" "a100"). */}}
 {{- define "quire.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -23,8 +23,8 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of objects. Pods get less: a label that changes with the chart's version would restart them all. `labels` are
-     the user's for this object, which come on top of commonLabels. */}}
+{{/* Labels of objects. Pods get fewer, because a label that changes with the chart version would restart them all.
+     `labels` are the user's labels for this object, in addition to commonLabels. */}}
 {{- define "quire.labels" -}}
 {{- $own := dict "app.kubernetes.io/part-of" "quire" "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- $_ := set $own "app.kubernetes.io/version" (include "quire.versionLabel" .root.Chart.AppVersion) -}}
@@ -33,14 +33,14 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ include "quire.mergedLabels" (dict "own" $own "more" (dict "commonLabels" .root.Values.commonLabels "labels" .labels)) }}
 {{- end -}}
 
-{{/* The chart's own labels and the user's: `more` has those by the names of their values. They replace what only tells
-     people something, and never what finds objects. */}}
+{{/* The chart's labels (`own`) and the user's (`more`, by the name of their value). The user's may replace informative
+     labels, but no label used in selectors. */}}
 {{- define "quire.mergedLabels" -}}
 {{- $labels := .own -}}
 {{- range $value, $more := .more -}}
 {{- range $key, $text := $more -}}
 {{- if regexMatch "^(app[.]kubernetes[.]io/(name|instance|component|managed-by)|quire/(model|pool|scrape))$" $key -}}
-{{- fail (printf "%s has the label %s, by which the chart and Helm find their objects: choose another name for it" $value $key) -}}
+{{- fail (printf "%s sets the label %s, which the chart or Helm uses in selectors: use another label" $value $key) -}}
 {{- end -}}
 {{- $_ := set $labels $key $text -}}
 {{- end -}}
@@ -48,12 +48,12 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toYaml $labels }}
 {{- end -}}
 
-{{/* A version with build metadata (0.1.0+1a2b) as a label: no +, and 63 characters at most. */}}
+{{/* A version as a label: no + (build metadata), at most 63 characters. */}}
 {{- define "quire.versionLabel" -}}
 {{ replace "+" "_" . | trunc 63 | trimAll "-_." }}
 {{- end -}}
 
-{{/* `own`: the whole image where a component names one. */}}
+{{/* Image of a component. `own`: the complete image, if set. */}}
 {{- define "quire.image" -}}
 {{- $registry := empty .root.Values.image.registry | ternary "" (printf "%s/" .root.Values.image.registry) -}}
 {{- $tag := default (replace "+" "_" .root.Chart.AppVersion) .root.Values.image.tag -}}
@@ -64,7 +64,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- default (ternary (include "quire.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* `entry` over `defaults`, as JSON. Maps are merged as Helm does it everywhere else: null takes a key away. */}}
+{{/* `entry` merged over `defaults`, as JSON. Maps are merged by key as in Helm: null removes a key. */}}
 {{- define "quire.over" -}}
 {{- $merged := deepCopy .defaults -}}
 {{- range $key, $value := .entry -}}
@@ -80,7 +80,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $merged }}
 {{- end -}}
 
-{{/* Entries of `models` with what they leave out, as a JSON list. */}}
+{{/* Entries of `models` with defaults, as a JSON list. */}}
 {{- define "quire.models" -}}
 {{- $models := list -}}
 {{- $scheduler := include "quire.over" (dict "defaults" .Values.scheduler "entry" .Values.modelDefaults.scheduler) | fromJson -}}
@@ -93,7 +93,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $models }}
 {{- end -}}
 
-{{/* Entries of `workers` with what they leave out, as a JSON list. `modelSpec` is the entry of models. */}}
+{{/* Entries of `workers` with defaults, as a JSON list. `modelSpec` is the entry of their model. */}}
 {{- define "quire.pools" -}}
 {{- $byName := dict -}}
 {{- range include "quire.models" . | fromJsonArray -}}
@@ -104,7 +104,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- $pool := include "quire.over" (dict "defaults" $.Values.workerDefaults "entry" .) | fromJson -}}
 {{- $_ := set $pool "backend" (default (ternary "cuda" "cpu" (gt (int $pool.gpuCount) 0)) $pool.backend) -}}
 {{- if not (hasKey $byName $pool.model) -}}
-{{- fail (printf "pool %q has model %q, which is none of models[].name (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
+{{- fail (printf "pool %q has model %q, which is not a name in models (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $_ := set $pool "modelSpec" (get $byName $pool.model) -}}
 {{- $pools = append $pools $pool -}}
@@ -112,7 +112,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $pools }}
 {{- end -}}
 
-{{/* Addresses of a model's schedulers: a JSON list. A StatefulSet's pods keep their names. */}}
+{{/* Addresses of a model's schedulers, as a JSON list. Pods of a StatefulSet have stable names. */}}
 {{- define "quire.schedulerAddresses" -}}
 {{- $set := printf "%s-scheduler-%s" (include "quire.fullname" .root) .model.name -}}
 {{- $addresses := list -}}
@@ -123,7 +123,7 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $addresses }}
 {{- end -}}
 
-{{/* Times of leaving, all from drainSeconds. */}}
+{{/* Shutdown times, all computed from drainSeconds. */}}
 {{- define "quire.preStopSeconds" -}}
 {{ max 1 (min 10 (div (int .) 6)) }}
 {{- end -}}
@@ -132,13 +132,13 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ add (div (mul 3 (int .drainSeconds)) 2) 10 (default 0 .preStop) }}
 {{- end -}}
 
-{{/* PromQL: requests that wait, per ready worker of the pool's model. */}}
+{{/* PromQL: waiting requests per ready worker of the pool's model. */}}
 {{- define "quire.waitingQuery" -}}
 {{- $labels := printf "namespace=%q, model_name=%q" .root.Release.Namespace .pool.modelSpec.servedName -}}
 sum(quire_num_requests_waiting{ {{- $labels -}} }) / clamp_min(sum(quire_workers{ {{- $labels -}} , state="ready"}), 1)
 {{- end -}}
 
-{{/* PromQL: rows that sequences hold on the pool's workers. */}}
+{{/* PromQL: used rows on the pool's workers. */}}
 {{- define "quire.rowsQuery" -}}
 sum(quire_rows_used{namespace="{{ .root.Release.Namespace }}", worker_id=~"{{ include "quire.fullname" .root }}-worker-{{ .pool.name }}-[0-9]+"})
 {{- end -}}
@@ -150,17 +150,17 @@ authenticationRef:
 {{- end -}}
 {{- end -}}
 
-{{/* gRPC services of a gateway that clients outside the cluster may call: a JSON list. AdminService is none of them. */}}
+{{/* gRPC services for clients outside the cluster, as a JSON list. AdminService is not among them. */}}
 {{- define "quire.publicServices" -}}
 {{ list "quire.v1.InferenceService" "grpc.health.v1.Health" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
 {{- end -}}
 
-{{/* What proxies in front of gateways are told to speak. */}}
+{{/* appProtocol for proxies in front of gateways. */}}
 {{- define "quire.gatewayProtocol" -}}
 {{ ternary "https" "kubernetes.io/h2c" (not (empty .Values.gateway.tls.existingSecret)) }}
 {{- end -}}
 
-{{/* Where services listen: at all addresses of their pod. */}}
+{{/* Listen address: all addresses of the pod. */}}
 {{- define "quire.anyHost" -}}
 {{ ternary "[::]" "0.0.0.0" (eq .Values.ipFamily "IPv6") }}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* Parts that the pods of gateways, schedulers and workers share. `spec` has the values of the component. */}}
+{{/* Common parts of gateway, scheduler and worker pods. `spec` has the values of the component. */}}
 
 {{- define "quire.podMetadata" -}}
 {{- $own := merge (dict "app.kubernetes.io/part-of" "quire") (.extraLabels | default dict) -}}
@@ -12,7 +12,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Who the pod is and where it may run. Service links are off: QUIRE_* variables are our settings. */}}
+{{/* Identity and placement of a pod. Service links are off, because QUIRE_* environment variables are settings. */}}
 {{- define "quire.podPlacement" -}}
 serviceAccountName: {{ include "quire.serviceAccountName" .root | quote }}
 automountServiceAccountToken: false
@@ -51,7 +51,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Flags that every service has. */}}
+{{/* Flags of all services. */}}
 {{- define "quire.commonArgs" -}}
 - --log-format={{ .Values.log.format }}
 - --log-level={{ .Values.log.level }}
@@ -69,7 +69,7 @@ topologySpreadConstraints:
   containerPort: {{ .root.Values.ports.metrics }}
 {{- end -}}
 
-{{/* The kubelet asks the plaintext health port. `startup` is the service that ends the start, within `startupSeconds`. */}}
+{{/* Probes on the plaintext health port. `startup` is the health service of the startup probe, `startupSeconds` its limit. */}}
 {{- define "quire.probes" -}}
 startupProbe:
   grpc:
@@ -94,7 +94,7 @@ readinessProbe:
   failureThreshold: {{ .unreadyAfter | default 1 }}
 {{- end -}}
 
-{{/* QUIRE_REDIS of gateways and schedulers; nothing where there is no Redis. */}}
+{{/* QUIRE_REDIS of gateways and schedulers; empty without Redis. */}}
 {{- define "quire.redisEnv" -}}
 {{- $redis := .Values.redis -}}
 {{- if $redis.enabled }}
@@ -151,7 +151,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* One pod at a time; a pod that is not ready never holds up a node drain. */}}
+{{/* Evicts one pod at a time. Pods that are not ready never block a node drain. */}}
 {{- define "quire.podDisruptionBudget" }}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -168,7 +168,7 @@ spec:
       {{- include "quire.selectorLabels" . | nindent 6 }}
 {{- end }}
 
-{{/* The headless Service of a StatefulSet. Not ready pods have names too: readiness is the scheduler's own business. */}}
+{{/* The headless Service of a StatefulSet. It includes pods that are not ready, because peers check readiness themselves. */}}
 {{- define "quire.headlessService" }}
 apiVersion: v1
 kind: Service
@@ -193,8 +193,8 @@ spec:
       targetPort: metrics
 {{- end }}
 
-{{/* Who of this release may come in at a port, who may read /metrics, and whom it may reach. `from` and `to` are lists
-     of components. */}}
+{{/* NetworkPolicy of a component: `from` lists the components that may connect to its port, `to` those that it may
+     connect to. */}}
 {{- define "quire.networkPolicy" }}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -240,7 +240,7 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* Redis answers and asks nobody. DNS: policies see the port of the pod that answers, on OpenShift 5353. */}}
+{{/* Egress rules; none for Redis. DNS: policies see the port of the DNS pod, which is 5353 on OpenShift. */}}
 {{- define "quire.egress" -}}
 {{- if .to -}}
 egress:

@@ -1,4 +1,4 @@
-{{/* Combinations that cannot work. Each sentence says what to set. */}}
+{{/* Refuses invalid combinations of values. Each error names the value to set. */}}
 
 {{- define "quire.validate" -}}
 {{- include "quire.validateFullname" . -}}
@@ -11,11 +11,11 @@
 {{- include "quire.validateNetwork" . -}}
 {{- end -}}
 
-{{/* Helm lets a release's name have dots and begin with a digit, a Service's name may not. */}}
+{{/* A release name may contain dots and begin with a digit, a Service name must not. */}}
 {{- define "quire.validateFullname" -}}
 {{- $fullname := include "quire.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
-{{- fail (printf "names of objects would begin with %q, and Kubernetes wants a lower case letter first, then only lower case letters, digits and dashes: set fullnameOverride, or another name of the release" $fullname) -}}
+{{- fail (printf "object names would begin with %q, but they must begin with a lowercase letter and contain only lowercase letters, digits and dashes: set fullnameOverride, or choose another release name" $fullname) -}}
 {{- end -}}
 {{- end -}}
 
@@ -42,10 +42,10 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A StatefulSet's name and a hash become a label of its pods, which has 63 characters. */}}
+{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters. */}}
 {{- define "quire.validateName" -}}
 {{- if gt (len .name) 52 -}}
-{{- fail (printf "the StatefulSet %s would have a name of %d characters, and Kubernetes takes 52: shorten fullnameOverride or the release's name (%s), or the %s's" .name (len .name) .fullname .what) -}}
+{{- fail (printf "the name of StatefulSet %s would have %d characters, but the limit is 52: shorten fullnameOverride or the release name (%s), or the name of the %s" .name (len .name) .fullname .what) -}}
 {{- end -}}
 {{- end -}}
 
@@ -57,19 +57,19 @@
 {{- fail (printf "model %q has storage.%s: set only one of them" .name (join " and storage." $kinds)) -}}
 {{- end -}}
 {{- if and .download.command (not $kinds) -}}
-{{- fail (printf "model %q has download.command but no place to download to: set storage.emptyDirSize, storage.claimSize, storage.existingClaim or storage.hostPath" .name) -}}
+{{- fail (printf "model %q has download.command but no storage to download to: set storage.emptyDirSize, storage.claimSize, storage.existingClaim or storage.hostPath" .name) -}}
 {{- end -}}
 {{- if and $kinds (not (hasPrefix "/models/" (printf "%s/" .path))) -}}
-{{- fail (printf "model %q has a storage, which is mounted at /models, but path is %s: set path to the model's folder under /models" .name .path) -}}
+{{- fail (printf "model %q has storage, which is mounted at /models, but its path is %s: set path to a folder under /models" .name .path) -}}
 {{- end -}}
 {{- if and (not $kinds) (hasPrefix "/models/" (printf "%s/" .path)) -}}
 {{- fail (printf "model %q has path %s but no storage, so nothing is mounted there: set one of storage.existingClaim, storage.hostPath, storage.emptyDirSize, storage.claimSize" .name .path) -}}
 {{- end -}}
 {{- if and (or $storage.emptyDirSize $storage.claimSize) (not .download.command) -}}
-{{- fail (printf "model %q has an empty storage and nothing that fills it: set download.command, or use storage.existingClaim" .name) -}}
+{{- fail (printf "model %q has an empty volume as storage, but no download: set download.command, or use storage.existingClaim" .name) -}}
 {{- end -}}
 {{- if and $storage.storageClass (not $storage.claimSize) -}}
-{{- fail (printf "model %q has storage.storageClass without a claim: set storage.claimSize too" .name) -}}
+{{- fail (printf "model %q has storage.storageClass without storage.claimSize: set storage.claimSize too" .name) -}}
 {{- end -}}
 {{- end -}}
 
@@ -83,13 +83,13 @@
 {{- $_ := set $names .name true -}}
 {{- include "quire.validateName" (dict "name" (printf "%s-worker-%s" $fullname .name) "fullname" $fullname "what" "pool") -}}
 {{- if and (eq .backend "cpu") (int .gpuCount) -}}
-{{- fail (printf "pool %q has gpuCount %d and backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
+{{- fail (printf "pool %q has gpuCount %d but backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
 {{- end -}}
 {{- if and (eq .backend "cuda") (not (int .gpuCount)) -}}
-{{- fail (printf "pool %q has backend cuda and no GPU: set gpuCount to 1 or more" .name) -}}
+{{- fail (printf "pool %q has backend cuda but gpuCount 0: set gpuCount to 1 or more" .name) -}}
 {{- end -}}
 {{- if and (ne .backend "cuda") (or (eq .dtype "float16") (eq .kvCacheDtype "fp8")) -}}
-{{- fail (printf "pool %q has dtype %s and kvCacheDtype %s without a GPU: float16 and fp8 need gpuCount 1 or more" .name .dtype .kvCacheDtype) -}}
+{{- fail (printf "pool %q has dtype %s and kvCacheDtype %s but no GPU: float16 and fp8 need gpuCount 1 or more" .name .dtype .kvCacheDtype) -}}
 {{- end -}}
 {{- if and (eq .executor "sim") (int .gpuCount) -}}
 {{- fail (printf "pool %q has executor sim, which uses no GPU: set gpuCount to 0" .name) -}}
@@ -103,7 +103,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A scheduler leases only workers that agree with its first one (SHARED_FACTS of scheduler_svc/worker_pool.py). */}}
+{{/* A scheduler leases only workers with the same settings as its first one (SHARED_FACTS in the scheduler). */}}
 {{- define "quire.validateAgreement" -}}
 {{- $firsts := dict -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
@@ -126,14 +126,14 @@
 {{- end -}}
 {{- $kinds := list (include "quire.poolKind" $first) (include "quire.poolKind" $pool) -}}
 {{- if and (ne (index $kinds 0) (index $kinds 1)) (eq $pool.determinism "exact") (eq $pool.executor "model") -}}
-{{- fail (printf "pools of model %q have %s, which find other tokens: set the same in all of them, or determinism to best_effort" $pool.model (join " and " $kinds)) -}}
+{{- fail (printf "pools of model %q have %s, which give different tokens: set the same values in all of them, or set determinism to best_effort" $pool.model (join " and " $kinds)) -}}
 {{- end -}}
 {{- $sizes := list (include "quire.poolSize" $first) (include "quire.poolSize" $pool) -}}
 {{- if and (not (int $pool.maxModelLen)) (ne (index $sizes 0) (index $sizes 1)) -}}
-{{- fail (printf "pools %q and %q of model %q have %s: workers may then differ in the longest sequence, which they must share; set maxModelLen in all of them, to what the smallest holds" $first.name $pool.name $pool.model (join " and " $sizes)) -}}
+{{- fail (printf "pools %q and %q of model %q have %s, so the maximum sequence length of their workers may differ: set maxModelLen in all of them to a length that fits the smallest KV cache" $first.name $pool.name $pool.model (join " and " $sizes)) -}}
 {{- end -}}
 {{- if and (not (int $pool.maxModelLen)) (not $pool.kvCacheMemory) (not (int $pool.numBlocks)) -}}
-{{- fail (printf "pools %q and %q of model %q leave the size of the KV cache to the workers, which may then differ in the longest sequence: set maxModelLen in all of them, to what the smallest holds" $first.name $pool.name $pool.model) -}}
+{{- fail (printf "pools %q and %q of model %q leave the size of the KV cache to the workers, so their maximum sequence length may differ: set maxModelLen in all of them to a length that fits the smallest KV cache" $first.name $pool.name $pool.model) -}}
 {{- end -}}
 {{- end -}}
 
@@ -141,7 +141,7 @@
 {{ printf "backend %s, gpuCount %d" .backend (int .gpuCount) }}
 {{- end -}}
 
-{{/* What a worker takes its longest sequence from where maxModelLen is 0 and the model allows more. */}}
+{{/* The values that limit a worker's maximum sequence length if maxModelLen is 0. */}}
 {{- define "quire.poolSize" -}}
 {{ printf "kvCacheMemory %q, numBlocks %d, gpuCount %d" .kvCacheMemory (int .numBlocks) (int .gpuCount) }}
 {{- end -}}
@@ -149,63 +149,63 @@
 {{- define "quire.validateRedis" -}}
 {{- $external := .Values.redis.external -}}
 {{- if and .Values.redis.enabled (or $external.url $external.existingSecret) -}}
-{{- fail "redis.enabled is true and redis.external is set: set redis.enabled to false to use your own Redis" -}}
+{{- fail "redis.enabled is true, but redis.external is set: set redis.enabled to false to use the external Redis" -}}
 {{- end -}}
 {{- if and $external.url $external.existingSecret -}}
-{{- fail "redis.external.url and redis.external.existingSecret are both set: set only one; the secret holds the whole URL" -}}
+{{- fail "redis.external.url and redis.external.existingSecret are both set: set only one; the secret contains the whole URL" -}}
 {{- end -}}
 {{- if and .Values.redis.auth.existingSecret (not .Values.redis.enabled) -}}
-{{- fail "redis.auth is for the bundled Redis: put the password of your own Redis into redis.external.existingSecret as part of the URL" -}}
+{{- fail "redis.auth is for the bundled Redis, but redis.enabled is false: put the password of the external Redis into the URL in redis.external.existingSecret" -}}
 {{- end -}}
 {{- if and $external.caSecret (not (or $external.url $external.existingSecret)) -}}
-{{- fail "redis.external.caSecret is set but no external Redis: set redis.external.url or redis.external.existingSecret" -}}
+{{- fail "redis.external.caSecret is set without an external Redis: set redis.external.url or redis.external.existingSecret" -}}
 {{- end -}}
 {{- if and $external.caSecret $external.url (not (hasPrefix "rediss://" $external.url)) -}}
-{{- fail "redis.external.caSecret is set, but redis.external.url does not begin with rediss://: only TLS needs an authority" -}}
+{{- fail "redis.external.caSecret is set, but redis.external.url does not begin with rediss://: use a rediss:// URL, or remove caSecret" -}}
 {{- end -}}
 {{- if regexMatch "^rediss?://[^/]*@" $external.url -}}
-{{- fail "redis.external.url holds a password: put the URL into a secret and set redis.external.existingSecret" -}}
+{{- fail "redis.external.url contains a password: put the URL into a secret and set redis.external.existingSecret" -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "quire.validateScaling" -}}
 {{- $hpa := .Values.gateway.autoscaling -}}
 {{- if and $hpa.enabled (gt (int $hpa.minReplicas) (int $hpa.maxReplicas)) -}}
-{{- fail (printf "gateway.autoscaling.minReplicas is %d and maxReplicas %d: set maxReplicas to %d or more" (int $hpa.minReplicas) (int $hpa.maxReplicas) (int $hpa.minReplicas)) -}}
+{{- fail (printf "gateway.autoscaling.minReplicas is %d, but maxReplicas is %d: set maxReplicas to %d or more" (int $hpa.minReplicas) (int $hpa.maxReplicas) (int $hpa.minReplicas)) -}}
 {{- end -}}
 {{- if and $hpa.enabled (not (dig "requests" "cpu" "" .Values.gateway.resources)) -}}
-{{- fail "gateway.autoscaling is on, but its percentage is of a request that is not set: set gateway.resources.requests.cpu" -}}
+{{- fail "gateway.autoscaling is enabled, but its target is a percentage of the CPU request, which is not set: set gateway.resources.requests.cpu" -}}
 {{- end -}}
 {{- $isScaled := false -}}
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if .autoscaling.enabled -}}
 {{- $isScaled = true -}}
 {{- if not $.Values.keda.enabled -}}
-{{- fail (printf "pool %q has autoscaling.enabled, but keda is off: set keda.enabled and keda.prometheusAddress" .name) -}}
+{{- fail (printf "pool %q has autoscaling.enabled, but keda.enabled is false: set keda.enabled and keda.prometheusAddress" .name) -}}
 {{- end -}}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
-{{- fail (printf "pool %q has autoscaling.minReplicas %d and maxReplicas %d: set maxReplicas to %d or more" .name (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) (int .autoscaling.minReplicas)) -}}
+{{- fail (printf "pool %q has autoscaling.minReplicas %d but maxReplicas %d: set maxReplicas to %d or more" .name (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) (int .autoscaling.minReplicas)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.keda.enabled (not .Values.keda.prometheusAddress) -}}
-{{- fail "keda.enabled is true, but KEDA does not know where to ask: set keda.prometheusAddress, e.g. http://prometheus-operated.monitoring:9090" -}}
+{{- fail "keda.enabled is true, but keda.prometheusAddress is empty: set keda.prometheusAddress, for example to http://prometheus-operated.monitoring:9090" -}}
 {{- end -}}
 {{- if and .Values.keda.enabled (not $isScaled) -}}
-{{- fail "keda.enabled is true, but no pool is scaled: set autoscaling.enabled in an entry of workers" -}}
+{{- fail "keda.enabled is true, but no pool has autoscaling: set autoscaling.enabled in an entry of workers" -}}
 {{- end -}}
 {{- end -}}
 
-{{/* gRPC ports may be equal: they are of different pods. */}}
+{{/* The gRPC ports may be equal, because they are on different pods. */}}
 {{- define "quire.validatePorts" -}}
 {{- $ports := .Values.ports -}}
 {{- if eq (int $ports.health) (int $ports.metrics) -}}
-{{- fail (printf "ports.health and ports.metrics are both %d: set different ones" (int $ports.health)) -}}
+{{- fail (printf "ports.health and ports.metrics are both %d: set different ports" (int $ports.health)) -}}
 {{- end -}}
 {{- range list "gateway" "scheduler" "worker" -}}
 {{- $port := get $ports . | int -}}
 {{- if or (eq $port (int $ports.health)) (eq $port (int $ports.metrics)) -}}
-{{- fail (printf "ports.%s is %d, as is ports.%s: set different ones" . $port (ternary "health" "metrics" (eq $port (int $ports.health)))) -}}
+{{- fail (printf "ports.%s is %d, the same as ports.%s: set different ports" . $port (ternary "health" "metrics" (eq $port (int $ports.health)))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -213,35 +213,35 @@
 {{- define "quire.validateNetwork" -}}
 {{- $ingress := .Values.gateway.ingress -}}
 {{- if and $ingress.enabled (not $ingress.hosts) -}}
-{{- fail "gateway.ingress.enabled is true, but no name leads to it: set gateway.ingress.hosts, e.g. [llm.example.com]" -}}
+{{- fail "gateway.ingress.enabled is true, but it has no host: set gateway.ingress.hosts, for example to [llm.example.com]" -}}
 {{- end -}}
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
-{{- fail "gateway.grpcRoute.enabled is true, but it belongs to no Gateway: set gateway.grpcRoute.parentRefs, e.g. [{name: public}]" -}}
+{{- fail "gateway.grpcRoute.enabled is true, but it has no parent Gateway: set gateway.grpcRoute.parentRefs, for example to [{name: public}]" -}}
 {{- end -}}
 {{- $service := .Values.gateway.service -}}
 {{- if and $service.loadBalancerSourceRanges (ne $service.type "LoadBalancer") -}}
-{{- fail (printf "gateway.service.loadBalancerSourceRanges is set, and Kubernetes takes it only for a LoadBalancer, not for a %s: set gateway.service.type to LoadBalancer, or networkPolicy.clients" $service.type) -}}
+{{- fail (printf "gateway.service.loadBalancerSourceRanges needs a LoadBalancer, but gateway.service.type is %s: set gateway.service.type to LoadBalancer, or use networkPolicy.clients" $service.type) -}}
 {{- end -}}
 {{- $keys := .Values.gateway.apiKeys -}}
 {{- if ne (empty $keys.existingSecret) (empty $keys.testEntry) -}}
-{{- fail "gateway.apiKeys.existingSecret and gateway.apiKeys.testEntry belong together: set the secret, and which of its entries helm test uses" -}}
+{{- fail "only one of gateway.apiKeys.existingSecret and gateway.apiKeys.testEntry is set: set both; helm test uses that entry of the secret" -}}
 {{- end -}}
 {{- if and .Values.gateway.tls.clientCaSecret (not .Values.gateway.tls.existingSecret) -}}
-{{- fail "gateway.tls.clientCaSecret is set, but gateways speak no TLS: set gateway.tls.existingSecret too" -}}
+{{- fail "gateway.tls.clientCaSecret is set, but TLS is off: set gateway.tls.existingSecret too" -}}
 {{- end -}}
 {{- if and .Values.gateway.tls.clientCaSecret (not .Values.test.tlsSecret) -}}
-{{- fail "gateway.tls.clientCaSecret keeps out clients without a certificate, and helm test has none: set test.tlsSecret to a secret with ca.crt, tls.crt and tls.key" -}}
+{{- fail "gateway.tls.clientCaSecret requires client certificates, but helm test has none: set test.tlsSecret to a secret with ca.crt, tls.crt and tls.key" -}}
 {{- end -}}
 {{- $egress := .Values.networkPolicy.egress -}}
 {{- if and $egress.enabled (not .Values.networkPolicy.enabled) -}}
-{{- fail "networkPolicy.egress is on, but network policies are off: set networkPolicy.enabled" -}}
+{{- fail "networkPolicy.egress.enabled is true, but networkPolicy.enabled is false: set networkPolicy.enabled" -}}
 {{- end -}}
 {{- if and $egress.enabled (not $egress.extra) (not .Values.redis.enabled) (include "quire.hasRedis" .) -}}
-{{- fail "networkPolicy.egress is on and keeps pods from your own Redis: add its address to networkPolicy.egress.extra" -}}
+{{- fail "networkPolicy.egress blocks the external Redis: add its address to networkPolicy.egress.extra" -}}
 {{- end -}}
 {{- range include "quire.models" . | fromJsonArray -}}
 {{- if and $egress.enabled (not $egress.extra) .download.command -}}
-{{- fail (printf "networkPolicy.egress is on and keeps model %q from where its download.command gets it: add the address to networkPolicy.egress.extra" .name) -}}
+{{- fail (printf "networkPolicy.egress blocks the download of model %q: add the address of its source to networkPolicy.egress.extra" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
