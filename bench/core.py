@@ -21,7 +21,7 @@ import time
 import numpy as np
 from quire.v1 import worker_pb2
 
-from scheduler_svc import wire
+from scheduler_svc import wire, worker_wire
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
@@ -82,7 +82,7 @@ class SteadyDecode:
         batches = self.scheduler.schedule(0.0)
         if has_messages:
             for batch in batches:
-                wire.step_batch_to_proto(batch, FENCE)
+                worker_wire.step_batch_to_proto(batch, FENCE)
         self._keep(batches)
 
     def _keep(self, batches: list[StepBatch]) -> None:

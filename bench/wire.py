@@ -36,6 +36,7 @@ from quire_client.demo import demo_model_dir
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.attach_load import AttachLoad
 from scheduler_svc import wire as scheduler_wire
+from scheduler_svc import worker_wire as step_wire
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
@@ -103,20 +104,20 @@ def codec(num_rows: int, prompt_len: int) -> dict[str, float]:
     steps = steps[32:]  # steady: the blocks of the prompts were opened and committed before
     if any(len(batch.rows) != num_rows or batch.opens for batch, _, _ in steps):
         raise RuntimeError("these steps are not steady decode")
-    batches = [scheduler_wire.step_batch_to_proto(batch, FENCE).SerializeToString() for batch, _, _ in steps]
+    batches = [step_wire.step_batch_to_proto(batch, FENCE).SerializeToString() for batch, _, _ in steps]
     outputs = [_worker_output(output).SerializeToString() for _, output, _ in steps]
     deltas = [scheduler_wire.deltas_to_proto([part]).SerializeToString() for _, _, part in steps]
     batch, output, part = steps[5]
     sizes = {"batch_bytes": batches, "output_bytes": outputs, "deltas_bytes": deltas}
     total = sum(len(data) for column in sizes.values() for data in column) / len(steps)
     return {
-        "batch_encode_us": floor_us(lambda: scheduler_wire.step_batch_to_proto(batch, FENCE).SerializeToString()),
+        "batch_encode_us": floor_us(lambda: step_wire.step_batch_to_proto(batch, FENCE).SerializeToString()),
         "batch_decode_us": floor_us(
             lambda: worker_wire.step_batch_from_proto(worker_pb2.StepBatch.FromString(batches[5]))
         ),
         "output_encode_us": floor_us(lambda: _worker_output(output).SerializeToString()),
         "output_decode_us": floor_us(
-            lambda: scheduler_wire.step_output_from_proto(
+            lambda: step_wire.step_output_from_proto(
                 worker_pb2.StepOutput.FromString(outputs[5]), worker_id="w", worker_epoch=2, step_id=output.step_id
             )
         ),
@@ -158,12 +159,12 @@ async def round_trip(address: str, num_rows: int, depth: int, num_steps: int = 6
             for batch in core.schedule(0.0):
                 for row_open in batch.opens:
                     row_open.group.sampling = GREEDY
-                message = scheduler_wire.step_batch_to_proto(batch, lease.fence)
+                message = step_wire.step_batch_to_proto(batch, lease.fence)
                 in_flight.append((batch.step_id, time.perf_counter()))
                 await call.write(worker_pb2.StepStreamRequest(batch=message))
             response = await call.read()
             step_id, sent_at = in_flight.pop(0)
-            output = scheduler_wire.step_output_from_proto(
+            output = step_wire.step_output_from_proto(
                 response.output, worker_id="w", worker_epoch=epoch, step_id=step_id
             )
             core.update(output, 0.0)

@@ -20,7 +20,7 @@ from quire.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc import wire
+from scheduler_svc import columns, worker_wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.metrics import StepMeter
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
@@ -100,7 +100,7 @@ class LeasedWorker:
         self._outbox.put_nowait(worker_pb2.StepStreamRequest(batch=steps[0], then=steps[1:]))
 
     def _sent(self, batch: StepBatch) -> worker_pb2.StepBatch:
-        message = wire.step_batch_to_proto(batch, self._fence)
+        message = worker_wire.step_batch_to_proto(batch, self._fence)
         self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
         return message
 
@@ -140,8 +140,8 @@ class LeasedWorker:
 
     def _take(self, message: worker_pb2.StepOutput) -> StepOutput:
         if not self._in_flight:
-            raise wire.WireError(f"answer to step {message.step_id}, but no step is in flight")
-        output = wire.step_output_from_proto(
+            raise columns.WireError(f"answer to step {message.step_id}, but no step is in flight")
+        output = worker_wire.step_output_from_proto(
             message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
         )
         step = self._in_flight.popleft()
@@ -179,7 +179,7 @@ def _reason(done: asyncio.Future[str]) -> str:
         return done.result()
     if isinstance(error, grpc.aio.AioRpcError):
         return f"step stream: {error.code().name}: {error.details()}"
-    if isinstance(error, wire.WireError):
+    if isinstance(error, columns.WireError):
         return f"the worker broke the protocol: {error}"
     if isinstance(error, asyncio.InvalidStateError):
         return "the step stream was closed"
@@ -219,7 +219,7 @@ class Dialer:
                     f"the scheduler cannot use WorkerService at {address} (the address this worker registered): "
                     f"{error.code().name}: {error.details()}"
                 ) from error
-            except wire.WireError as error:
+            except columns.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
             link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
@@ -283,7 +283,9 @@ class Dialer:
     ) -> list[CachedBlock]:
         request = worker_pb2.ListBlocksRequest(fence=fence)
         messages = [message async for message in stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S)]
-        return wire.cached_blocks_from_proto(messages, block_size=capacity.block_size, num_blocks=capacity.num_blocks)
+        return worker_wire.cached_blocks_from_proto(
+            messages, block_size=capacity.block_size, num_blocks=capacity.num_blocks
+        )
 
 
 WORKER_STATE_TEXT = {

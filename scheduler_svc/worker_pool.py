@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
 
-from scheduler_svc import wire
+from scheduler_svc import worker_wire
 from scheduler_svc.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
@@ -242,7 +242,7 @@ class WorkerPool:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def _start_lease(self, worker: WorkerRecord, request: scheduler_pb2.RegisterRequest) -> None:
-        capacity = wire.capacity_from_proto(request)
+        capacity = worker_wire.capacity_from_proto(request)
         info = request.capacity.info
         if info.block_size != capacity.block_size:
             raise WorkerRefusedError(
@@ -266,7 +266,7 @@ class WorkerPool:
         try:
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
                 self._check_agreement(worker.worker_id, info)
-                facts = ModelFacts(frozenset(info.eos_token_ids), wire.root_salt(info))
+                facts = ModelFacts(frozenset(info.eos_token_ids), worker_wire.root_salt(info))
                 self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                 self._joined(worker, link, info, len(blocks))
                 error = self._end_of_lease(worker, await self._run_link(link))

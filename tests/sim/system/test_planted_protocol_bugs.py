@@ -18,7 +18,7 @@ import pytest
 import gateway_svc.scheduler_request
 import gateway_svc.validation
 from gateway_svc.scheduler_client import SchedulerClient
-from scheduler_svc import wire
+from scheduler_svc import worker_wire
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.worker_state import WorkerState
@@ -92,7 +92,7 @@ def scheduler_applies_any_answer_to_its_oldest_step(patch: Patch) -> None:
         message.step_id, message.worker_epoch = expected["step_id"], expected["worker_epoch"]
         return original(message, **expected)
 
-    wrap(patch, wire, "step_output_from_proto", trusting)
+    wrap(patch, worker_wire, "step_output_from_proto", trusting)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def adopted_blocks_mixed_up(patch: Patch) -> None:
         ids = [block.block_id for block in blocks]
         return [replace(block, block_id=i) for block, i in zip(blocks, ids[1:] + ids[:1], strict=True)]
 
-    wrap(patch, wire, "cached_blocks_from_proto", rotate)
+    wrap(patch, worker_wire, "cached_blocks_from_proto", rotate)
 
 
 # -- continuations -----------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def resumed_one_position_off(patch: Patch) -> None:
             message.prompt_len -= 1
         return message
 
-    wrap(patch, wire, "_row_open_to_proto", open_row)
+    wrap(patch, worker_wire, "_row_open_to_proto", open_row)
 
 
 @bug("twice|lives on|leaks|still has|disagree|in 0 places|in two places|KeyError|is in", "kill", "tear_link")

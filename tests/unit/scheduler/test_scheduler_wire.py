@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
-from scheduler_svc import wire
+from scheduler_svc import columns, wire, worker_wire
 from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch
 from scheduler_svc.core.sequence import FinishReason
 from svc_common.errors import InvalidRequestError, OverloadedError, UnimplementedError
@@ -31,7 +31,7 @@ def test_steady_decode_is_columns_only() -> None:
     batch = StepBatch(
         "w0", 5, column(0, 2), column(1, 1), column(9, 4), np.array([True, True]), slot_mapping=column(17, 2**32 - 1)
     )
-    message = wire.step_batch_to_proto(batch, FENCE)
+    message = worker_wire.step_batch_to_proto(batch, FENCE)
     assert (message.step_id, message.fence) == (5, FENCE)
     assert message.query_lens == message.sample_mask == b""
     assert message.rows == b"\0\0\0\0\2\0\0\0"
@@ -65,14 +65,14 @@ def test_a_step_with_everything_keeps_everything() -> None:
         commit_blocks=column(4, 5),
         commit_digests=[b"a" * 16, b"b" * 16],
     )
-    message = wire.step_batch_to_proto(batch, FENCE)
+    message = worker_wire.step_batch_to_proto(batch, FENCE)
     assert message.sample_mask == b"\0"
     assert message.commit_hashes == b"a" * 16 + b"b" * 16
     first, second = message.opens
     assert (first.prompt_len, first.sampling.seed, first.HasField("fork_of_row")) == (3, 9, False)
     assert (second.fork_of_row, second.sample_index, second.token_ids) == (1, 1, b"")
     for name in ("close_rows", "table_rows", "table_indices", "table_blocks", "copy_src", "copy_dst", "fork_rows"):
-        assert wire.u32_from_bytes(getattr(message, name), name).tolist() == getattr(batch, name).tolist()
+        assert columns.u32_from_bytes(getattr(message, name), name).tolist() == getattr(batch, name).tolist()
 
 
 def test_reads_an_answer() -> None:
@@ -80,9 +80,9 @@ def test_reads_an_answer() -> None:
         worker_pb2.RowError(row=3, code=worker_pb2.ROW_ERROR_CODE_NAN, message="logits hold NaN"),
         worker_pb2.RowError(row=4, code=99),  # type: ignore[arg-type]
     ]
-    rows, tokens = wire.u32_to_bytes(column(1, 2)), wire.u32_to_bytes(column(7, 8))
+    rows, tokens = columns.u32_to_bytes(column(1, 2)), columns.u32_to_bytes(column(7, 8))
     message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
-    output = wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+    output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
     assert [failure.message for failure in output.failures] == ["nan: logits hold NaN", "code 99"]
 
@@ -97,8 +97,8 @@ def test_reads_an_answer() -> None:
     ],
 )
 def test_refuses_an_answer_that_breaks_the_protocol(message: worker_pb2.StepOutput, match: str) -> None:
-    with pytest.raises(wire.WireError, match=match):
-        wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+    with pytest.raises(columns.WireError, match=match):
+        worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
 
 
 def test_reads_a_request() -> None:
@@ -137,7 +137,7 @@ def test_the_worker_bans_what_would_end_a_sample_too_early(stop: dict[str, Any],
     submit.stop.CopyFrom(types_pb2.StopParams(max_tokens=8, stop_token_ids=[9, 7], **stop))
     model = make_info(max_num_blocks=40, max_num_seqs=8, eos_token_ids=[2, 5000])
     group = wire.group_from_proto(submit, model, owner=0)
-    assert wire.u32_from_bytes(group.banned_ids, "banned_ids").tolist() == banned
+    assert columns.u32_from_bytes(group.banned_ids, "banned_ids").tolist() == banned
     assert group.banned_before == stop.get("min_tokens", 0)
 
 
@@ -251,8 +251,8 @@ def test_deltas_are_split_by_owner_and_merged_in_order() -> None:
     assert parts[2].sample_indices.tolist() == [1]
     later = Deltas(column(2), column(9), column(0), column(1), column(3), [])
     message = wire.deltas_to_proto([parts[2], later])
-    assert wire.u32_from_bytes(message.handles, "handles").tolist() == [6, 9]
-    assert wire.u32_from_bytes(message.sample_indices, "sample_indices").tolist() == [1, 0]
+    assert columns.u32_from_bytes(message.handles, "handles").tolist() == [6, 9]
+    assert columns.u32_from_bytes(message.sample_indices, "sample_indices").tolist() == [1, 0]
     assert len(message.finished) == 1
 
 
@@ -271,13 +271,13 @@ def test_refusals_carry_code_field_and_advice() -> None:
     ],
 )
 def test_refuses_cached_blocks_that_cannot_be(message: worker_pb2.ListBlocksResponse, match: str) -> None:
-    with pytest.raises(wire.WireError, match=match):
-        wire.cached_blocks_from_proto([message], block_size=4, num_blocks=64)
+    with pytest.raises(columns.WireError, match=match):
+        worker_wire.cached_blocks_from_proto([message], block_size=4, num_blocks=64)
 
 
 def test_the_salt_separates_what_kv_depends_on() -> None:
     salts = {
-        wire.root_salt(make_info(**change))
+        worker_wire.root_salt(make_info(**change))
         for change in (
             {},
             {"revision": "r2"},

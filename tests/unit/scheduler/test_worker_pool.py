@@ -10,7 +10,7 @@ import grpc
 import pytest
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
 
-from scheduler_svc import wire, worker_pool
+from scheduler_svc import worker_pool, worker_wire
 from tests.unit.scheduler.conftest import MakeStack, Stack
 from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens
@@ -240,7 +240,7 @@ async def test_a_lease_that_fails_in_an_unforeseen_way_is_a_lost_worker(
     await gateway.submit(1, PROMPT, max_tokens=40)
     await until(lambda: len(gateway.tokens.get((1, 0), ())) > 3)
     with monkeypatch.context() as patch:
-        patch.delattr(wire, "step_output_from_proto")
+        patch.delattr(worker_wire, "step_output_from_proto")
         await until(lambda: worker.refusals)
     assert worker.refusals[0].code() is grpc.StatusCode.UNAVAILABLE
     assert "AttributeError" in caplog.text
