@@ -14,11 +14,12 @@ log = logging.getLogger(__name__)
 # num_blocks and max_num_seqs may differ between workers; these may not.
 SHARED_FACTS = (
     "model",
-    "dtype",  # these five before the revision, which depends on them but explains nothing
+    "dtype",  # these six before the revision, which depends on them but explains nothing
     "quantization",
     "kv_cache_dtype",
     "determinism",
     "numerics",  # of exact workers only
+    "weights_digest",
     "revision",
     "block_size",
     "max_model_len",
@@ -26,6 +27,7 @@ SHARED_FACTS = (
     "bundle_digest",
     "eos_token_ids",
 )
+SETTINGS = {"weights_digest": "checkpoint (--model)"}  # what to change, where it has another name than the fact
 
 
 class WorkerRefusedError(QuireError):
@@ -62,8 +64,8 @@ class Agreement:
             if mine != theirs:
                 raise WorkerRefusedError(
                     f"worker {worker_id} has {name} {_shown(name, mine)}, but this scheduler serves "
-                    f"{_shown(name, theirs)} (from worker {self._worker_id}); start the worker with the same {name}, "
-                    "or under another scheduler",
+                    f"{_shown(name, theirs)} (from worker {self._worker_id}); start the worker with the same "
+                    f"{SETTINGS.get(name, name)}, or under another scheduler",
                     field=f"capacity.info.{name}",
                 )
 

@@ -178,6 +178,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
     return types_pb2.ModelInfo(
         model=info.model,
         revision=info.revision,
+        weights_digest=info.weights_digest,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,

@@ -287,7 +287,7 @@ async def test_workers_that_do_not_match_are_refused(client: AsyncClient, runnin
     strangers = {
         "block_size": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--block-size", "32"),
         "max_model_len": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--max-model-len", "512"),
-        "revision": stack.start_worker(running.scheduler, other_model, *FLAGS, "--model-name", "model"),
+        "weights_digest": stack.start_worker(running.scheduler, other_model, *FLAGS, "--model-name", "model"),
     }
     for field, worker in strangers.items():
         await wait_for_log(worker, "refuses this worker")

@@ -11,6 +11,8 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from worker_svc.engine.weights_digest import WeightsDigest
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,6 +40,7 @@ class Checkpoint:
         names = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
         self._files = {name: _open(folder / name) for name in names}
         self._file_of = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self._digest: WeightsDigest | None = None
         self._check_index()
 
     @property
@@ -64,6 +67,8 @@ class Checkpoint:
                 f"tensor {name} is stored as {_dtype_name(tensor.dtype)}; quantized checkpoints are not supported, "
                 "convert the model to bfloat16 or float32"
             )
+        if self._digest is not None:
+            self._digest.add(name, tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
     def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
@@ -83,19 +88,31 @@ class Checkpoint:
                 "the model has parts that this architecture does not know and would answer wrongly without"
             )
 
+    def start_digest(self, threads: int) -> None:
+        """From now on each tensor that is read also enters the digest of the weights."""
+        self._digest = WeightsDigest(threads)
+
+    def weights_digest(self) -> str:
+        """The digest of all tensors in hex: those that were read since `start_digest`, and the others. Empty without
+        `start_digest`."""
+        if self._digest is None:
+            return ""
+        for name, file in self._file_of.items():
+            self._digest.add(name, file.get_tensor(name))
+        return self._digest.result()
+
     def revision(
         self,
+        weights_digest: str,
         dtype: torch.dtype,
         quantize: str | None = None,
         numerics: str | None = None,
         kv_cache_dtype: str = "auto",
     ) -> str:
-        """Hex digest of configuration, tensor names, shapes, the dtypes in use, how weights are quantized and, where it
-        is to count, the kind of worker: what makes KV content, and the tokens that follow from it, comparable."""
-        tensors = [(name, list(self.shape(name))) for name in self.tensor_names]
-        text = json.dumps(
-            [self.config, tensors, _dtype_name(dtype), quantize, numerics, kv_cache_dtype], sort_keys=True
-        )
+        """Hex digest of everything that KV content and tokens depend on: configuration, weights, the dtypes in use, the
+        quantization and, if given, the kind of worker."""
+        parts = [self.config, weights_digest, _dtype_name(dtype), quantize, numerics, kv_cache_dtype]
+        text = json.dumps(parts, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def stored_dtype(self) -> torch.dtype:

@@ -96,7 +96,7 @@ class EngineInfo:
     """What a loaded engine is: announced at registration, and what callers may rely on."""
 
     model: str
-    revision: str  # hex digest of configuration, tensor names, shapes, the dtype in use, quantization; exact: numerics
+    revision: str  # hex digest of configuration, weights, dtypes, quantization; in exact mode also of `numerics`
     max_model_len: int
     vocab_size: int
     num_blocks: int
@@ -111,4 +111,5 @@ class EngineInfo:
     numerics: str  # the kind of worker: in exact mode, another one may find another token
     build: str  # what it was built from
     quantize: Quantization | None = None
+    weights_digest: str = ""  # of the tensors' content; empty for an executor that loads none
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: keys and values are of `dtype`

@@ -55,6 +55,7 @@ class ModelRunner:
         max_model_len = choose_max_model_len(config, model, num_blocks)
         loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
         loader.check()
+        checkpoint.start_digest(self._threads)
         self._model = DecoderModel(loader, model, self._backend, max_model_len, progress)
         self._pool = KVCachePool(
             model.num_layers,
@@ -66,12 +67,14 @@ class ModelRunner:
         )
         self._model.fuse(self._pool)
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
+        weights_digest = checkpoint.weights_digest()
         kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
             revision=checkpoint.revision(
-                DTYPES[dtype], config.quantize, kind if config.determinism == "exact" else None
+                weights_digest, DTYPES[dtype], config.quantize, kind if config.determinism == "exact" else None
             ),
+            weights_digest=weights_digest,
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             num_blocks=num_blocks,

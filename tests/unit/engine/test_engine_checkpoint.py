@@ -15,10 +15,11 @@ from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint import CheckpointError
+from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.weights_digest import WeightsDigest
 
 
 @pytest.fixture
@@ -251,3 +252,39 @@ def test_bad_generation_config_is_named(folder, rewrite_config, name, value):
     rewrite_config(folder, "generation_config.json", **{name: value})
     with pytest.raises(ValueError, match=rf"generation_config\.json: {name} is {value!r}"):
         load(folder)
+
+
+def test_revision_covers_every_weight(folder):
+    before = load(folder).info
+    change_tensors(folder, lambda t: t[K_PROJ].view(-1)[-1:].mul_(1.0001))
+    after = load(folder).info
+    assert after.weights_digest != before.weights_digest
+    assert after.revision != before.revision
+
+
+def test_weights_digest_does_not_depend_on_files_or_threads(tmp_path):
+    def digest(folder, threads):
+        checkpoint = Checkpoint(folder)
+        checkpoint.start_digest(threads)
+        return checkpoint.weights_digest()
+
+    whole = make_model(tmp_path / "whole", "llama")
+    sharded = make_model(tmp_path / "sharded", "llama", max_shard_size="60KB")
+    assert not (sharded / "model.safetensors").exists()
+    assert digest(whole, 1) == digest(whole, 3) == digest(sharded, 2) == load(whole).info.weights_digest
+
+
+def test_weights_digest_covers_names_shapes_and_dtypes():
+    def digest(tensors):
+        digest = WeightsDigest(1)
+        for name, tensor in tensors.items():
+            digest.add(name, tensor)
+        return digest.result()
+
+    x = torch.arange(12.0)
+    variants = [
+        {"a": x}, {"b": x}, {"a": x.view(3, 4)}, {"a": x.view(torch.int32)}, {"a": x[:6], "b": x[6:]},
+        {"a": x, "b": x[:0]},
+    ]  # fmt: skip
+    assert len({digest(tensors) for tensors in variants}) == len(variants)
+    assert digest({"b": x, "a": x[:6]}) == digest({"a": x[:6], "b": x})

@@ -89,6 +89,7 @@ async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack
         ("model", {"model": "other"}, ("'toy'", "'other'")),
         ("quantization", {"revision": "r2", "quantization": "int8"}, ("'int8'", "none")),
         ("kv_cache_dtype", {"revision": "r2", "kv_cache_dtype": "fp8"}, ("'fp8'", "none")),
+        ("weights_digest", {"revision": "r2", "weights_digest": "d2"}, ("'d2'", "none", "the same checkpoint")),
         ("revision", {"revision": "r2"}, ("'r1'", "'r2'")),
         ("numerics", {"revision": "r2", "numerics": "cuda/triton, sm_90"}, ("'cpu, avx2'", "'cuda/triton, sm_90'")),
         ("block_size", {"block_size": 8}, ("4", "8")),

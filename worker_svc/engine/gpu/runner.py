@@ -41,6 +41,7 @@ from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
+from worker_svc.engine.machine import available_cores
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
@@ -136,6 +137,8 @@ class DeviceRunner:
             checkpoint, whole, DeviceLinears(config.determinism), DTYPES[dtype], self._device, self._group
         )
         loader.check()
+        if self._group.rank == 0:  # the only one that announces it
+            checkpoint.start_digest(available_cores())
         most = config.max_model_len or whole.max_position_embeddings
         with torch.inference_mode():
             setup = Setup(
@@ -177,12 +180,15 @@ class DeviceRunner:
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # steps in a row
         backend = f"cuda/{attention.name}"
+        weights_digest = checkpoint.weights_digest()
         kind = device_numerics(backend, self._device, self._group.size)
+        shared_kind = kind if config.determinism == "exact" else None
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
             revision=checkpoint.revision(
-                DTYPES[dtype], None, kind if config.determinism == "exact" else None, config.kv_cache_dtype
+                weights_digest, DTYPES[dtype], numerics=shared_kind, kv_cache_dtype=config.kv_cache_dtype
             ),
+            weights_digest=weights_digest,
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,
