@@ -9,10 +9,10 @@ import numpy as np
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
-def check_worker(worker: WorkerState) -> None:
+def check_worker(worker: WorkerBooks) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
     worker.pool.check_invariants()
     rows, r = worker.rows.active(), worker.rows
@@ -33,7 +33,7 @@ def check_worker(worker: WorkerState) -> None:
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
 
 
-def _check_row(worker: WorkerState, row: int) -> None:
+def _check_row(worker: WorkerBooks, row: int) -> None:
     r, seq = worker.rows, worker.rows.sequence(row)
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
     assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
@@ -46,7 +46,7 @@ def _check_row(worker: WorkerState, row: int) -> None:
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 
 
-def check_requests(requests: Requests, workers: dict[str, WorkerState], fleet: Fleet) -> None:
+def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: Fleet) -> None:
     """Raise AssertionError unless the queue, the shares and the places of all sequences agree."""
     groups = requests.groups.values()
     requests.waiting.check_invariants()
@@ -61,7 +61,7 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], fleet: F
             _check_place(seq, requests, workers)
 
 
-def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerState]) -> None:
+def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerBooks]) -> None:
     """A live sequence is in exactly one place: queue, row, or behind the sample it will fork off."""
     places = [seq in requests.waiting]
     places.append(seq.worker_id is not None and workers[seq.worker_id].rows.sequences[seq.row or 0] is seq)

@@ -22,7 +22,6 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.counts import Counts
-from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
@@ -47,8 +46,9 @@ from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
 from scheduler_svc.core.steps.failures import rows_tainted_by
 from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
+from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.stops import Stops
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 MAX_REFUSALS = 4  # of one worker in one step: each costs a look at all its rows
 
@@ -61,8 +61,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, fleet: Fleet | None = None) -> None:
         self.config = config
-        self._workers: dict[str, WorkerState] = {}
-        self._ready: dict[str, WorkerState] = {}  # whose pipeline takes another step
+        self._workers: dict[str, WorkerBooks] = {}
+        self._planners: dict[str, StepPlanner] = {}
+        self._ready: dict[str, StepPlanner] = {}  # of the workers whose pipeline takes another step
         self._fleet = fleet or Fleet(config)
         self._measures = Measures(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
@@ -84,16 +85,17 @@ class Scheduler:
         if capacity.worker_id in self._workers:
             raise ValueError(f"worker {capacity.worker_id} is here already; remove it first")
         self._intake.check_worker(capacity)
-        worker = WorkerState(
+        worker = WorkerBooks(
             capacity,
             self.config.root_salt,
-            next_step_id,
             prefix_caching=self.config.prefix_caching,
             reuse_bonus=self.config.reuse_bonus,
             keeps_events=self.config.publishes_prefixes,
         )
         worker.adopt(blocks)
-        self._workers[capacity.worker_id] = self._ready[capacity.worker_id] = worker
+        planner = StepPlanner(worker, next_step_id)
+        self._workers[capacity.worker_id] = worker
+        self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._fleet.join(worker)
         self._prefix_events.note(worker)
         self._requests.sort_out()
@@ -107,6 +109,7 @@ class Scheduler:
         if worker is None:
             return
         self._fleet.leave(worker)
+        del self._planners[worker_id]
         self._ready.pop(worker_id, None)
         self._requests.sort_out()
         for row in worker.rows.active().tolist():
@@ -194,60 +197,62 @@ class Scheduler:
         """
         placed, touched = self._place(now), self._fleet.touched
         batches = []
-        for name, worker in list(self._ready.items()):
+        for name, planner in list(self._ready.items()):
             if name not in touched and name not in placed:
                 continue
-            batch = self._schedule_worker(worker, placed.get(name, []), now)
+            batch = self._schedule_worker(planner, placed.get(name, []), now)
             if batch is not None:
                 batches.append(batch)
-            if batch is None or not worker.may_go_on:
+            if batch is None or not planner.may_go_on:
                 touched.discard(name)
-            if not worker.can_send:
+            if not planner.books.can_send:
                 del self._ready[name]
         return batches
 
-    def _schedule_worker(self, worker: WorkerState, candidates: list[QueueEntry], now: float) -> StepBatch | None:
-        if not worker.rows.num_used and not candidates and not worker.has_news:
+    def _schedule_worker(self, planner: StepPlanner, candidates: list[QueueEntry], now: float) -> StepBatch | None:
+        worker = planner.books
+        if not worker.rows.num_used and not candidates and not worker.has_changes:
             return None
         self._note_change(worker)
         if candidates and len(self._requests.priorities) > 1:
             displace(worker, candidates[0], self._requests, self.config.watermark, self._measures.mean_output)
-        plan = worker.begin_step()
-        goes_on = worker.continue_run(plan, may_begin=not candidates)
-        has_preempted = not goes_on and plan_running(worker, plan, self._requests)
+        plan = planner.begin_step(now)
+        goes_on = planner.continue_run(plan, may_begin=not candidates)
+        has_preempted = not goes_on and plan_running(planner, plan, self._requests)
         if candidates and not has_preempted:
-            self._admit(worker, plan, candidates, now)
-        batch = worker.finish_plan(plan)
+            self._admit(planner, plan, candidates, now)
+        batch = planner.finish_plan(plan)
         if batch is not None:
-            worker.in_flight[-1].sent_at = now
             if self.config.burst_s and not candidates:
-                worker.plan_burst(batch, self.config.burst_s)
+                planner.plan_burst(batch, self.config.burst_s, now)
             self._counts.steps += 1 + len(batch.then)
         return batch
 
-    def _note_change(self, worker: WorkerState) -> None:
+    def _note_change(self, worker: WorkerBooks) -> None:
         self._prefix_events.note(worker)
         self._fleet.touch(worker)
 
-    def _admit(self, worker: WorkerState, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
-        name = worker.capacity.worker_id
+    def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
+        worker = planner.books
         num_refused = 0
         for entry in candidates:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 return
             seq, is_first = entry.seq, not entry.seq.is_admitted_before
-            if worker.admit(entry, plan, self.config.watermark, self._measures.mean_output):
+            hits = worker.find_room(entry, self.config.watermark, self._measures.mean_output)
+            if hits is not None:
+                planner.admit(seq, hits, plan)
                 self._waiting.remove(seq)
                 self._count_hits(worker, seq, is_first)
                 if is_first:
                     seq.admitted_at = now
                 continue
-            entry.refused_by[name] = worker.room_version  # asked again when rows or blocks of this worker became free
+            entry.refused_by[worker.capacity.worker_id] = worker.room_version  # holds until rows or blocks become free
             num_refused += 1
             if self._requests.note_blocked(entry, now):
                 return
 
-    def _count_hits(self, worker: WorkerState, seq: Sequence, is_first: bool) -> None:
+    def _count_hits(self, worker: WorkerBooks, seq: Sequence, is_first: bool) -> None:
         self._fleet.fill(worker, seq.data.num_tokens - seq.num_cached_tokens)
         self._measures.note_admitted(seq.data.num_tokens)
         if is_first:
@@ -288,10 +293,11 @@ class Scheduler:
 
     def _may_take_somebody(self) -> bool:
         """Somebody who may come next has not been refused by every worker whose step is being made."""
-        if not any(worker.num_free_rows > 0 for worker in self._ready.values()):
+        workers = [planner.books for planner in self._ready.values()]
+        if not any(worker.num_free_rows > 0 for worker in workers):
             return False
         for entry in islice(self._waiting, self.config.max_bypass + 1):
-            for worker in self._ready.values():
+            for worker in workers:
                 if worker.num_free_rows >= entry.num_rows and not worker.refuses(entry):
                     return True
         return False
@@ -306,21 +312,20 @@ class Scheduler:
         """A worker answered its oldest step: new tokens, and what ended.
 
         Answers of workers that are gone are ignored. Raises UnexpectedStepError if the step is not the oldest one in
-        step: the caller then removes the worker.
+        flight: the caller then removes the worker.
         """
-        worker = self._workers.get(output.worker_id)
-        if worker is None:
+        planner = self._planners.get(output.worker_id)
+        if planner is None:
             return _finishes([])
-        if not worker.in_flight or worker.in_flight[0].step_id != output.step_id:
-            expected = worker.in_flight[0].step_id if worker.in_flight else None
-            raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, not {expected}")
-        step = worker.in_flight[0]
-        failures = check_answer(step, output)
-        worker.in_flight.popleft()
-        if step.burst_len:
-            self._ready[output.worker_id] = worker
+        worker = planner.books
+        step, failures = check_answer(worker.in_flight, output)
+        worker.note_answered()
         self._note_change(worker)
-        self._note_prefill_pace(worker, step, now)
+        if step.is_full:
+            self._note_prefill_pace(planner, step, now)
+        if step.burst_len:
+            planner.note_answer(step, now)
+            self._ready[output.worker_id] = planner
         failed = self._fail_rows(worker, step, failures) if failures else []
         rows, deltas = append_tokens(worker.rows, step, output)
         self._share.charge_outputs(worker.rows.tenant, rows)
@@ -330,18 +335,16 @@ class Scheduler:
             self._finish_rows(worker, rows, deltas)
         if step.prompt_only:
             self._finish_prompt_only(worker, step, deltas)
-        worker.free_released(step)
+        if step.releases:
+            worker.free_released(step)
         return deltas
 
-    def _note_prefill_pace(self, worker: WorkerState, step: InFlightStep, now: float) -> None:
-        """Only steps that were full tell what a worker can do; in others prompts waited for nothing."""
-        if step.is_full:
-            chunks = int(step.query_lens[step.query_lens > 1].sum())
-            self._measures.prefill.note(chunks, now - max(step.sent_at, worker.answered_at))
-        if step.burst_len:
-            worker.note_answer(step, now)
+    def _note_prefill_pace(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
+        """Measure it from full steps only: in others the worker could have computed more."""
+        chunks = int(step.query_lens[step.query_lens > 1].sum())
+        self._measures.prefill.note(chunks, now - max(step.sent_at, planner.answered_at))
 
-    def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas) -> None:
+    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas) -> None:
         """End the rows whose newest token ends them."""
         for i in self._stops.ending(worker.rows, rows, deltas.token_ids):
             seq = worker.rows.sequence(int(rows[i]))
@@ -351,12 +354,12 @@ class Scheduler:
             if reason is not FinishReason.LENGTH:
                 self._measures.note_output(len(seq.data.output))
 
-    def _finish_prompt_only(self, worker: WorkerState, step: InFlightStep, deltas: Deltas) -> None:
+    def _finish_prompt_only(self, worker: WorkerBooks, step: InFlightStep, deltas: Deltas) -> None:
         for row in step.prompt_only:
             if step.generation[row] == worker.rows.generation[row] and worker.rows.sequences[row] is not None:
                 deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
-    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
+    def _fail_rows(self, worker: WorkerBooks, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
         """A row that failed is tried once more on another worker, if there is one: it may have been the machine. Failed
         again, or alone with its worker, it ends. Rows that read what it was to compute are recomputed, even if they
         failed with it.
@@ -369,7 +372,7 @@ class Scheduler:
         finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in alone]
         return [end for end in finished if end is not None]
 
-    def _retry_or_end(self, worker: WorkerState, seq: Sequence, failure: RowFailure) -> Finished | None:
+    def _retry_or_end(self, worker: WorkerBooks, seq: Sequence, failure: RowFailure) -> Finished | None:
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
         if seq.failed_on is not None or not any(could_run(seq, other.capacity) for other in others):
             return self._requests.end(seq, FinishReason.ERROR, message=failure.message)

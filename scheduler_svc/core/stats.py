@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.queue.requests import Requests
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SchedulerStats(Load):
     num_unschedulable: int = 0  # of those in the queue: no present worker could run them, or there is no worker
 
 
-def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
+def load_of(requests: Requests, workers: Collection[WorkerBooks]) -> Load:
     """The load of a scheduler with these requests and workers."""
     return Load(
         num_waiting=len(requests.waiting),
@@ -54,7 +54,7 @@ def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
     )
 
 
-def worker_stats(worker: WorkerState) -> WorkerStats:
+def worker_stats(worker: WorkerBooks) -> WorkerStats:
     """The occupancy of this worker."""
     return WorkerStats(
         worker_id=worker.capacity.worker_id,
@@ -67,7 +67,7 @@ def worker_stats(worker: WorkerState) -> WorkerStats:
     )
 
 
-def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts: Counts) -> SchedulerStats:
+def scheduler_stats(requests: Requests, workers: Collection[WorkerBooks], counts: Counts) -> SchedulerStats:
     """A snapshot of all of it."""
     load = load_of(requests, workers)
     return SchedulerStats(

@@ -48,4 +48,4 @@ def test_no_sequence_of_known_length_is_preempted(
     while arrivals:
         arrive(min(arrivals))
         run_to_end(scheduler, before_step=arrive)
-    assert scheduler.stats().preemptions == 0
+    assert scheduler.stats().counts.num_preemptions == 0

@@ -22,11 +22,12 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.steps import worker_state
+from scheduler_svc.core.steps import step_planner, worker_books
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker
@@ -71,7 +72,7 @@ def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
     """Break what is sent, not what is decided."""
-    wrap(patch, worker_state, "make_batch", lambda make, *args: change(make(*args)))
+    wrap(patch, step_planner, "make_batch", lambda make, *args: change(make(*args)))
 
 
 def trust_digests(patch: Patch) -> None:
@@ -99,18 +100,18 @@ def wrong_table_sent(patch: Patch) -> None:
 
 @bug("beyond their tables|disagrees with the tables")
 def off_by_one_at_a_block_border(patch: Patch) -> None:
-    def needy(original: Any, worker: WorkerState, decode: np.ndarray) -> np.ndarray:
-        r, bs = worker.rows, worker.capacity.block_size
+    def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
+        r, bs = planner.books.rows, planner.books.capacity.block_size
         opens = (r.computed[decode] - 1) // bs >= r.num_blocks[decode]
         tail = r.table[decode, np.minimum(r.computed[decode] // bs, r.num_blocks[decode] - 1)]
-        return decode[opens | (worker.pool.refs[tail] > 1)]
+        return decode[opens | (planner.books.pool.refs[tail] > 1)]
 
-    wrap(patch, WorkerState, "rows_that_need_a_block", needy)
+    wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
 
 
 @bug("beyond their tables|disagrees with the tables|computed tokens in")
 def last_partial_block_not_allocated(patch: Patch) -> None:
-    patch.setattr(worker_state, "ceil_div", lambda a, b: max(1, a // b))
+    patch.setattr(step_planner, "ceil_div", lambda a, b: max(1, a // b))
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -138,38 +139,38 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
 
 @bug("which another open row names|which other rows share|written to one slot")
 def fork_takes_no_reference(patch: Patch) -> None:
-    def fork(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
+    def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
-        original(worker, row, count, plan)
+        original(planner, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            worker.pool.refs[opened.block_table] -= 1
+            planner.books.pool.refs[opened.block_table] -= 1
 
-    wrap(patch, WorkerState, "_fork_if_complete", fork)
+    wrap(patch, StepPlanner, "_fork_if_complete", fork)
 
 
 @bug("ref counts disagree", checks_invariants=True)
 def fork_takes_two_references(patch: Patch) -> None:
-    def fork(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
+    def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
-        original(worker, row, count, plan)
+        original(planner, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            worker.pool.refs[opened.block_table] += 1
+            planner.books.pool.refs[opened.block_table] += 1
 
-    wrap(patch, WorkerState, "_fork_if_complete", fork)
+    wrap(patch, StepPlanner, "_fork_if_complete", fork)
 
 
 @bug("leaks|nothing moves")
 def released_blocks_never_come_back(patch: Patch) -> None:
-    wrap(patch, WorkerState, "free_released", lambda original, worker, flight: None)
+    wrap(patch, WorkerBooks, "free_released", lambda original, worker, flight: None)
 
 
 @bug("which other rows share|written to one slot")
 def copy_on_write_skipped(patch: Patch) -> None:
-    def needy(original: Any, worker: WorkerState, decode: np.ndarray) -> np.ndarray:
-        r = worker.rows
-        return decode[r.computed[decode] // worker.capacity.block_size >= r.num_blocks[decode]]
+    def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
+        r = planner.books.rows
+        return decode[r.computed[decode] // planner.books.capacity.block_size >= r.num_blocks[decode]]
 
-    wrap(patch, WorkerState, "rows_that_need_a_block", needy)
+    wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
 
 
 @bug("is replaced by .* without a copy")
@@ -198,7 +199,7 @@ def hash_without_parent(patch: Patch) -> None:
 
 @bug("reads something else")
 def salt_ignored(patch: Patch) -> None:
-    for module in (prompt_digests, worker_state):
+    for module in (prompt_digests, worker_books):
         wrap(patch, module, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
     trust_digests(patch)
 
@@ -210,25 +211,25 @@ def wrong_digest_committed(patch: Patch) -> None:
 
 @bug("reads something else|the oracle has")
 def shared_before_its_step_was_sent(patch: Patch) -> None:
-    def register(original: Any, worker: WorkerState, row: int, count: int, plan: StepPlan) -> None:
-        original(worker, row, len(worker.rows.known_tokens(row)) - int(worker.rows.computed[row]), plan)
+    def register(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
+        original(planner, row, len(planner.books.rows.known_tokens(row)) - int(planner.books.rows.computed[row]), plan)
 
-    wrap(patch, WorkerState, "_register_fills", register)
+    wrap(patch, StepPlanner, "_register_fills", register)
     trust_digests(patch)
 
 
 @bug("commits block .* before step|which is not full|no acknowledged step has computed")
 def committed_before_the_answer(patch: Patch) -> None:
-    def finish(original: Any, worker: WorkerState, plan: StepPlan) -> StepBatch | None:
-        batch = original(worker, plan)
+    def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> StepBatch | None:
+        batch = original(planner, plan)
         if batch is not None:
-            worker.commit_fills(replace_rows(worker.in_flight[-1]))
+            planner.books.commit_fills(replace_rows(planner.books.in_flight[-1]))
         return batch
 
     def replace_rows(flight: InFlightStep) -> InFlightStep:
         return replace(flight, full=flight.full[:0])
 
-    wrap(patch, WorkerState, "finish_plan", finish)
+    wrap(patch, StepPlanner, "finish_plan", finish)
 
 
 @bug("opens with nothing to compute|was never opened for it")
@@ -302,12 +303,12 @@ def closed_row_not_told(patch: Patch) -> None:
 
 @bug("token at offset|the oracle has")
 def newest_token_lost_in_preemption(patch: Patch) -> None:
-    def preempt(original: Any, worker: WorkerState, row: int) -> Sequence:
+    def preempt(original: Any, worker: WorkerBooks, row: int) -> Sequence:
         seq = original(worker, row)
         seq.data.output = seq.data.output[:-1]
         return seq
 
-    wrap(patch, WorkerState, "preempt", preempt)
+    wrap(patch, WorkerBooks, "preempt", preempt)
 
 
 @bug("the oracle has")
@@ -339,10 +340,10 @@ def one_token_more_than_asked(patch: Patch) -> None:
 
 @bug("exceed .* rows or the budget")
 def budget_ignored(patch: Patch) -> None:
-    def begin(original: Any, worker: WorkerState) -> StepPlan:
-        return StepPlan(budget=10**6)
+    def begin(original: Any, planner: StepPlanner, now: float, **options: Any) -> StepPlan:
+        return StepPlan(10**6, now, **options)
 
-    wrap(patch, WorkerState, "begin_step", begin)
+    wrap(patch, StepPlanner, "begin_step", begin)
 
 
 @bug("beyond|rows stand at|closed|not open")
@@ -352,19 +353,19 @@ def gone_row_stays_in_its_decode_run(patch: Patch) -> None:
 
 @bug("beyond|rows stand at|closed|not open")
 def decode_run_goes_on_though_rows_came(patch: Patch) -> None:
-    wrap(patch, WorkerState, "_living_run", lambda original, worker: worker._run)
+    wrap(patch, StepPlanner, "_living_run", lambda original, planner: planner._run)
 
 
 @bug("written to one slot|beyond their tables|rows stand at|share")
 def decode_run_begun_without_a_look_at_its_blocks(patch: Patch) -> None:
-    def begun(original: Any, worker: WorkerState) -> DecodeRun | None:
-        rows, prefill = worker.split_by_stage()
+    def begun(original: Any, planner: StepPlanner) -> DecodeRun | None:
+        rows, prefill = planner.split_by_stage()
         if not len(rows) or len(prefill):
-            return original(worker)
-        ends = worker.rows.computed[rows]
-        return DecodeRun.after(worker.rows, rows, ends - 1, worker.rows.slots(rows, ends - 1))
+            return original(planner)
+        ends = planner.books.rows.computed[rows]
+        return DecodeRun.after(planner.books.rows, rows, ends - 1, planner.books.rows.slots(rows, ends - 1))
 
-    wrap(patch, WorkerState, "_new_run", begun)
+    wrap(patch, StepPlanner, "_new_run", begun)
 
 
 @bug("the oracle has|commits block|no acknowledged step has computed")
@@ -372,9 +373,9 @@ def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
     wrap(patch, scheduler, "rows_tainted_by", lambda original, worker, failed, flight: [])
 
 
-@bug("the oracle has", failure_rate=0.4)
+@bug("the oracle has", failure_rate=0.2)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
-    def tainted(original: Any, worker: WorkerState, failed: set[int], flight: InFlightStep) -> list[int]:
+    def tainted(original: Any, worker: WorkerBooks, failed: set[int], flight: InFlightStep) -> list[int]:
         flights = (flight, *worker.in_flight)
         forks = [f.forks for f in flights]
         for f in flights:
@@ -389,12 +390,12 @@ def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
 
 @bug("nothing moves")
 def refused_once_and_never_asked_again(patch: Patch) -> None:
-    def room(original: Any, worker: WorkerState, flight: InFlightStep) -> None:
+    def room(original: Any, worker: WorkerBooks, flight: InFlightStep) -> None:
         version = worker.room_version
         original(worker, flight)
         worker.room_version = version
 
-    wrap(patch, WorkerState, "free_released", room)
+    wrap(patch, WorkerBooks, "free_released", room)
 
 
 @bug("drains and gets a new row")

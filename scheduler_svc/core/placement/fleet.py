@@ -18,7 +18,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -33,7 +33,7 @@ NOBODY = np.iinfo(np.int64).min
 class Choice:
     """What a look at one waiting sequence found."""
 
-    worker: WorkerState
+    worker: WorkerBooks
     has_room: bool  # it could go there at once, or at the worker's next step
     is_now: bool  # that step is being made
     is_held: bool  # others have room, but waiting for this worker is better
@@ -56,21 +56,21 @@ class Fleet:
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
-    def workers(self) -> list[WorkerState]:
+    def workers(self) -> list[WorkerBooks]:
         """All of them."""
         return self._workers
 
-    def join(self, worker: WorkerState) -> None:
+    def join(self, worker: WorkerBooks) -> None:
         if not self._workers:
             self.first = worker.capacity
         filled = self._filled.min() if len(self._filled) else 0  # what is new is not filled with all that comes
         self._set([*self._workers, worker], np.append(self._filled, filled))
 
-    def leave(self, worker: WorkerState) -> None:
+    def leave(self, worker: WorkerBooks) -> None:
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._filled[stays])
 
-    def _set(self, workers: list[WorkerState], filled: I64) -> None:
+    def _set(self, workers: list[WorkerBooks], filled: I64) -> None:
         self._filled = filled  # tokens that were ever put into each pool
         self._workers = workers
         self._version += 1
@@ -99,13 +99,13 @@ class Fleet:
         self._stale = dict(zip(self._position, workers, strict=True))
         self.touched = set(self._position)  # may have something to do: the caller takes out who has not
 
-    def touch(self, worker: WorkerState) -> None:
+    def touch(self, worker: WorkerBooks) -> None:
         """Something has happened to it: its columns are read again when they are needed."""
         name = worker.capacity.worker_id
         self._stale[name] = worker
         self.touched.add(name)
 
-    def close(self, worker: WorkerState) -> None:
+    def close(self, worker: WorkerBooks) -> None:
         """It takes nothing new from now on."""
         self._is_open[self._position[worker.capacity.worker_id]] = False
         self.touch(worker)
@@ -114,7 +114,7 @@ class Fleet:
         """Somebody could, if nobody else were there. While nobody takes anything, all wait alike."""
         return bool(np.count_nonzero(self._able(seq)) or not np.count_nonzero(self._is_open))
 
-    def fill(self, worker: WorkerState, num_tokens: int) -> None:
+    def fill(self, worker: WorkerBooks, num_tokens: int) -> None:
         """So many tokens get new blocks of its pool."""
         self._filled[self._position[worker.capacity.worker_id]] += num_tokens
 
@@ -138,7 +138,7 @@ class Fleet:
         self._takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
         self.num_takers = int(np.count_nonzero(self._takes))
 
-    def _read(self, i: int, worker: WorkerState) -> None:
+    def _read(self, i: int, worker: WorkerBooks) -> None:
         self._is_open[i] = not worker.is_draining
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
@@ -253,7 +253,7 @@ class Fleet:
         self._digests.extend(digests, token_ids, root_key, block_size)
 
 
-def _least_urgent(worker: WorkerState) -> int:
+def _least_urgent(worker: WorkerBooks) -> int:
     """Priority of what would have to leave first; NOBODY if nothing runs."""
     rows = worker.rows.active()
     return int(worker.rows.priority[rows].max()) if len(rows) else NOBODY

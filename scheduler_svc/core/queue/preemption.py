@@ -9,37 +9,40 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.step_plan import StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
-def plan_running(worker: WorkerState, plan: StepPlan, requests: Requests) -> bool:
+def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bool:
     """Every row goes on; True if some had to leave for that.
 
     Each decoding row gets the block it writes next; the least urgent are preempted until that works. Blocks of a
     victim may still be named by steps in flight: then rows that got none sit this step out.
     """
+    worker = planner.books
     if not worker.rows.num_used:
         return False
     has_preempted = False
     while True:
-        decode, prefill = worker.split_by_stage()
-        needy = worker.rows_that_need_a_block(decode) if len(decode) else decode
-        if not worker.lacks_blocks_for(needy):
+        decode, prefill = planner.split_by_stage()
+        needy = planner.rows_that_need_a_block(decode) if len(decode) else decode
+        num_needed = planner.num_blocks_for(needy)
+        if num_needed <= worker.pool.num_free + worker.num_pending_free:
             break
         has_preempted = True
         _preempt_one(worker, requests)
     num_free = worker.pool.num_free
-    if len(needy) > num_free:
+    if num_needed > num_free:
         by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)
         needy = np.array(by_urgency[:num_free], dtype=np.int64)
         decode = decode[~np.isin(decode, by_urgency[num_free:])]
     if len(needy):
-        worker.give_blocks(needy, plan)
-    worker.plan_running(plan, decode, prefill)
+        planner.give_blocks(needy, plan)
+    planner.plan_running(plan, decode, prefill)
     return has_preempted
 
 
-def displace(worker: WorkerState, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
+def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
     """An urgent sequence that finds no room takes that of less urgent ones, if that is enough for it: else they would
     leave for nobody, and come back.
     """
@@ -53,16 +56,16 @@ def displace(worker: WorkerState, entry: QueueEntry, requests: Requests, waterma
         _preempt_one(worker, requests)
 
 
-def _has_space(seq: Sequence, worker: WorkerState) -> bool:
+def _has_space(seq: Sequence, worker: WorkerBooks) -> bool:
     return worker.has_space(1 + len(seq.forks), ceil_div(seq.data.num_tokens, worker.capacity.block_size))
 
 
-def _may_displace(seq: Sequence, worker: WorkerState) -> bool:
+def _may_displace(seq: Sequence, worker: WorkerBooks) -> bool:
     priorities = worker.rows.priority[worker.rows.active()]
     return bool((priorities > seq.group.priority).any())
 
 
-def _preempt_one(worker: WorkerState, requests: Requests) -> None:
+def _preempt_one(worker: WorkerBooks, requests: Requests) -> None:
     victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
     seq = worker.preempt(victim)
     requests.requeue(seq)

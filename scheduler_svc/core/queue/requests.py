@@ -17,7 +17,7 @@ from scheduler_svc.core.queue.waiting_queue import WaitingQueue
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.core.steps.stops import Stops
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 RETRY_ADVICE = "retry later or on another scheduler"
 SPARE_DEADLINES = 64  # of sequences that wait no more, kept until there are more of them
@@ -29,7 +29,7 @@ class Requests:
     def __init__(
         self,
         config: SchedulerConfig,
-        workers: dict[str, WorkerState],
+        workers: dict[str, WorkerBooks],
         fleet: Fleet,
         stops: Stops,
         measures: Measures,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,27 +17,39 @@ I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
 
-def check_answer(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
-    """Every row that was to sample must have a token or a failure; one that has neither failed too.
+def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
+    """The step that this output answers, and its failed rows. A row without a token or a failure has failed too.
 
-    Raises UnexpectedStepError for rows that the step did not ask, that come twice, or in another order.
+    Raises UnexpectedStepError unless the step is the oldest one in flight, and if rows are unknown, repeated or in
+    another order.
     """
+    step = in_flight[0] if in_flight else None
+    if step is None or step.step_id != output.step_id:
+        expected = "no step" if step is None else f"step {step.step_id}"
+        raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, expected {expected}")
+    if not output.failures and output.rows.tobytes() == step.sampled.tobytes():
+        return step, []
+    return step, _failures(step, output)
+
+
+def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
     expected = step.sampled
-    if not output.failures and output.rows.tobytes() == expected.tobytes():
-        return []
-    told = {failure.row: failure for failure in output.failures}
-    asked = {*step.rows.tolist(), *(row for row, _ in step.forks)}
+    reported = {failure.row: failure for failure in output.failures}
+    computed = {*step.rows.tolist(), *(row for row, _ in step.forks)}
     in_order = expected[np.isin(expected, output.rows)]
-    if output.rows.tobytes() != in_order.tobytes() or not told.keys() <= asked:
-        raise UnexpectedStepError(f"worker {output.worker_id} answered other rows than step {step.step_id} asked")
-    silent = set(expected.tolist()) - set(output.rows.tolist()) - set(told)
-    return [*told.values(), *(RowFailure(row, "the worker returned no token for this row") for row in silent)]
+    if output.rows.tobytes() != in_order.tobytes() or not reported.keys() <= computed:
+        raise UnexpectedStepError(
+            f"worker {output.worker_id} answered step {step.step_id} with rows {output.rows.tolist()}, expected "
+            f"{expected.tolist()}, or reported the failure of a row that the step did not compute"
+        )
+    missing = set(expected.tolist()) - set(output.rows.tolist()) - set(reported)
+    return [*reported.values(), *(RowFailure(row, "the worker returned no token for this row") for row in missing)]
 
 
 def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tuple[I64, Deltas]:
     """Store the samples of rows that are still what they were when the step was sent."""
     run = step.run
-    if run is not None and _are_all_live(table, step):
+    if run is not None and (step.generation is table.generation or _are_all_live(table, step)):
         return run.rows, _append_run(table, run, step.context_lens, output.token_ids)
     rows, token_ids = output.rows.astype(np.int64), output.token_ids
     if step.generation is not table.generation:
@@ -56,8 +70,6 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
 
 def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
     """None of the step's rows has been closed since; others may have."""
-    if step.generation is table.generation:
-        return True
     return bool((step.generation[step.rows] == table.generation[step.rows]).all())
 
 

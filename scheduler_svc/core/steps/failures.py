@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from scheduler_svc.core.steps.step_plan import InFlightStep
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
-def rows_tainted_by(worker: WorkerState, failed: set[int], step: InFlightStep) -> list[int]:
+def rows_tainted_by(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> list[int]:
     """Rows to compute again after these rows failed in this step: they read what a failed row was to compute.
 
     A failed row is among them if another one's failure explains its own. What a failed row was to fill is
@@ -35,10 +35,10 @@ def rows_tainted_by(worker: WorkerState, failed: set[int], step: InFlightStep) -
     return sorted(tainted)
 
 
-def _reads(worker: WorkerState, row: int, lost: dict[int, int | None]) -> bool:
+def _reads(worker: WorkerBooks, row: int, lost: dict[int, int | None]) -> bool:
     """One of the lost blocks is in the row's table, and it is not the one that was to fill it."""
     return any(lost.get(block, row) != row for block in worker.rows.blocks(row))
 
 
-def _has_ended(worker: WorkerState, row: int, step: InFlightStep) -> bool:
+def _has_ended(worker: WorkerBooks, row: int, step: InFlightStep) -> bool:
     return bool(step.generation[row] != worker.rows.generation[row])

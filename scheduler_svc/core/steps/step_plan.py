@@ -25,6 +25,8 @@ class StepPlan:
     """A step in the making. Rows are planned once; everything else is a consequence."""
 
     budget: int  # tokens that may still be added
+    now: float
+    joins_message: bool = False  # the step is sent in the message of the step before it
     rows: list[I64] = field(default_factory=list)
     query_lens: list[Column] = field(default_factory=list)
     opens: list[RowOpen] = field(default_factory=list)

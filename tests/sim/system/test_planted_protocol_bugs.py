@@ -21,7 +21,8 @@ from gateway_svc.scheduler_client import SchedulerClient
 from scheduler_svc import worker_wire
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 from scheduler_svc.worker_link import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
 from worker_svc.executor import Lease, StepExecutor
@@ -100,31 +101,31 @@ def scheduler_applies_any_answer_to_its_oldest_step(patch: Patch) -> None:
 
 @bug("acknowledged|commits block|for cached, which it is not")
 def prefixes_published_before_the_answer(patch: Patch) -> None:
-    def finish(original: Any, worker: WorkerState, plan: StepPlan) -> Any:
-        batch = original(worker, plan)
+    def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> Any:
+        batch = original(planner, plan)
         if batch is not None:
-            worker.commit_fills(_without_decodes(worker.in_flight[-1]))
+            planner.books.commit_fills(_without_decodes(planner.books.in_flight[-1]))
         return batch
 
     def _without_decodes(flight: InFlightStep) -> InFlightStep:
         return replace(flight, full=flight.full[:0])
 
-    wrap(patch, WorkerState, "finish_plan", finish)
+    wrap(patch, StepPlanner, "finish_plan", finish)
 
 
 @bug("another open row names|which is open|open rows|other rows share|not open")
 def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> None:
     """Blocks are free at once, and the worker hears of the end of their row with the step after next."""
-    told_late: WeakKeyDictionary[WorkerState, Any] = WeakKeyDictionary()
+    told_late: WeakKeyDictionary[StepPlanner, Any] = WeakKeyDictionary()
 
-    def make(original: Any, worker: WorkerState, *args: Any) -> Any:
-        batch = original(worker, *args)
-        late = told_late.get(worker, batch.close_rows[:0])
-        told_late[worker] = batch.close_rows
+    def make(original: Any, planner: StepPlanner, *args: Any) -> Any:
+        batch = original(planner, *args)
+        late = told_late.get(planner, batch.close_rows[:0])
+        told_late[planner] = batch.close_rows
         return replace(batch, close_rows=late)
 
-    wrap(patch, WorkerState, "_send", make)
-    patch.setattr(WorkerState, "_release", lambda self, blocks: self.pool.free(blocks))
+    wrap(patch, StepPlanner, "_send", make)
+    patch.setattr(WorkerBooks, "_release", lambda self, blocks: self.pool.free(blocks))
 
 
 @bug("reads something else|for cached, which it is not", "kill", "freeze", "tear_link")

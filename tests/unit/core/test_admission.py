@@ -78,7 +78,7 @@ def test_a_shared_block_counts_for_the_sequence_that_holds_it_last() -> None:
     for name, (prompt, max_tokens) in requests.items():
         scheduler.add_group(make_group(prompt, name, max_tokens=max_tokens, ignore_eos=True), 0.0)
     assert run_to_end(scheduler) == 11
-    assert scheduler.stats().preemptions == 0
+    assert scheduler.stats().counts.num_preemptions == 0
 
 
 def test_the_watermark_of_a_small_pool_is_no_block() -> None:

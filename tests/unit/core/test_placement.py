@@ -10,7 +10,9 @@ from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.step_plan import StepPlan
+from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
@@ -127,9 +129,14 @@ def test_an_answer_of_one_worker_costs_nothing_for_the_others(monkeypatch: pytes
         add(scheduler, f"r{i}", 9, max_tokens=40)
     batches = scheduler.schedule(0.0)
     asked: list[str] = []
-    begin = WorkerState.begin_step
-    monkeypatch.setattr(WorkerState, "begin_step", lambda w: asked.append(w.capacity.worker_id) or begin(w))
-    monkeypatch.setattr(WorkerState, "num_cached", lambda w, *_: pytest.fail("a full fleet looks at no prompt"))
+    begin = StepPlanner.begin_step
+
+    def begin_step(planner: StepPlanner, now: float) -> StepPlan:
+        asked.append(planner.books.capacity.worker_id)
+        return begin(planner, now)
+
+    monkeypatch.setattr(StepPlanner, "begin_step", begin_step)
+    monkeypatch.setattr(WorkerBooks, "num_cached", lambda w, *_: pytest.fail("a full fleet looks at no prompt"))
     scheduler.update(answer(batches[3]), 0.0)
     scheduler.schedule(0.0)
     assert set(asked) <= {batches[3].worker_id}
@@ -159,7 +166,7 @@ def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypat
     scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=16), max_waiting=2000)
     for i in range(1000):
         add(scheduler, f"r{i}", 9, max_tokens=3)
-    looks = count_calls(monkeypatch, WorkerState, "num_cached")
+    looks = count_calls(monkeypatch, WorkerBooks, "num_cached")
     for step in range(40):
         for batch in scheduler.schedule(step / 100):
             scheduler.update(answer(batch), step / 100)

@@ -33,7 +33,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
     StopCondition,
 )
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 from tests.unit.core.calls import count_calls
 
 
@@ -143,7 +143,7 @@ def test_an_answer_whose_rows_are_out_of_order_or_come_twice_is_refused(order: l
     for now in (0.0, 0.1, 0.2):  # the last one is a step of a run
         (batch,) = scheduler.schedule(now)
         rows = batch.rows[order]
-        with pytest.raises(UnexpectedStepError, match="other rows"):
+        with pytest.raises(UnexpectedStepError, match=r"with rows .*, expected"):
             scheduler.update(StepOutput("w", batch.step_id, rows, rows + 500), now)
         scheduler.update(answer(batch), now)
 
@@ -485,7 +485,7 @@ def test_nobody_leaves_for_who_has_no_room_even_then(urgent: SequenceGroup) -> N
 
 def test_who_has_no_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = crowded_scheduler(group("urgent", range(5000, 5100), max_tokens=30, priority=-1))
-    looks = count_calls(monkeypatch, WorkerState, "would_fit_beside_urgent")
+    looks = count_calls(monkeypatch, WorkerBooks, "would_fit_beside_urgent")
     for _ in range(80):
         for batch in scheduler.schedule(0.0):
             scheduler.update(answer(batch), 0.0)

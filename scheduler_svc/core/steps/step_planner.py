@@ -1,0 +1,322 @@
+"""Planning the steps of one worker: which rows compute which tokens, in which blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
+from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import I64, U32
+from scheduler_svc.core.steps.step_plan import (
+    NO_ROWS,
+    Bools,
+    InFlightStep,
+    StepPlan,
+    concatenated,
+    make_batch,
+    slot_mapping,
+    with_forks,
+)
+from scheduler_svc.core.steps.worker_books import WorkerBooks
+
+MAX_BURST = 16  # steps of one message
+DECODE_WEIGHT = 0.2  # of the newest message in the running mean of the duration of a decode step
+
+
+class StepPlanner:
+    """Plans one step of one worker at a time: `begin_step`, then decodes, prompt chunks and admissions, then
+    `finish_plan`, which makes the message and reports the step to the books.
+    """
+
+    def __init__(self, books: WorkerBooks, next_step_id: int) -> None:
+        self.books = books
+        self.answered_at = 0.0  # time of the newest answer
+        self.may_go_on = True  # a step after the newest one may have tokens to compute, before any answer
+        self._capacity = books.capacity
+        self._rows = books.rows
+        self._pool = books.pool
+        self._next_step_id = next_step_id
+        self._decode_s: float | None = None  # running mean of the duration of a decode step
+        self._run: DecodeRun | None = None
+
+    def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
+        """An empty plan. `joins_message`: the step is sent in the message of the step before it."""
+        return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
+
+    def continue_run(self, plan: StepPlan, *, may_begin: bool = True) -> bool:
+        """Plan one token more for every row, if that is all there is to do; False if the step needs more thought.
+
+        `may_begin`: also where that begins a run, which costs what a step costs and pays only if more steps follow.
+        """
+        run = self._run = self._living_run() or (self._new_run() if may_begin else None)
+        if run is None:
+            return False
+        if len(run.full) > self._pool.num_free:
+            self._run = None
+            return False
+        if len(run.full):
+            self._append_blocks(run.rows[run.full], plan)
+        plan.add(run.rows, run.query_lens, len(run.rows))
+        plan.run, plan.num_decode = run, len(run.rows)
+        return True
+
+    def _living_run(self) -> DecodeRun | None:
+        """The run of the step before, without the rows that have left it; None where rows came since."""
+        run = self._run
+        if run is None or run.num_opened != self._rows.num_opened:
+            return None
+        if run.steps_left and run.generation is self._rows.generation:
+            return run
+        return run.without_gone(self._rows)
+
+    def _new_run(self) -> DecodeRun | None:
+        """A run may begin wherever every row that has something to compute has its newest token to compute, and a block
+        of its own to write it to, or needs the next one.
+        """
+        if self.books.pending_prefill or self.books.num_reserved_rows:
+            return None
+        r = self._rows
+        rows, _ = self.split_by_stage()
+        ends = r.computed[rows]
+        samples = r.num_tokens[rows] + r.pending[rows] < r.limit[rows]
+        needy, at_border = self.rows_that_need_a_block(rows), rows[ends % r.block_size == 0]
+        if not len(rows) or not samples.all() or needy.tobytes() != at_border.tobytes():
+            return None
+        return DecodeRun.after(r, rows, ends - 1, r.slots(rows, ends - 1))
+
+    def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
+        """Add to the message of `first` as many steps of its run as the worker decodes in `burst_s`."""
+        num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
+        while len(first.then) + 1 < num_steps and self.books.in_flight[-1].run is not None:
+            plan = self.begin_step(now, joins_message=True)
+            batch = self.finish_plan(plan) if self.continue_run(plan) else None
+            if batch is None:
+                break
+            first.then.append(batch)
+
+    def note_answer(self, step: InFlightStep, now: float) -> None:
+        """All steps of a message are answered; `step` is the last of them."""
+        if step.run is not None:
+            took = (now - max(step.sent_at, self.answered_at)) / step.burst_len
+            mean = took if self._decode_s is None else self._decode_s
+            self._decode_s = mean + DECODE_WEIGHT * (took - mean)
+        self.answered_at = now
+
+    def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
+        """Decodes first, then chunks of prefills, in the same step."""
+        if len(decode):
+            plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
+            plan.num_decode = len(decode)
+            if self.books.num_reserved_rows:  # a prompt whose last token alone was uncached completes here
+                for row in decode.tolist():
+                    self._fork_if_complete(row, 1, plan)
+        for row in prefill.tolist():
+            self._plan_chunk(row, plan)
+
+    def split_by_stage(self) -> tuple[I64, I64]:
+        """Rows with one token to compute, and rows with more."""
+        rows = self._rows.active()
+        if not len(rows):
+            return NO_ROWS, NO_ROWS
+        todo = self._rows.todo(rows)
+        if (todo == 1).all():
+            return rows, NO_ROWS
+        return rows[todo == 1], rows[todo > 1]
+
+    def rows_that_need_a_block(self, decode: I64) -> I64:
+        """Decoding rows that open a new block, or would write into one that they share (copy on write)."""
+        r = self._rows
+        index = r.computed[decode] // self._capacity.block_size
+        opens = index >= r.num_blocks[decode]
+        tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
+        return decode[opens | (self._pool.refs[tail] > 1)]
+
+    def num_blocks_for(self, needy: I64) -> int:
+        """Blocks that these rows take. Of rows that share a block, the last one keeps it."""
+        if len(needy) <= self._pool.num_free:
+            return len(needy)  # at most, and the pool has as many
+        r = self._rows
+        index = r.computed[needy] // self._capacity.block_size
+        copies = index < r.num_blocks[needy]
+        shared, num_rows = np.unique(r.table[needy[copies], index[copies]], return_counts=True)
+        return len(needy) - int(np.count_nonzero(self._pool.refs[shared] == num_rows))
+
+    def give_blocks(self, rows: I64, plan: StepPlan) -> None:
+        """Append a block to each row's table, or replace a shared one by a copy. The pool has as many."""
+        r = self._rows
+        opens = r.computed[rows] // self._capacity.block_size >= r.num_blocks[rows]
+        if opens.all():
+            self._append_blocks(rows, plan)
+            return
+        self._append_blocks(rows[opens], plan)
+        for row in rows[~opens].tolist():
+            self._copy_block(row, plan)
+
+    def _append_blocks(self, rows: I64, plan: StepPlan) -> None:
+        r = self._rows
+        indices = r.num_blocks[rows]
+        blocks = self._pool.allocate(len(rows))
+        r.table[rows, indices] = blocks
+        r.num_blocks[rows] = indices + 1
+        plan.tables.append((rows, indices, blocks))
+
+    def _copy_block(self, row: int, plan: StepPlan) -> None:
+        r = self._rows
+        index = int(r.computed[row]) // self._capacity.block_size
+        shared = int(r.table[row, index])
+        if self._pool.refs[shared] == 1:
+            return  # the others took copies: it is ours
+        block = int(self._pool.allocate(1)[0])
+        plan.copies.append((shared, block))
+        self._pool.free(np.array([shared]))  # others hold it: it cannot become free here
+        r.table[row, index] = block
+        plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
+
+    def _plan_chunk(self, row: int, plan: StepPlan) -> None:
+        count = min(self._rows.todo_of(row), plan.budget)
+        if count < 1:
+            return
+        plan.add(np.array([row]), np.array([count]), count)
+        if count >= self._rows.todo_of(row) - 1:
+            self.books.prefilling.discard(row)
+        self._register_fills(row, count, plan)
+        if self.books.num_reserved_rows:
+            self._fork_if_complete(row, count, plan)
+
+    def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
+        """Blocks of known tokens that this chunk completes may be shared from now on."""
+        r, bs = self._rows, self._capacity.block_size
+        first, digests = int(r.computed[row]) // bs, r.sequence(row).digests
+        end = min((int(r.computed[row]) + count) // bs, len(digests))
+        if first >= end:
+            return
+        tokens = r.tokens[row, first * bs : end * bs].reshape(-1, bs)
+        plan.fills.append((row, self._pool.register(r.table[row, first:end], digests[first:end], tokens)))
+
+    def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
+        """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
+        r, seq = self._rows, self._rows.sequence(row)
+        if not seq.forks or r.computed[row] + count < r.num_tokens[row]:
+            return
+        prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
+        table = blocks.astype(np.uint32)
+        for sample in seq.forks:
+            sample.digests = list(seq.digests)
+            self._pool.share(blocks)
+            child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
+            r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
+            sample.move_to(SequenceStatus.RUNNING)
+            sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
+            plan.opens.append(
+                RowOpen(child, seq.group, sample.sample_index, EMPTY, len(prompt), table, len(prompt), fork_of_row=row)
+            )
+            plan.forks.append((child, row))
+        self.books.num_reserved_rows -= len(seq.forks)
+        seq.forks = []
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def finish_plan(self, plan: StepPlan) -> StepBatch | None:
+        """Turn a plan into the batch to send and remember it as in flight; None if there is nothing to tell."""
+        if not plan.rows and (self.books.in_flight or not self.books.has_changes):
+            return None
+        if plan.run is not None and len(plan.rows) == 1:
+            return self._finish_run(plan, plan.run)
+        r = self._rows
+        rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
+        context_lens = r.computed[rows]
+        slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
+        pending, ends = r.pending[rows], context_lens + query_lens
+        known = r.num_tokens[rows] + pending
+        left = r.limit[rows] - known
+        reaches_end = ends == known
+        sample_mask = reaches_end & (left > 0)
+        r.computed[rows] = ends
+        r.pending[rows] = pending + sample_mask
+        num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
+        prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
+        self.may_go_on = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
+        sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
+        step = InFlightStep(
+            step_id=self._next_step_id,
+            rows=rows,
+            context_lens=context_lens.astype(np.uint32),
+            query_lens=query_lens.astype(np.uint32),
+            sampled=with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
+            generation=r.generation,
+            full=r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS,
+            run=None,
+            may_reach_limit=True,
+            fills=plan.fills,
+            forks=plan.forks,
+            prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
+            is_full=plan.budget < 1,
+            sent_at=plan.now,
+        )
+        plan.forks = sampling_forks
+        return self._send(plan, step, sample_mask, slots)
+
+    def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
+        """The step that consists of the run and nothing else: everything is one further than it was."""
+        r = self._rows
+        self.may_go_on = True
+        run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
+        r.computed += run.is_member
+        r.pending += run.is_member
+        step = InFlightStep(
+            step_id=self._next_step_id,
+            rows=run.rows,
+            context_lens=run.context_lens,
+            query_lens=run.query_lens,
+            sampled=run.sampled,
+            generation=r.generation,
+            full=run.full,
+            run=run,
+            may_reach_limit=not run.steps_left,
+            fills=[],
+            forks=[],
+            prompt_only=[],
+            is_full=False,
+            sent_at=plan.now,
+        )
+        return self._send(plan, step, run.sample_mask, run.slots)
+
+    def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
+        batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())
+        self.books.note_sent(step, joins_message=plan.joins_message)
+        self._next_step_id += 1
+        return batch
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def admit(self, seq: Sequence, hits: I64, plan: StepPlan) -> None:
+        """Give a waiting sequence a row, blocks after the cached `hits`, and its first tokens of this step."""
+        bs, token_ids = self._capacity.block_size, seq.data.token_ids()
+        self._pool.hit(hits)
+        new_blocks = self._pool.allocate(ceil_div(len(token_ids), bs) - len(hits))
+        blocks = np.concatenate((hits, new_blocks), dtype=np.uint32, casting="unsafe")
+        row = self._open_row(seq, token_ids, blocks, len(hits) * bs, plan)
+        self.books.num_reserved_rows += len(seq.forks)
+        seq.count_cached(len(hits) * bs)
+        self._plan_chunk(row, plan)
+
+    def _open_row(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan) -> int:
+        limit = len(seq.group.prompt) + seq.group.stop.max_tokens
+        row = self._rows.open(seq, token_ids, blocks, num_computed, limit)
+        self.books.prefilling.add(row)
+        seq.move_to(SequenceStatus.RUNNING)
+        seq.worker_id, seq.row = self._capacity.worker_id, row
+        plan.opens.append(
+            RowOpen(
+                row=row,
+                group=seq.group,
+                sample_index=seq.sample_index,
+                token_ids=token_ids,
+                prompt_len=len(seq.group.prompt),
+                block_table=blocks,
+                num_computed_tokens=num_computed,
+            )
+        )
+        return row

@@ -1,0 +1,258 @@
+"""The books of one worker: its blocks, its rows and its steps in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
+from scheduler_svc.core.blocks.block_manager import BlockManager, Fill
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
+from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.steps.admission import Need, fits_beside
+from scheduler_svc.core.steps.rows import I64, U32, RowTable
+from scheduler_svc.core.steps.step_plan import InFlightStep
+
+
+class WorkerBooks:
+    """Owns the block pool, the row table and the steps in flight of one worker, and says what has room on it.
+
+    `StepPlanner` plans its steps and reports each with `note_sent`. Blocks of a row that ends become free when the
+    newest step that was in flight then is answered, because steps may still name them.
+    """
+
+    def __init__(
+        self,
+        capacity: WorkerCapacity,
+        root_salt: bytes,
+        *,
+        prefix_caching: bool = True,
+        reuse_bonus: float = 0.0,
+        keeps_events: bool = True,
+    ) -> None:
+        self.capacity = capacity
+        self.pool = BlockManager(
+            capacity.num_blocks,
+            capacity.block_size,
+            prefix_caching=prefix_caching,
+            reuse_bonus=reuse_bonus,
+            keeps_events=keeps_events,
+        )
+        self.rows = RowTable(capacity)
+        self.in_flight: deque[InFlightStep] = deque()
+        self.num_messages = 0  # in flight; each carries one step, or a burst of steps
+        self.is_draining = False
+        self.num_reserved_rows = 0  # for samples that will fork off a running prompt
+        self._refused: tuple[int, Need] | None = None  # who found no room most recently, at which room_version
+        self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
+        self._root_salt = root_salt
+        self.prefilling: set[int] = set()  # rows with more than their newest token left to plan
+        self._closed: list[int] = []
+
+    @property
+    def can_send(self) -> bool:
+        return self.num_messages < self.capacity.pipeline_depth
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.rows.num_free - self.num_reserved_rows
+
+    @property
+    def has_changes(self) -> bool:
+        """Rows were closed or blocks committed since the newest step: the worker must learn of them."""
+        return bool(self._closed or self.pool.commits)
+
+    def take_changes(self) -> tuple[list[int], list[Fill]]:
+        """Rows closed and blocks committed since the last call."""
+        closed, self._closed = self._closed, []
+        return closed, self.pool.take_commits() if self.pool.commits else []
+
+    def unreserve_row(self) -> None:
+        """A sample ended before it forked from its running prompt."""
+        self.num_reserved_rows -= 1
+        self.room_version += 1
+
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens of admitted sequences whose steps are not answered."""
+        in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in self.in_flight)
+        return self.pending_prefill + in_flight
+
+    @property
+    def pending_prefill(self) -> int:
+        """Prompt tokens of admitted sequences that no step has computed or plans to."""
+        return sum(self.rows.todo_of(row) - 1 for row in self.prefilling)
+
+    @property
+    def num_pending_free(self) -> int:
+        """Blocks that become free when the steps in flight are answered."""
+        return sum(len(blocks) for step in self.in_flight for blocks in step.releases)
+
+    def has_space(self, num_rows: int, num_blocks: int) -> bool:
+        """The rows and blocks are free, or become free when the steps in flight are answered."""
+        return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_pending_free
+
+    def adopt(self, blocks: Iterable[CachedBlock]) -> None:
+        """Take over the cached blocks of the worker's pool, listed in the order of their commits.
+
+        The head of a prefix is committed before its tail; adopting in reverse order makes tails evicted first.
+        """
+        listed = list(blocks)[::-1]
+        for block in listed:
+            if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
+                raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
+        if listed:
+            ids = np.array([block.block_id for block in listed], dtype=np.int64)
+            self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
+
+    def num_cached(self, digests: Seq[bytes], num_tokens: int) -> int:
+        """Leading tokens of a sequence that are cached here, at most all but one: its newest token must be computed."""
+        bs = self.capacity.block_size
+        return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
+
+    def _root(self, seq: Sequence) -> bytes:
+        return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def find_room(self, entry: QueueEntry, watermark: float, mean_output: float) -> I64 | None:
+        """The cached blocks that a waiting sequence starts from, possibly none; None if there is no room for it."""
+        seq, bs = entry.seq, self.capacity.block_size
+        if self.num_free_rows < entry.num_rows or self.refuses(entry):
+            return None
+        token_ids = seq.data.token_ids()
+        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
+        unused = self.pool.num_unused(hits)
+        saved = len(hits) - unused
+        if ceil_div(len(token_ids), bs) - saved > self.pool.num_free:
+            self._remember_refusal(seq, saved)
+            return None
+        if not self._fits(seq, hits, watermark, mean_output):
+            entry.crowded_by[self.capacity.worker_id] = self.room_version
+            self._remember_refusal(seq, saved)
+            return None
+        return hits
+
+    def _fits(self, seq: Sequence, hits: I64, watermark: float, mean_output: float) -> bool:
+        """Beside rows that are no less urgent, once all have grown."""
+        num_blocks = self.capacity.num_blocks
+        max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
+        return fits_beside(self.rows, self.pool, seq, hits, mean_output, max_blocks)
+
+    def would_fit_beside_urgent(self, seq: Sequence, watermark: float, mean_output: float) -> bool:
+        """It would find room if all rows that are less urgent left."""
+        r, token_ids = self.rows, seq.data.token_ids()
+        rows = r.active()
+        rows = rows[r.priority[rows] <= seq.group.priority]
+        is_held = r.are_held(rows, self.capacity.num_blocks)
+        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self.capacity.block_size)
+        saved = int(np.count_nonzero(is_held[hits]))
+        num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - saved + int(np.count_nonzero(is_held))
+        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + 1 + len(seq.forks)
+        has_space = num_rows <= self.capacity.max_num_seqs and num_blocks <= self.capacity.num_blocks
+        return has_space and self._fits(seq, hits, watermark, mean_output)
+
+    def _remember_refusal(self, seq: Sequence, saved: int) -> None:
+        self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
+
+    def refuses(self, entry: QueueEntry) -> bool:
+        """It was refused, or somebody was who needed no more, and no row or block has become free since."""
+        seq, version = entry.seq, self.room_version
+        if entry.refused_by.get(self.capacity.worker_id) == version:
+            return True
+        if self._refused is None or self._refused[0] != version or not seq.digests:
+            return False
+        num_tokens = seq.data.num_tokens
+        if not self._refused[1].is_covered_by(Need.of(seq, num_tokens - self.num_cached(seq.digests, num_tokens))):
+            return False
+        entry.refused_by[self.capacity.worker_id] = version
+        return True
+
+    # -- steps in flight ----------------------------------------------------------------------------------------------
+
+    def note_sent(self, step: InFlightStep, *, joins_message: bool) -> None:
+        """A step is sent, in a message of its own or in that of the step before it."""
+        if joins_message:
+            before = self.in_flight[-1]
+            step.burst_len, before.burst_len = before.burst_len + 1, 0
+        else:
+            self.num_messages += 1
+        self.in_flight.append(step)
+
+    def note_answered(self) -> None:
+        """The oldest step is answered. With the last step of a message, the pipeline takes another one."""
+        step = self.in_flight.popleft()
+        self.num_messages -= step.burst_len > 0
+
+    def commit_fills(self, step: InFlightStep) -> None:
+        """The step is acknowledged: the blocks that it filled are cached prefixes from now on."""
+        for _, fills in step.fills:
+            self.pool.commit(fills)
+        if not len(step.full):
+            return
+        rows, ends = step.rows[step.full], step.context_lens[step.full] + 1
+        if step.generation is not self.rows.generation:
+            is_open = step.generation[rows] == self.rows.generation[rows]
+            rows, ends = rows[is_open], ends[is_open]
+        if len(rows):
+            self._commit_decoded(rows, ends)
+
+    def _commit_decoded(self, rows: I64, ends: U32) -> None:
+        """Each of these rows has filled the block before `ends`, mostly with tokens that were sampled meanwhile."""
+        r, bs = self.rows, self.capacity.block_size
+        tokens = r.last_tokens(rows, ends)
+        indices = ends // bs - 1
+        blocks, digests = block_bytes(token_bytes(tokens), bs), []
+        for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
+            known = r.digests[row]
+            if index == len(known):  # its last token was sampled: unknown until now
+                known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
+            digests.append(known[index])
+        self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
+
+    def free_released(self, step: InFlightStep) -> None:
+        """Free the blocks that no later step names."""
+        for blocks in step.releases:
+            self.pool.free(blocks)
+        self.room_version += 1
+
+    # -- rows end -----------------------------------------------------------------------------------------------------
+
+    def preempt(self, row: int) -> Sequence:
+        """End the row and return its sequence, which waits again with its tokens."""
+        seq = self.rows.sequence(row)
+        seq.data.output = self.rows.output_tokens(row)
+        seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.computed[row]))
+        seq.num_preemptions += 1
+        seq.move_to(SequenceStatus.WAITING)
+        self._close(row)
+        return seq
+
+    def finish(self, row: int) -> Sequence:
+        """End the row and return its sequence, which is finished."""
+        seq = self.rows.sequence(row)
+        seq.data.output = self.rows.output_tokens(row)
+        seq.move_to(SequenceStatus.FINISHED)
+        self._close(row)
+        return seq
+
+    def _close(self, row: int) -> None:
+        seq = self.rows.sequence(row)
+        self.num_reserved_rows -= len(seq.forks)
+        seq.worker_id = seq.row = None
+        self._release(self.rows.table[row, : self.rows.num_blocks[row]][::-1].astype(np.int64))
+        self.rows.close(row)
+        self.prefilling.discard(row)
+        self.room_version += 1
+        self._closed.append(row)
+
+    def _release(self, blocks: I64) -> None:
+        if self.in_flight:
+            self.in_flight[-1].releases.append(blocks)
+        else:
+            self.pool.free(blocks)
