@@ -34,7 +34,7 @@ from bench.padded import PaddedLoop
 from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from worker_svc.engine import kernel_linear, linear
-from worker_svc.engine.backend import make_backend
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import EMPTY, RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.machine import available_cores

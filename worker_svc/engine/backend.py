@@ -1,11 +1,10 @@
-"""What a backend does, and which ones there are.
+"""What a backend does; backends.py has the ones there are.
 
-A backend computes; it decides nothing. Every operation works on all tokens of a step at once.
+A backend computes and decides nothing. Every operation works on all tokens of a step at once.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,12 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.config import Determinism, Quantization
-
 if TYPE_CHECKING:
     import torch  # rows and plans, which need the types of this file, are used without it too
-
-logger = logging.getLogger(__name__)
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -138,25 +133,3 @@ class Backend(Protocol):
         """Tokens [S] for logits [S, vocab] as noise.py says, and which rows held no usable number. Banned ids are minus
         infinity in the logits already."""
         ...
-
-
-def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:
-    """The backend of that name. `cpu` falls back to `reference` where no compiler is found.
-
-    Raises BackendUnavailableError for one that this build or machine cannot run.
-    """
-    from worker_svc.engine.cpu_backend import CpuBackend
-    from worker_svc.engine.kernels.build import KernelBuildError
-    from worker_svc.engine.reference_backend import ReferenceBackend
-
-    if name == "reference":
-        return ReferenceBackend(determinism, quantize)
-    if name != "cpu":
-        raise BackendUnavailableError(f"backend {name!r} is not one of cpu, cuda and reference")
-    try:
-        return CpuBackend(threads, determinism, quantize)
-    except KernelBuildError as error:
-        logger.warning(
-            "CPU kernels are not available, running on plain torch operations, about 8 times slower: %s", error
-        )
-        return ReferenceBackend(determinism, quantize)

@@ -12,7 +12,8 @@ import torch
 
 from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import ModelConfig, parse_config
-from worker_svc.engine.backend import I64, ForwardBatch, make_backend
+from worker_svc.engine.backend import I64, ForwardBatch
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo

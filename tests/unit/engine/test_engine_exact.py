@@ -15,7 +15,7 @@ from tests.unit.engine.driver import Driver, seeded
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
 from worker_svc.engine import cpu_backend
-from worker_svc.engine.backend import make_backend
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernel_linear import KernelLinear
 from worker_svc.engine.linear import PackedLinear

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
-from worker_svc.engine.backend import make_backend
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.linear import Int8Linear
 from worker_svc.engine.model_runner import ModelRunner

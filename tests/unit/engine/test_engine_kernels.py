@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from worker_svc.engine.backend import ForwardBatch, HeadShape, RotaryTable, make_backend
+from worker_svc.engine.backend import ForwardBatch, HeadShape, RotaryTable
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.kv_cache import KVCachePool
 from worker_svc.engine.model import rotary_table

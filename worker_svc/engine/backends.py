@@ -1,0 +1,29 @@
+"""Which CPU backends there are."""
+
+from __future__ import annotations
+
+import logging
+
+from worker_svc.engine.backend import Backend, BackendUnavailableError
+from worker_svc.engine.config import Determinism, Quantization
+from worker_svc.engine.cpu_backend import CpuBackend
+from worker_svc.engine.kernels.build import KernelBuildError
+from worker_svc.engine.reference_backend import ReferenceBackend
+
+logger = logging.getLogger(__name__)
+
+
+def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:
+    """The backend of that name. `cpu` falls back to `reference` where the kernels cannot be compiled.
+
+    Raises BackendUnavailableError for an unknown name.
+    """
+    if name == "reference":
+        return ReferenceBackend(determinism, quantize)
+    if name != "cpu":
+        raise BackendUnavailableError(f"backend {name!r} is not one of cpu, cuda and reference")
+    try:
+        return CpuBackend(threads, determinism, quantize)
+    except KernelBuildError as error:
+        logger.warning("no CPU kernels, running on plain torch operations, about 8 times slower: %s", error)
+        return ReferenceBackend(determinism, quantize)
