@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
-from tests.unit.engine.banned import check_banned_ids
+from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
@@ -269,5 +269,9 @@ def test_other_device_errors_are_not_treated_as_out_of_memory(qwen3, monkeypatch
         driver.step({0: 5})
 
 
-def test_banned_ids_are_not_sampled_before_their_position(qwen3):
-    check_banned_ids(DeviceDriver(load(qwen3)))
+# The interpreter needs 8 s for each; the kernel that masks ids is the same for all.
+@pytest.mark.parametrize(
+    "name", ["greedy", "top_k", *(pytest.param(n, marks=pytest.mark.deep) for n in ("seeded", "top_p"))]
+)
+def test_banned_ids_are_not_sampled_before_their_position(qwen3, name):
+    check_banned_ids(DeviceDriver(load(qwen3)), SAMPLINGS[name])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.banned import check_banned_ids
+from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
@@ -351,4 +351,6 @@ def test_prompt_without_sampling(runner):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_banned_ids_are_not_sampled_before_their_position(backend, tmp_path):
-    check_banned_ids(Driver(load(make_model(tmp_path, "qwen3"), backend=backend)))
+    driver = Driver(load(make_model(tmp_path, "qwen3"), backend=backend))
+    for sampling in SAMPLINGS.values():
+        check_banned_ids(driver, sampling)
