@@ -15,8 +15,8 @@ import gateway_svc.metrics
 import gateway_svc.server
 import scheduler_svc.metrics
 import scheduler_svc.server
+import worker_svc.flags
 import worker_svc.metrics
-import worker_svc.server
 from request_fields.fields import FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
@@ -26,7 +26,7 @@ PARSERS = {
     "all": make_parser("all", ""),
     "gateway": gateway_svc.server.make_parser(),
     "scheduler": scheduler_svc.server.make_arguments(),
-    "worker": worker_svc.server.make_parser(),
+    "worker": worker_svc.flags.make_parser(),
 }
 SPECS = {
     "every": COMMON,

@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 from quire.v1 import worker_pb2_grpc
@@ -23,13 +22,14 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig, EngineInfo
+from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
+from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
 from worker_svc.registration import Registration
 from worker_svc.servicer import WorkerServicer
-from worker_svc.sim_executor import SimConfig, SimRunner
+from worker_svc.sim_executor import SimRunner
 from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)
@@ -37,218 +37,12 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "quire.v1.WorkerService"
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
-TOLD_TIMEOUT_S = 2.0
+DRAIN_ACK_TIMEOUT_S = 2.0
 SETTLED_S = 0.2  # a step may be on its way when the last row has closed
-ABANDONED_S = 3.0  # rows that nobody has stepped for so long belong to nobody
+ABANDONED_S = 3.0  # open rows without a step for so long are abandoned
 DRAIN_POLL_S = 0.02
 PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
-
-EPILOG = """examples:
-  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
-  quire-worker --model ./Qwen3-0.6B --scheduler sched-0:50052,sched-1:50052
-  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --executor sim --sim-step-ms 20
-"""
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """All flags of a worker."""
-    parser = config.make_parser(
-        "worker", "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler.", EPILOG
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="folder with config.json, *.safetensors"
-    )
-    model.add_argument("--model-name", metavar="NAME", help="name that clients ask for; unset: the folder's name")
-    model.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of weights and KV; auto: the model's, but CPUs serve float16 as bfloat16; float16: backend cuda only",
-    )
-    model.add_argument(
-        "--quantize",
-        choices=("int8",),
-        help="int8: round weights, and what they are multiplied with, to 8 bits: faster, less exact; all workers of a "
-        "model must agree; unset: not at all",
-    )
-    model.add_argument(
-        "--determinism",
-        choices=("exact", "best_effort"),
-        default="exact",
-        help="exact: a request's tokens never depend on what else runs",
-    )
-    model.add_argument(
-        "--max-model-len",
-        type=_at_least_1,
-        metavar="N",
-        help="longest prompt + output; unset: what model and pool allow",
-    )
-    pool = parser.add_argument_group("KV pool and batches")
-    pool.add_argument(
-        "--block-size", type=_at_least_1, default=16, metavar="N", help="tokens per block, a power of two"
-    )
-    pool.add_argument("--num-blocks", type=_at_least_1, metavar="N", help="blocks; goes before --kv-cache-memory")
-    pool.add_argument(
-        "--kv-cache-memory",
-        type=config.size_bytes,
-        metavar="SIZE",
-        help="bytes for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
-    )
-    pool.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="cuda: fp8 keeps keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
-        "all workers of a model must agree; auto: as --dtype",
-    )
-    pool.add_argument("--max-num-seqs", type=_at_least_1, default=64, metavar="N", help="sequences that run at once")
-    pool.add_argument("--max-num-batched-tokens", type=_at_least_1, default=1024, metavar="N", help="tokens per step")
-    compute = parser.add_argument_group("compute")
-    compute.add_argument(
-        "--backend", default="cpu", metavar="NAME", help="what computes: cpu, cuda, or reference (plain torch, slow)"
-    )
-    compute.add_argument(
-        "--attention",
-        choices=ATTENTION,
-        default="auto",
-        help="cuda: our kernel (triton), flash-attn (wants --block-size 256) or plain torch; auto: what suits",
-    )
-    compute.add_argument(
-        "--gpu-memory-utilization",
-        type=config.in_range(float, 0.01, 1),
-        default=0.9,
-        metavar="PART",
-        help="cuda: part of the device's memory for weights, one step and the KV pool",
-    )
-    compute.add_argument(
-        "--tensor-parallel-size", type=_at_least_1, default=1, metavar="N", help="cuda: devices that share one model"
-    )
-    compute.add_argument(
-        "--cuda-graphs",
-        choices=CUDA_GRAPHS,
-        default="start",
-        help="cuda: steps that the host launches as one, made at the start, lazily when a size first comes, or never",
-    )
-    compute.add_argument(
-        "--cuda-graph-tokens",
-        type=_tokens_or_none,
-        default=4096,
-        metavar="N",
-        help="cuda: largest step with prompts that is a graph; larger ones hide their launches; 0: decode only",
-    )
-    compute.add_argument("--threads", type=_at_least_1, metavar="N", help="unset: one per core this process may use")
-    sim = parser.add_argument_group(
-        "simulation", "for load and failure tests: no weights are read, nothing is computed"
-    )
-    sim.add_argument(
-        "--executor",
-        choices=("model", "sim"),
-        default="model",
-        help="sim: tokens are a function of context and seed, checked against what the KV blocks should hold",
-    )
-    sim.add_argument(
-        "--sim-step-ms", type=_at_least_0, default=5.0, metavar="MS", help="time of every step that computes"
-    )
-    sim.add_argument(
-        "--sim-prefill-tokens-per-s",
-        type=config.in_range(float, 1.0, 1e12),
-        default=50_000.0,
-        metavar="N",
-        help="more time: for tokens of rows that compute more than one",
-    )
-    sim.add_argument(
-        "--sim-token-us", type=_at_least_0, default=0.0, metavar="US", help="more time: for each row that decodes"
-    )
-    sim.add_argument(
-        "--sim-eos-probability",
-        type=config.in_range(float, 0.0, 1.0),
-        default=0.0,
-        metavar="P",
-        help="that a token is the end of its sequence",
-    )
-    net = parser.add_argument_group("network")
-    net.add_argument("--listen", type=config.address, default="0.0.0.0:0", metavar="HOST:PORT", help="port 0: any free")
-    net.add_argument(
-        "--scheduler",
-        type=addresses,
-        action="append",
-        metavar="HOST:PORT",
-        help="where to register; several (repeated, or with commas between) are replicas, one of which has this worker "
-        "at a time; unset: wait to be leased by whoever knows this address",
-    )
-    net.add_argument(
-        "--advertise",
-        type=config.address,
-        metavar="HOST:PORT",
-        help="where the scheduler reaches this worker; unset: --listen, as seen from the scheduler",
-    )
-    net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
-    life = parser.add_argument_group("steps and leaving")
-    life.add_argument(
-        "--stuck-after-s",
-        type=config.in_range(float, 1.0, 86400.0),
-        default=600.0,
-        metavar="S",
-        help="a step that runs for longer is taken for a hang: liveness fails, so that a kubelet restarts the worker",
-    )
-    life.add_argument(
-        "--pipeline-depth",
-        type=config.in_range(int, 1, 16),
-        default=2,
-        metavar="N",
-        help="steps taken in before the first is answered",
-    )
-    life.add_argument(
-        "--drain-timeout-s",
-        type=config.in_range(float, 0.0, 86400.0),
-        default=60.0,
-        metavar="S",
-        help="after SIGTERM: how long open rows may take to finish",
-    )
-    return parser
-
-
-def _addresses(text: str) -> list[str]:
-    return [config.address(part.strip()) for part in text.split(",")]
-
-
-addresses = config.Kind(_addresses, "host:port")
-
-_at_least_0 = config.in_range(float, 0.0, 1e9)
-_at_least_1 = config.in_range(int, 1, 2**31 - 1)
-_tokens_or_none = config.in_range(int, 0, 2**31 - 1)
-
-
-def scheduler_addresses(args: argparse.Namespace) -> list[str]:
-    """Every --scheduler."""
-    return [scheduler for part in args.scheduler or () for scheduler in part]
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's part of the flags. Raises ValueError with the field's name."""
-    return EngineConfig(
-        model_dir=args.model,
-        model_name=args.model_name or args.model.resolve().name,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        kv_cache_memory=args.kv_cache_memory,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
-        determinism=args.determinism,
-        threads=args.threads,
-        backend=args.backend,
-        attention=args.attention,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_parallel_size,
-        cuda_graphs=args.cuda_graphs,
-        kv_cache_dtype=args.kv_cache_dtype,
-        cuda_graph_tokens=args.cuda_graph_tokens,
-        quantize=args.quantize,
-    )
 
 
 class Worker:
@@ -264,7 +58,7 @@ class Worker:
             executor=self._executor,
             lifecycle=self._lifecycle,
             bundle=bundle,
-            drain=self._leave,
+            drain=self._drain_for,
             pipeline_depth=args.pipeline_depth,
         )
         self._server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
@@ -277,7 +71,7 @@ class Worker:
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Serve until told to leave. Returns the process's exit code; raises BindError."""
+        """Serve until SIGTERM or a Drain RPC. Returns the exit code of the process; raises BindError."""
         await self._admin.start()
         address = await self._server.start()
         log.info("worker %s listens on %s, loading %s", self._args.worker_id, address, self._settings.model_dir)
@@ -297,11 +91,11 @@ class Worker:
         serving.result()
         if not loading.done() or self._executor.num_in_flight:
             await _cancel(loading)
-            _leave_now()  # the model thread cannot be interrupted
+            _exit_now()  # the model thread cannot be interrupted
         return 0
 
     def _make_admin(self) -> AdminServer:
-        """Metrics; liveness: the model thread is not stuck; readiness: the model is loaded, and a scheduler uses it."""
+        """Metrics; liveness: no hanging model thread; readiness: the model is loaded and a scheduler leases it."""
         read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
         metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm=self._args.metrics_compat == "vllm")
         return AdminServer(
@@ -337,16 +131,16 @@ class Worker:
     def _cancel_if_failed(self, registering: asyncio.Future[None], serving: asyncio.Future[None]) -> None:
         if registering.cancelled() or (error := registering.exception()) is None:
             return
-        log.error("registering failed, which is a bug; this worker ends", exc_info=error)
+        log.error("the registration failed, which is a bug; this worker exits", exc_info=error)
         self._exit_code = EXIT_FAILED
         serving.cancel()
 
     async def _load_or_cancel(self, serving: asyncio.Future[None]) -> None:
         try:
             await self._load()
-        except ValueError as error:  # CheckpointError is one: the folder's fault or a setting's, told in one line
+        except ValueError as error:  # with CheckpointError: a bad folder or setting, logged in one line
             log.error("cannot serve %s: %s", self._settings.model_dir, error)
-            log.debug("where it failed", exc_info=True)
+            log.debug("traceback of the failure", exc_info=True)
             self._exit_code = EXIT_BAD_SETTING
         except Exception:
             log.exception("loading %s failed", self._settings.model_dir)
@@ -357,15 +151,15 @@ class Worker:
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def tell(part: float) -> None:
-            loop.call_soon_threadsafe(self._lifecycle.set_progress, part)
+        def set_progress(fraction: float) -> None:
+            loop.call_soon_threadsafe(self._lifecycle.set_progress, fraction)
 
-        told = _every(PROGRESS_STEP, tell)
-        logged = _every(PROGRESS_LOG_STEP, lambda part: log.info("loading weights: %d %%", 100 * part))
+        announce = _every(PROGRESS_STEP, set_progress)
+        write_log = _every(PROGRESS_LOG_STEP, lambda fraction: log.info("loading weights: %d %%", 100 * fraction))
 
-        def progress(part: float) -> None:
-            told(part)
-            logged(part)
+        def progress(fraction: float) -> None:
+            announce(fraction)
+            write_log(fraction)
 
         started_at = loop.time()
         info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
@@ -377,10 +171,10 @@ class Worker:
             await self._server.set_serving(True)
         log.info("ready after %.1f s: %s", loop.time() - started_at, describe(info))
 
-    # -- leaving ---------------------------------------------------------------------------------------------------
+    # -- shutdown --------------------------------------------------------------------------------------------------
 
-    async def _leave(self, timeout_s: float) -> int:
-        """The Drain RPC: as SIGTERM, with its own time. Returns the rows that were still open."""
+    async def _drain_for(self, timeout_s: float) -> int:
+        """The Drain RPC: as SIGTERM, with its own time limit. Returns the rows that were still open."""
         if timeout_s:
             self._drain_timeout_s = timeout_s
         self._server.stopping.set()
@@ -393,32 +187,22 @@ class Worker:
             async with asyncio.timeout(self._drain_timeout_s):
                 await self._wait_until_unused()
         if self._executor.rows_used:
-            log.warning("leaving with %d rows open", self._executor.rows_used)
-        self._servicer.end_streams(UnavailableError("the worker has drained and leaves"))
+            log.warning("exiting with %d open rows", self._executor.rows_used)
+        self._servicer.end_streams(UnavailableError("the worker has drained and is shutting down"))
         self._drained.set()
 
     async def _wait_until_unused(self) -> None:
         if self._registration is not None:
-            await self._registration.acknowledged(DRAINING, TOLD_TIMEOUT_S)
-        # Idleness is a duration: nothing announces it.
+            await self._registration.acknowledged(DRAINING, DRAIN_ACK_TIMEOUT_S)
+        # Idleness is a duration, which no event announces.
         while self._executor.idle_s < (ABANDONED_S if self._executor.rows_used else SETTLED_S):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
-
-
-def sim_config(args: argparse.Namespace) -> SimConfig:
-    """The simulation's part of the flags."""
-    return SimConfig(
-        step_ms=args.sim_step_ms,
-        prefill_tokens_per_s=args.sim_prefill_tokens_per_s,
-        token_us=args.sim_token_us,
-        eos_probability=args.sim_eos_probability,
-    )
 
 
 def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None]) -> Runner:
     if args.executor == "sim":
         return SimRunner(settings, sim_config(args))
-    # Not before the flags are checked and the port is bound: torch takes seconds.
+    # After the flags are checked and the port is bound: importing torch takes seconds.
     from worker_svc.engine.backend import BackendUnavailableError
     from worker_svc.engine.load import load_runner
 
@@ -428,15 +212,15 @@ def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Cal
         raise ValueError(f"--backend {settings.backend}: {error}") from error
 
 
-def _every(step: float, tell: Callable[[float], None]) -> Callable[[float], None]:
-    """`tell`, but only when its number has grown by `step`, or is 1."""
-    told = 0.0
+def _every(step: float, report: Callable[[float], None]) -> Callable[[float], None]:
+    """Calls `report` only when the fraction has grown by `step` since the last call, or is 1."""
+    reported = 0.0
 
-    def progress(part: float) -> None:
-        nonlocal told
-        if part - told >= step or part >= 1.0:
-            told = part
-            tell(part)
+    def progress(fraction: float) -> None:
+        nonlocal reported
+        if fraction - reported >= step or fraction >= 1.0:
+            reported = fraction
+            report(fraction)
 
     return progress
 
@@ -452,7 +236,7 @@ def describe(info: EngineInfo) -> str:
 
 
 def reachable_address(listen: str, *, towards: str) -> str:
-    """`listen` with a host that `towards` can dial: the local address of a route to it, if listening on all."""
+    """`listen` with a host that `towards` can dial: if it listens on all interfaces, the local address of the route."""
     host, _, port = listen.rpartition(":")
     if host not in ("0.0.0.0", "[::]", "::"):
         return listen
@@ -470,8 +254,8 @@ def reachable_address(listen: str, *, towards: str) -> str:
 
 
 def set_thread_environment(threads: int | None) -> None:
-    """What OpenMP reads once, when torch is imported. What the user has set stays."""
-    # Spinning at barriers takes the core that gateway and scheduler of the same machine need.
+    """Set what OpenMP reads once, when torch is imported. Variables of the user stay as they are."""
+    # Threads that spin at barriers would take the cores of the gateway and the scheduler on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -479,10 +263,10 @@ def set_thread_environment(threads: int | None) -> None:
 
 async def _cancel(task: asyncio.Future[None]) -> None:
     task.cancel()
-    await asyncio.gather(task, return_exceptions=True)  # a failure has been logged where it happened
+    await asyncio.gather(task, return_exceptions=True)  # failures are logged where they happen
 
 
-def _leave_now() -> NoReturn:
+def _exit_now() -> NoReturn:
     logging.shutdown()
     os._exit(0)
 
@@ -497,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         settings, bundle = engine_config(args), read_bundle(args.model)
         if not bundle.has_tokenizer:
-            log.warning("%s has no tokenizer.json: only token ids can be served, no text", args.model)
+            log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
         sys.exit(run_service(_run(args, settings, bundle)))
     except (ValueError, ModelFolderError, BindError) as error:
         log.error("%s", error)

@@ -10,7 +10,7 @@ import pytest
 
 import gateway_svc.server
 import scheduler_svc.server
-import worker_svc.server
+import worker_svc.flags
 from deploy.k8s import generate
 from svc_common.config import parse, settings_of
 from tests.chart.chart import CHART, NAMESPACE, Manifest, Values, dig, render
@@ -659,7 +659,7 @@ def test_services_take_every_flag_and_variable(part: str, family: str) -> None:
     make = {
         "gateway": gateway_svc.server.make_parser,
         "scheduler": scheduler_svc.server.make_arguments,
-        "worker": worker_svc.server.make_parser,
+        "worker": worker_svc.flags.make_parser,
     }[part]
     owners = [*render(EVERYTHING | {"ipFamily": family}).pods()]
     (container,) = next(p["spec"]["containers"] for _, p in owners if p["spec"]["containers"][0]["name"] == part)

@@ -15,7 +15,7 @@ from svc_common import config
 from worker_svc.engine.gpu import ranks
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS
 from worker_svc.engine.numerics import device_numerics
-from worker_svc.server import make_parser
+from worker_svc.flags import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/gpu.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 
 import gateway_svc.server
 import scheduler_svc.server
-import worker_svc.server
+import worker_svc.flags
 from svc_common import config
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ Make = Callable[[], argparse.ArgumentParser]
 PARSERS: dict[str, Make] = {
     "gateway": gateway_svc.server.make_parser,
     "scheduler": scheduler_svc.server.make_arguments,
-    "worker": worker_svc.server.make_parser,
+    "worker": worker_svc.flags.make_parser,
 }
 
 
@@ -56,9 +56,9 @@ def test_the_output_of_print_config_is_an_equivalent_file(
 
 
 def test_the_worker_reads_lists_and_sizes(example: Path) -> None:
-    args = config.parse(worker_svc.server.make_parser(), ["--config", str(example)])
+    args = config.parse(worker_svc.flags.make_parser(), ["--config", str(example)])
     assert args.kv_cache_memory == 2 << 30
-    assert worker_svc.server.scheduler_addresses(args) == ["scheduler-0:50052", "scheduler-1:50052"]
+    assert worker_svc.flags.scheduler_addresses(args) == ["scheduler-0:50052", "scheduler-1:50052"]
 
 
 @pytest.mark.parametrize(

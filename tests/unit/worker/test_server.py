@@ -20,14 +20,8 @@ from quire_client.demo import demo_model_dir
 from svc_common import config
 from svc_common.serve import open_channel
 from tests.contract.worker_fakes import SAMPLING, column
-from worker_svc.server import (
-    engine_config,
-    make_parser,
-    reachable_address,
-    scheduler_addresses,
-    set_thread_environment,
-    sim_config,
-)
+from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
+from worker_svc.server import reachable_address, set_thread_environment
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -193,7 +187,7 @@ async def test_rows_that_stay_are_left_after_the_timeout() -> None:
         response = await stub.Drain(worker_pb2.DrainRequest(timeout_s=0.3), timeout=30)
         assert response.rows_left == 1
         assert await worker.wait() == 0
-    assert "leaving with 1 rows open" in worker.log
+    assert "exiting with 1 open rows" in worker.log
 
 
 async def test_an_idle_stream_does_not_hold_up_the_end() -> None:

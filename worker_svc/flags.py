@@ -1,0 +1,231 @@
+"""Flags of quire-worker, and the settings that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from svc_common import config
+from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig
+from worker_svc.sim_executor import SimConfig
+
+EPILOG = """examples:
+  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
+  quire-worker --model ./Qwen3-0.6B --scheduler sched-0:50052,sched-1:50052
+  quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --executor sim --sim-step-ms 20
+"""
+
+
+def _addresses(text: str) -> list[str]:
+    return [config.address(part.strip()) for part in text.split(",")]
+
+
+_ADDRESSES = config.Kind(_addresses, "host:port")
+
+_AT_LEAST_0 = config.in_range(float, 0.0, 1e9)
+_AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
+_TOKENS_OR_0 = config.in_range(int, 0, 2**31 - 1)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags of a worker."""
+    parser = config.make_parser(
+        "worker", "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler.", EPILOG
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="folder with config.json, *.safetensors"
+    )
+    model.add_argument("--model-name", metavar="NAME", help="name that clients ask for; unset: the folder's name")
+    model.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="type of weights and KV; auto: as the checkpoint, but on CPUs bfloat16 for float16; float16: cuda only",
+    )
+    model.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="int8: round weights and the inputs of linear layers to 8 bits; faster, less accurate; all workers of a "
+        "model must agree; unset: no rounding",
+    )
+    model.add_argument(
+        "--determinism",
+        choices=("exact", "best_effort"),
+        default="exact",
+        help="exact: the tokens of a request never depend on other requests",
+    )
+    model.add_argument(
+        "--max-model-len",
+        type=_AT_LEAST_1,
+        metavar="N",
+        help="longest prompt + output; unset: the limit of model and pool",
+    )
+    pool = parser.add_argument_group("KV pool and batches")
+    pool.add_argument(
+        "--block-size", type=_AT_LEAST_1, default=16, metavar="N", help="tokens per block, a power of two"
+    )
+    pool.add_argument("--num-blocks", type=_AT_LEAST_1, metavar="N", help="blocks; overrides --kv-cache-memory")
+    pool.add_argument(
+        "--kv-cache-memory",
+        type=config.size_bytes,
+        metavar="SIZE",
+        help="memory for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
+    )
+    pool.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
+        "all workers of a model must agree; auto: as --dtype",
+    )
+    pool.add_argument("--max-num-seqs", type=_AT_LEAST_1, default=64, metavar="N", help="sequences that run at once")
+    pool.add_argument("--max-num-batched-tokens", type=_AT_LEAST_1, default=1024, metavar="N", help="tokens per step")
+    compute = parser.add_argument_group("compute")
+    compute.add_argument("--backend", default="cpu", metavar="NAME", help="cpu, cuda, or reference (plain torch, slow)")
+    compute.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="auto",
+        help="cuda: our kernel (triton), flash-attn (needs --block-size 256), plain torch; auto: the fastest possible",
+    )
+    compute.add_argument(
+        "--gpu-memory-utilization",
+        type=config.in_range(float, 0.01, 1),
+        default=0.9,
+        metavar="FRACTION",
+        help="cuda: fraction of the device memory for weights, one step and the KV pool",
+    )
+    compute.add_argument(
+        "--tensor-parallel-size",
+        type=_AT_LEAST_1,
+        default=1,
+        metavar="N",
+        help="cuda: number of devices that share one model",
+    )
+    compute.add_argument(
+        "--cuda-graphs",
+        choices=CUDA_GRAPHS,
+        default="start",
+        help="cuda: record CUDA graphs at the start, lazily when a size first occurs, or never (off)",
+    )
+    compute.add_argument(
+        "--cuda-graph-tokens",
+        type=_TOKENS_OR_0,
+        default=4096,
+        metavar="N",
+        help="cuda: largest step with prompts that is recorded as a graph; 0: decode steps only",
+    )
+    compute.add_argument(
+        "--threads",
+        type=_AT_LEAST_1,
+        metavar="N",
+        help="compute threads; unset: one per core that this process may use",
+    )
+    sim = parser.add_argument_group("simulation", "for load and failure tests: no weights are read, no model runs")
+    sim.add_argument(
+        "--executor",
+        choices=("model", "sim"),
+        default="model",
+        help="sim: tokens are a function of context and seed, and KV blocks are checked against it",
+    )
+    sim.add_argument(
+        "--sim-step-ms", type=_AT_LEAST_0, default=5.0, metavar="MS", help="duration of every step with rows"
+    )
+    sim.add_argument(
+        "--sim-prefill-tokens-per-s",
+        type=config.in_range(float, 1.0, 1e12),
+        default=50_000.0,
+        metavar="N",
+        help="added duration: for tokens of rows that compute more than one",
+    )
+    sim.add_argument(
+        "--sim-token-us", type=_AT_LEAST_0, default=0.0, metavar="US", help="added duration: for each row that decodes"
+    )
+    sim.add_argument(
+        "--sim-eos-probability",
+        type=config.in_range(float, 0.0, 1.0),
+        default=0.0,
+        metavar="P",
+        help="probability that a token ends its sequence",
+    )
+    net = parser.add_argument_group("network")
+    net.add_argument("--listen", type=config.address, default="0.0.0.0:0", metavar="HOST:PORT", help="port 0: any free")
+    net.add_argument(
+        "--scheduler",
+        type=_ADDRESSES,
+        action="append",
+        metavar="HOST:PORT",
+        help="where to register; several (repeated or separated by commas) are replicas, one of which leases it; "
+        "unset: wait until a scheduler leases this worker",
+    )
+    net.add_argument(
+        "--advertise",
+        type=config.address,
+        metavar="HOST:PORT",
+        help="address at which the scheduler reaches this worker; unset: --listen, as seen from the scheduler",
+    )
+    net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
+    life = parser.add_argument_group("steps and shutdown")
+    life.add_argument(
+        "--stuck-after-s",
+        type=config.in_range(float, 1.0, 86400.0),
+        default=600.0,
+        metavar="S",
+        help="a step that runs for longer counts as a hang: liveness fails, so that the kubelet restarts the worker",
+    )
+    life.add_argument(
+        "--pipeline-depth",
+        type=config.in_range(int, 1, 16),
+        default=2,
+        metavar="N",
+        help="steps accepted before the first one is answered",
+    )
+    life.add_argument(
+        "--drain-timeout-s",
+        type=config.in_range(float, 0.0, 86400.0),
+        default=60.0,
+        metavar="S",
+        help="time that open rows get to finish after SIGTERM",
+    )
+    return parser
+
+
+def scheduler_addresses(args: argparse.Namespace) -> list[str]:
+    """All addresses of all --scheduler flags."""
+    return [scheduler for part in args.scheduler or () for scheduler in part]
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Settings of the engine. Raises ValueError with the field's name."""
+    return EngineConfig(
+        model_dir=args.model,
+        model_name=args.model_name or args.model.resolve().name,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        kv_cache_memory=args.kv_cache_memory,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        determinism=args.determinism,
+        threads=args.threads,
+        backend=args.backend,
+        attention=args.attention,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_parallel_size,
+        cuda_graphs=args.cuda_graphs,
+        kv_cache_dtype=args.kv_cache_dtype,
+        cuda_graph_tokens=args.cuda_graph_tokens,
+        quantize=args.quantize,
+    )
+
+
+def sim_config(args: argparse.Namespace) -> SimConfig:
+    """Settings of the simulation."""
+    return SimConfig(
+        step_ms=args.sim_step_ms,
+        prefill_tokens_per_s=args.sim_prefill_tokens_per_s,
+        token_us=args.sim_token_us,
+        eos_probability=args.sim_eos_probability,
+    )
