@@ -1,4 +1,6 @@
-"""A Redis that can be slow, away, flushed or restored from an old snapshot. Speaks what RedisPrefixIndex says."""
+"""A Redis that can be slow, down, flushed or restored from an old snapshot. Knows the commands that RedisPrefixIndex
+and RedisPrefixReader use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Value = bytes | set[bytes] | dict[str, bytes]
 
 
 class RedisServer:
-    """The data. One for all schedulers and gateways. Keys do not expire: a run is short."""
+    """The data; one server for all schedulers and gateways. Keys do not expire, because a run is short."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -29,7 +31,7 @@ class RedisServer:
         self.data.clear()
 
     def save(self) -> None:
-        """A snapshot for a later restart."""
+        """Take a snapshot for a later restart."""
         self._snapshot = {key: value if isinstance(value, bytes) else value.copy() for key, value in self.data.items()}
 
     def restart_with_old_data(self) -> None:
@@ -98,7 +100,7 @@ class RedisServer:
 
 
 class RedisClient:
-    """redis.asyncio.Redis, as far as it is used."""
+    """The used part of redis.asyncio.Redis."""
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
@@ -118,7 +120,7 @@ class RedisClient:
 
 
 class Pipeline:
-    """Commands that go out together."""
+    """Commands that are sent together."""
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server

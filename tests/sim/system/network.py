@@ -1,8 +1,8 @@
-"""gRPC without sockets: channels whose calls are grpc.aio's to both ends, over links that lose, delay and tear.
+"""gRPC without sockets: calls that look like grpc.aio's to both ends, over links that lose, delay and reset.
 
 Messages of one stream keep their order; different streams do not wait for each other. A link between two processes can
-be blocked (everything waits, as TCP does) and healed, or torn, which each end learns at its own time or not at all
-before keepalive would tell. Messages are serialized, so nothing is shared by accident.
+be blocked (everything waits, as with TCP) and healed. It can also be torn: each end then learns of it at its own time,
+or only by keepalive. Messages are serialized, so the ends share no objects by accident.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HALF_CLOSE = object()
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call ended. `is_torn`: its connection did, and what was unread may be lost."""
+    """How a call ended. `is_torn`: its connection was reset, and unread messages may be lost."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -45,11 +45,11 @@ LOST = Status(grpc.StatusCode.UNAVAILABLE, "keepalive watchdog timeout", is_torn
 
 
 class Inbox:
-    """What has arrived at one end of a call. One reader at a time."""
+    """The messages that have arrived at one end of a call. One reader at a time."""
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
-        self.num_sent = 0  # not read yet, under way included
+        self.num_sent = 0  # not read yet, including those in transit
         self._waiter: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
 
@@ -62,7 +62,7 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until something may have come."""
+        """Wait until a message may have arrived."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -80,7 +80,7 @@ class Inbox:
             self._room.set_result(None)
 
     async def room(self, is_over: Callable[[], bool]) -> None:
-        """The sender's side: until less than a window is unread, or nobody will read any more."""
+        """For the sender: wait until less than a window is unread, or until the reader is gone."""
         while self.num_sent >= WINDOW and not is_over():
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -91,7 +91,7 @@ class Inbox:
 
 @dataclass(slots=True)
 class Link:
-    """Between two processes, by name."""
+    """The link between two processes, by name."""
 
     is_blocked: bool = False
     held: list[tuple[Call, str, Any]] = field(default_factory=list)
@@ -105,18 +105,18 @@ class Network:
         self.rng = rng
         self.delay_s = delay_s
         self.servers: dict[str, Server] = {}
-        self.away: set[str] = set()  # addresses of hosts that are gone: nobody refuses a connection
-        self.silent: set[Process] = set()  # processes that went with their hosts
+        self.away: set[str] = set()  # addresses of hosts that are gone: not even a refusal comes back
+        self.silent: set[Process] = set()  # processes whose hosts are gone
         self.calls: dict[Call, None] = {}
         self.num_messages = 0
         self.on_write: Callable[[Call, Any], None] = lambda call, message: None
         self.on_answer: Callable[[Call, bytes], None] = lambda call, data: None
         self.on_response: Callable[[Call, bytes], list[bytes]] = lambda call, data: [data]
-        self.processes: dict[str, Process] = {}  # the newest life of each
+        self.processes: dict[str, Process] = {}  # the latest life of each
         self._links: dict[frozenset[str], Link] = {}
 
     def channel(self, target: str) -> Channel:
-        """What `open_channel` gives to the process that runs now."""
+        """The replacement of `open_channel` for the running process."""
         process = PROCESS.get()
         if process is None:
             raise RuntimeError("only a process has channels")
@@ -131,11 +131,11 @@ class Network:
     # -- what happens to links ----------------------------------------------------------------------------------------
 
     def block(self, one: str, other: str) -> None:
-        """Packets are lost: everything waits for the retransmission."""
+        """Lose packets: everything waits for retransmission."""
         self.link(one, other).is_blocked = True
 
     def heal(self, one: str, other: str, *, tears: bool) -> None:
-        """Packets come through again: what waited arrives, or finds the connection gone."""
+        """Let packets through again: waiting messages arrive, or find the connection reset."""
         link = self.link(one, other)
         link.is_blocked = False
         held, link.held = link.held, []
@@ -145,14 +145,14 @@ class Network:
             call.transmit(end, item)
 
     def tear(self, one: str, other: str, *, hides_s: float = 0.0) -> None:
-        """The connection is reset; one of the ends may learn of it `hides_s` later."""
+        """Reset the connection; one of the ends may learn of it `hides_s` later."""
         names = frozenset((one, other))
         for call in [c for c in self.calls if c.server is not None and c.names == names]:
             late = self.rng.choice(("client", "server"))
             call.tear(client_s=self.delay() + hides_s * (late == "client"), server_s=hides_s * (late == "server"))
 
     def lose(self, process: Process, *, is_silent: bool) -> None:
-        """A process was killed: its kernel resets what it had open, unless the host went with it."""
+        """A process was killed: its kernel resets its connections, unless its host is gone too."""
         for address in [a for a, server in self.servers.items() if server.process is process]:
             del self.servers[address]
             if is_silent:
@@ -168,7 +168,7 @@ class Network:
 
 
 class Server:
-    """A process that takes calls at an address."""
+    """A process that serves calls at an address."""
 
     def __init__(self, network: Network, process: Process, address: str) -> None:
         self.process = process
@@ -178,9 +178,9 @@ class Server:
         network.servers[address] = self
         network.away.discard(address)
 
-    # what `add_..._to_server` calls
+    # called by `add_..._to_server`
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The registered ones are enough."""
+        """Not needed: `add_registered_method_handlers` has them all."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Handler]) -> None:
         interceptor = ErrorInterceptor()
@@ -208,7 +208,7 @@ def _intercepted(interceptor: ErrorInterceptor, path: str, handler: Handler) -> 
 
 
 class Channel:
-    """grpc.aio.Channel, as far as generated stubs and our services use it."""
+    """The part of grpc.aio.Channel that generated stubs and our services use."""
 
     def __init__(self, network: Network, process: Process, target: str) -> None:
         self._network, self._process, self._target = network, process, target
@@ -216,7 +216,7 @@ class Channel:
         self._connection: Server | None = None
 
     def connection(self) -> Server | None:
-        """Whom the channel takes itself to be connected with: a reset would have told it otherwise."""
+        """The server that the channel believes to be connected to; only a reset corrects it."""
         server = self._connection
         if server is not None and server.process.is_dead and server.process not in self._network.silent:
             self._connection = None
@@ -279,7 +279,7 @@ class Channel:
 
 
 class Call:
-    """One RPC: the client's grpc.aio call object, and what carries it."""
+    """One RPC: the client's grpc.aio call object and its transport."""
 
     def __init__(
         self,
@@ -295,12 +295,12 @@ class Call:
         self.network, self.client, self.target, self.path, self.kind = network, client, target, path, kind
         self.server: Server | None = None
         self.channel: Channel
-        self.answered: int = 0  # for whoever observes
+        self.answered: int = 0  # for observers
         self._encode, self._decode = encode, decode
         self.to_server, self.to_client = Inbox(), Inbox()
         self._status: Status | None = None
         self._is_torn = False
-        self._unaware = ""  # the end that has not been told that the connection is gone
+        self._unaware = ""  # the end that does not know yet that the connection is gone
         self._last = {"client": 0.0, "server": 0.0}
         self._callbacks: list[Callable[[Any], object]] = []
         self._feeder: asyncio.Task[None] | None = None
@@ -331,12 +331,12 @@ class Call:
     # -- carrying -----------------------------------------------------------------------------------------------------
 
     def _dial(self) -> None:
-        """The kernels' part: no process has to run for it."""
+        """The kernels' part of a connection: no process has to run for it."""
         if self.client.is_dead or self.done():
             return self._forget()
         server = self.channel.connection() or self.network.servers.get(self.target)
         if server is None and self.target in self.network.away and self.network.loop.time() < self._gives_up_at:
-            self.network.loop.call_later(0.2, self._dial)  # nobody answers, not even with a refusal
+            self.network.loop.call_later(0.2, self._dial)  # no answer, not even a refusal
             return None
         if server is not None and server.process.is_dead:
             self.server, self._is_torn, self._unaware = server, True, "client"  # the channel does not know yet
@@ -364,7 +364,7 @@ class Call:
             self._side = ServerSide(self, self.server)
 
     def _post(self, end: str, item: Any) -> None:
-        """One end has something for the other."""
+        """Send an item from one end to the other."""
         sender = self.client if end == "server" else self.server.process if self.server is not None else None
         if sender is None or not sender.is_dead:
             inbox = self.to_server if end == "server" else self.to_client
@@ -372,12 +372,12 @@ class Call:
             self.transmit(end, item)
 
     def transmit(self, end: str, item: Any) -> None:
-        """Bring an item to an end of the call: 'client' or 'server'."""
+        """Transport an item to one end of the call: 'client' or 'server'."""
         if self._is_torn:
             self._meet_strangers(end)
             return
         if self.server is None:
-            self.to_server.items.append(item)  # goes out with the connection
+            self.to_server.items.append(item)  # is lost with the connection
             return
         link = self.network.link(self.client.name, self.server.process.name)
         if link.is_blocked:
@@ -390,7 +390,7 @@ class Call:
         loop.call_at(at, self.deliver, end, item, context=receiver.context)
 
     def deliver(self, end: str, item: Any) -> None:
-        """In the receiver's process."""
+        """Hand an item over in the receiver's process."""
         if end == "server":
             if item is CANCEL:
                 self._cancel_side()
@@ -408,7 +408,7 @@ class Call:
             self._end(item)
 
     def tear(self, *, client_s: float | None, server_s: float | None) -> None:
-        """The connection is gone; the ends learn of it after so many seconds, or never (None)."""
+        """Reset the connection; each end learns of it after these seconds, or never (None)."""
         if self._is_torn:
             return
         self._is_torn = True
@@ -426,8 +426,8 @@ class Call:
             self.network.calls.pop(self, None)
 
     def _meet_strangers(self, end: str) -> None:
-        """A packet of a connection that its receiver does not know any more: its host answers it with a reset, unless
-        the host is away.
+        """Answer a packet of a connection that the receiver no longer knows with a reset, unless the receiver's host is
+        gone.
         """
         if self.server is None:
             return
@@ -453,7 +453,7 @@ class Call:
             self._side.cancel()
 
     def side_ended(self, status: Status) -> None:
-        """The server's handler is done."""
+        """The server's handler has ended."""
         self._has_side_ended = True
         self._post("client", status)
         self.to_server.open_window()
@@ -599,11 +599,11 @@ class Call:
         return Metadata()
 
     async def wait_for_connection(self) -> None:
-        """Reads tell soon enough."""
+        """Returns at once: reads notice a broken connection."""
 
 
 class ServerSide:
-    """A handler at work, and its ServicerContext."""
+    """A running handler and its ServicerContext."""
 
     def __init__(self, call: Call, server: Server) -> None:
         self._call = call
@@ -615,7 +615,7 @@ class ServerSide:
         self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
-        """The client is gone."""
+        """The client is gone: cancel the handler."""
         self._is_cancelled = True
         self._call.to_client.open_window()
         self._task.cancel()

@@ -1,4 +1,4 @@
-"""The services as simulated processes: real classes, wired as their server modules wire them."""
+"""The services as simulated processes: real classes, connected as in their server modules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Says what the process's server says."""
+    """Health with the serving status of the process's server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -56,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
 
 class Service:
-    """One service over all its lives: `start` after `kill` is a restart."""
+    """One service through all its lives: `start` after `kill` is a restart."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -84,7 +84,7 @@ class Service:
         self.process.context.run(self._build)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """SIGKILL; silent: its host goes too, so that nobody gets a FIN."""
+        """SIGKILL. Silent: its host is gone too, so that no peer gets a FIN."""
         if self.is_up:
             self.world.network.lose(self.process, is_silent=is_silent)
             self.process.kill()
@@ -138,7 +138,7 @@ class WorkerService(Service):
     def __init__(self, world: World, name: str, capacity: WorkerCapacity) -> None:
         super().__init__(world, name)
         self.capacity = capacity
-        self.slow_next_s = 0.0  # the next step takes so much longer
+        self.slow_next_s = 0.0  # delay of the next step
 
     def _build(self) -> None:
         world, setup = self.world, self.world.setup
@@ -193,7 +193,7 @@ class WorkerService(Service):
         return self.executor.rows_used
 
     def drain(self, timeout_s: float) -> None:
-        """SIGTERM: rows move on, then it exits."""
+        """SIGTERM: its rows move to other workers, then it exits."""
         self._shell._drain_timeout_s = timeout_s
         if not self.lifecycle.is_draining:
             self.server.is_serving = False
@@ -204,7 +204,7 @@ class WorkerService(Service):
         self.world.loop.call_later(0.05, self.kill)
 
     def _make_shell(self) -> Worker:
-        """The part of the worker's process that knows how to leave; it needs no flags and no port for that."""
+        """The part of the worker's process that drains, which needs no flags and no port."""
         shell = Worker.__new__(Worker)
         shell._lifecycle, shell._executor, shell._servicer = self.lifecycle, self.executor, self.servicer
         shell._registration = self.registration

@@ -1,8 +1,8 @@
 """One seed, one run of the whole system: sizes, requests and faults.
 
-python -m tests.sim.system.simulation 1234           run seed 1234; on failure print what led to it
+python -m tests.sim.system.simulation 1234           run seed 1234; on failure print the last events
 python -m tests.sim.system.simulation 1234 --verbose print its trace
-python -m tests.sim.system.simulation 0 500          run seeds 0 to 499 and tell what they covered
+python -m tests.sim.system.simulation 0 500          run seeds 0 to 499 and print what they covered
 """
 
 from __future__ import annotations
@@ -97,22 +97,22 @@ class Simulation:
             rng.randint(1, 40), frozenset(self._tokens(rng.choice((0, 0, 1)))), ignore_eos=rng.random() < 0.7
         )
         arrives_at = rng.random() * 1.0
-        wishes: dict[str, float] = {}
+        options: dict[str, float] = {}
         kind = rng.random()
         if kind < 0.15:
-            wishes["leaves_at"] = arrives_at + rng.random() * 2.0
+            options["leaves_at"] = arrives_at + rng.random() * 2.0
         elif kind < 0.25:
-            wishes["aborts_at"] = arrives_at + rng.random() * 2.0
+            options["aborts_at"] = arrives_at + rng.random() * 2.0
         elif kind < 0.32:
-            wishes["timeout_s"] = rng.random() * 4.0
+            options["timeout_s"] = rng.random() * 4.0
         most = min(capacity.max_num_seqs for capacity in self.setup.capacities)
         n = rng.choice((1, 1, 1, min(3, most)))
-        self.world.add_request(prompt, stop, n=n, arrives_at=arrives_at, **wishes)
+        self.world.add_request(prompt, stop, n=n, arrives_at=arrives_at, **options)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
     async def _operate(self) -> None:
-        """A few faults while requests run; every one ends by itself: what was killed is started again, and so on."""
+        """Cause a few faults while requests run. Each one ends by itself: a killed process is restarted, and so on."""
         rng = self.rng
         faults = [rng.choice(self._kinds) for _ in range(rng.choice((0, 1, 2, 3, 4, 6)))]
         times = sorted(rng.random() * rng.choice((1.5, 4.0)) for _ in faults)
@@ -139,9 +139,9 @@ class Simulation:
         service.kill(is_silent=is_silent)
         if is_silent:
             self.world.disturb_until(self.world.now + self.setup.heartbeat_timeout_s)
-        await self._start_again(service)
+        await self._restart(service)
 
-    async def _start_again(self, service: Service) -> None:
+    async def _restart(self, service: Service) -> None:
         await asyncio.sleep(self.rng.choice((0.05, 0.5, 3.0)))
         if not service.is_up:
             self.world.note(f"start {service.name}")
@@ -167,10 +167,10 @@ class Simulation:
         process = service.process
         self.world.note(f"drain {service.name}")
         process.context.copy().run(service.drain, self.rng.choice((0.5, 2.0, 5.0)))
-        while not process.is_dead:  # noqa: ASYNC110 - a process ends without a word
+        while not process.is_dead:  # noqa: ASYNC110 - the end of a process has no event
             await asyncio.sleep(0.1)
         self.world.note(f"{service.name} has left")
-        await self._start_again(service)
+        await self._restart(service)
 
     def _any_link(self) -> tuple[str, str]:
         world, kind = self.world, self.rng.random()

@@ -1,4 +1,4 @@
-"""Bugs that the simulation of the whole system found, each as the shortest story that shows it."""
+"""Bugs that the simulation of the whole system has found, each as the shortest sequence that shows it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.sim.system.world import Setup, World
 
 
 class Deaf:
-    """A scheduler that takes cancels and never answers."""
+    """A scheduler that accepts cancels and never answers."""
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: int) -> bool:
         return True
 
     def release(self, request: SchedulerRequest) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
-async def test_an_aborted_request_is_not_begun_again_elsewhere() -> None:
-    """Its cancel was lost with the scheduler; the next one ran it to its end, for nobody."""
+async def test_an_aborted_request_does_not_start_on_another_scheduler() -> None:
+    """The cancel was lost with the scheduler, and the next scheduler ran the request to its end without a reader."""
     request = SchedulerRequest(scheduler_pb2.Submit(request_id="r"), [array("I"), array("I")], [False, False])
     request.attach(Deaf())
     request.on_accepted()
@@ -39,8 +39,8 @@ async def test_an_aborted_request_is_not_begun_again_elsewhere() -> None:
     request.release()
 
 
-def test_a_worker_whose_host_dies_during_the_handshake_may_come_back() -> None:
-    """The handshake waited for a host that was gone, and its worker id stayed taken meanwhile."""
+def test_a_worker_whose_host_dies_during_the_handshake_may_register_again() -> None:
+    """The handshake waited for a host that was gone, and the worker id stayed in use meanwhile."""
     world = World(Setup(capacities=(make_capacity("w0"),), num_gateways=1, num_schedulers=1), Random(1))
     request = world.add_request([1, 2, 3], StopCondition(5), n=1, arrives_at=0.0)
 

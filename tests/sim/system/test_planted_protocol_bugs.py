@@ -1,6 +1,6 @@
-"""Would the simulation notice? Each bug is planted into a service and must be caught, by the named complaint.
+"""Mutation tests of the simulation: each bug is planted into a service, and must fail with the expected message.
 
-The seed that caught a bug is then run once more on the services as they are, and passes.
+The seed that caught a bug is then run again without the bug, and must pass.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Bug:
-    """`plant` breaks a service; `complaint` is what the failure must say (a regular expression)."""
+    """`plant` breaks a service. `complaint` is a regular expression for the message of the failure."""
 
     plant: Callable[[Patch], None]
     complaint: str
-    faults: tuple[str, ...]  # that bring it out
+    faults: tuple[str, ...]  # that make it visible
 
 
 BUGS: dict[str, Bug] = {}
@@ -73,21 +73,21 @@ def _collect_between_runs() -> Iterator[None]:
 
 @bug("never sent under lease|step .*, expected|not open|which is open|context_lens|another open row", "freeze")
 def worker_accepts_a_stale_scheduler_epoch(patch: Patch) -> None:
-    """A scheduler that was frozen goes on stepping a worker that another one has leased meanwhile."""
+    """A frozen scheduler continues to send steps to a worker that another scheduler has leased meanwhile."""
     patch.setattr(Lease, "end", lambda self, error: None)
     patch.setattr(StepExecutor, "check_fence", lambda self, fence: self.current_lease())
     patch.setattr(StepExecutor, "_check_in_force", lambda self, lease: None)
 
 
 @bug("open rows|step 1 .*, expected|which is open|not open", "freeze", "kill")
-def worker_keeps_the_rows_of_a_former_lease(patch: Patch) -> None:
-    """A worker that was frozen and lost comes back, is leased anew, and is not fenced off what it ran."""
+def worker_keeps_the_rows_of_an_earlier_lease(patch: Patch) -> None:
+    """A worker that was frozen and lost returns and gets a new lease, but keeps its old rows."""
     patch.setattr(StepExecutor, "_reset_rows", lambda self, runner: None)
 
 
 @bug("the oracle has|UnexpectedStepError|Error", "forge_answer", "kill")
 def scheduler_applies_any_answer_to_its_oldest_step(patch: Patch) -> None:
-    """Neither the step's number nor the worker's epoch is looked at: a repeated answer counts twice."""
+    """Neither step id nor worker epoch is checked: a repeated answer counts twice."""
 
     def trusting(original: Any, message: Any, **expected: Any) -> Any:
         message.step_id, message.worker_epoch = expected["step_id"], expected["worker_epoch"]
@@ -99,7 +99,7 @@ def scheduler_applies_any_answer_to_its_oldest_step(patch: Patch) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@bug("acknowledged|commits block|for cached, which it is not")
+@bug("acknowledged|commits block|as cached, but it is not")
 def prefixes_published_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> Any:
         batch = original(planner, plan)
@@ -115,20 +115,20 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
 
 @bug("another open row names|which is open|open rows|other rows share|not open")
 def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> None:
-    """Blocks are free at once, and the worker hears of the end of their row with the step after next."""
-    told_late: WeakKeyDictionary[StepPlanner, Any] = WeakKeyDictionary()
+    """Blocks are free at once, but the worker learns of the end of their row only with the step after next."""
+    delayed: WeakKeyDictionary[StepPlanner, Any] = WeakKeyDictionary()
 
     def make(original: Any, planner: StepPlanner, *args: Any) -> Any:
         batch = original(planner, *args)
-        late = told_late.get(planner, batch.close_rows[:0])
-        told_late[planner] = batch.close_rows
+        late = delayed.get(planner, batch.close_rows[:0])
+        delayed[planner] = batch.close_rows
         return replace(batch, close_rows=late)
 
     wrap(patch, StepPlanner, "_send", make)
     patch.setattr(WorkerBooks, "_release", lambda self, blocks: self.pool.free(blocks))
 
 
-@bug("reads something else|for cached, which it is not", "kill", "freeze", "tear_link")
+@bug("reads something else|as cached, but it is not", "kill", "freeze", "tear_link")
 def adopted_blocks_mixed_up(patch: Patch) -> None:
     def rotate(original: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = original(*args, **kwargs)
@@ -160,7 +160,7 @@ def gateway_loses_a_token_when_a_request_moves(patch: Patch) -> None:
 
 @bug("the oracle has|opens with|prompt", "kill", "tear_link")
 def resumed_one_position_off(patch: Patch) -> None:
-    """The last prompt token counts as output: noise and offsets of what follows are those of the next position."""
+    """The last prompt token counts as output: later noise and offsets are those of the next position."""
 
     def open_row(original: Any, row_open: Any) -> Any:
         message = original(row_open)
@@ -171,8 +171,8 @@ def resumed_one_position_off(patch: Patch) -> None:
     wrap(patch, worker_wire, "_row_open_to_proto", open_row)
 
 
-@bug("twice|lives on|leaks|still has|disagree|in 0 places|in two places|KeyError|is in", "kill", "tear_link")
-def request_taken_over_without_ending_the_former(patch: Patch) -> None:
+@bug("twice|is still live|leaks|still has|disagree|in 0 places|in two places|KeyError|is in", "kill", "tear_link")
+def request_taken_over_without_ending_the_old_one(patch: Patch) -> None:
     def add(original: Any, core: Scheduler, group: Any, now: float) -> Any:
         if group.takes_over:
             core._requests.groups.pop(group.request_id, None)
@@ -184,7 +184,7 @@ def request_taken_over_without_ending_the_former(patch: Patch) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@bug("lives on|leaks|still has|nothing moves")
+@bug("is still live|leaks|still has|no progress")
 def abort_dropped_when_a_request_is_withdrawn(patch: Patch) -> None:
     def withdraw(self: SchedulerClient, request: Any) -> None:
         if request.handle is not None:
@@ -197,19 +197,19 @@ def abort_dropped_when_a_request_is_withdrawn(patch: Patch) -> None:
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-async def _look_away(self: Any, *args: Any) -> str:
+async def _never_return(self: Any, *args: Any) -> str:
     await asyncio.get_running_loop().create_future()
     return ""
 
 
-@bug("nothing came for|nothing moves", "kill")
+@bug("no token for|no progress", "kill")
 def gateway_waits_for_a_silent_scheduler(patch: Patch) -> None:
-    patch.setattr(SchedulerClient, "_watch", _look_away)
+    patch.setattr(SchedulerClient, "_watch", _never_return)
 
 
-@bug("nothing came for|nothing moves", "kill")
+@bug("no token for|no progress", "kill")
 def scheduler_waits_for_a_silent_worker(patch: Patch) -> None:
-    patch.setattr(LeasedWorker, "_watch", _look_away)
+    patch.setattr(LeasedWorker, "_watch", _never_return)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
 
 
 def first_failure(planted: Bug) -> tuple[int | None, str]:
-    """The first seed that fails, and what was said."""
+    """The first seed that fails, and its message."""
     for seed in range(MAX_SEEDS):
         try:
             run_seed(seed, planted.faults)

@@ -1,4 +1,4 @@
-"""Hundreds of seeds of the whole system, thousands with `-m deep`. --sim-seed N runs one."""
+"""Seeds of the simulated system: hundreds, thousands with `-m deep`, one with --sim-seed N."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 @pytest.fixture(autouse=True)
 def _collect_between_runs() -> Iterator[None]:
-    """What a run leaves behind is collected when no run is under way, so that a seed is the same run every time."""
+    """Collects garbage between runs only, so that a seed gives the same run every time."""
     gc.collect()
     gc.disable()
     yield
@@ -40,12 +40,12 @@ def test_regression(seed: int) -> None:
     run_seed(seed)
 
 
-def test_a_seed_is_the_same_run_every_time() -> None:
+def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (3, 7, 13):
         assert run_seed(seed).transcript(10**6) == run_seed(seed).transcript(10**6)
 
 
-def test_the_seeds_meet_what_they_are_for() -> None:
+def test_the_seeds_cover_all_faults() -> None:
     """Every fault, streams that are resumed by clients and moved by gateways, leases that are taken over."""
     met: set[str] = set()
     words = ""

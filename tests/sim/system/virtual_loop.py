@@ -1,7 +1,8 @@
-"""An asyncio event loop whose clock jumps: when nothing is ready, the next timer is due. No threads, no sockets.
+"""An asyncio event loop with virtual time, no threads and no sockets.
 
-Several simulated processes share it. Every callback carries the process it belongs to in its context, which makes
-SIGSTOP and SIGKILL exact: a frozen process's callbacks and timers wait until it is thawed, a killed one's are dropped.
+When nothing is ready, the clock jumps to the next timer. Several simulated processes share the loop. Every callback
+carries its process in its context, which makes SIGSTOP and SIGKILL exact: the callbacks and timers of a frozen process
+wait until it is thawed, those of a killed process are dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 PROCESS: ContextVar[Process | None] = ContextVar("PROCESS", default=None)
 
 RESOLUTION_S = 1e-6
-TURN_S = 1e-7  # a turn of a loop takes time, or code that waits for it by `sleep(0)` would wait for ever
+TURN_S = 1e-7  # a turn of the loop takes time, or code that waits with `sleep(0)` would wait forever
 
 
 class Stalled(AssertionError):
-    """Nothing is ready and no timer is set: nobody will ever do anything again."""
+    """Nothing is ready and no timer is set: the run cannot continue."""
 
 
 class Process:
@@ -36,7 +37,7 @@ class Process:
         self._held: list[asyncio.Handle] = []
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it in this process. If it fails while the process lives, the simulation does."""
+        """Run a coroutine in this process. If it fails while the process lives, the simulation fails."""
         task = self.loop.create_task(work, context=self.context.copy())
         task.add_done_callback(self._note_end)
         return task
@@ -49,18 +50,18 @@ class Process:
         return self.loop.call_later(delay_s, callback, *args, context=self.context)
 
     def hold(self, handle: asyncio.Handle) -> None:
-        """A callback that is due while the process does not run."""
+        """Keep a callback that is due while the process is frozen."""
         if self.is_frozen and not self.is_dead:
             self._held.append(handle)
         elif not isinstance(handle, asyncio.TimerHandle):
-            handle._run()  # a dead one cleans up: nobody sees what it does
+            handle._run()  # a dead process cleans up without visible effect
 
     def freeze(self) -> None:
         """SIGSTOP."""
         self.is_frozen = True
 
     def thaw(self, rng: Random) -> None:
-        """SIGCONT. What came meanwhile is read before or after the timers that fell due: nobody may rely on either."""
+        """SIGCONT. Messages of the meantime run before or after overdue timers: code must not rely on either order."""
         self.is_frozen = False
         held, self._held = self._held, []
         if rng.random() < 0.5:
@@ -98,7 +99,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def fail(self, error: BaseException) -> None:
-        """Something is wrong; the first such thing ends the run."""
+        """Report an error. The first one ends the run."""
         if self.failure is None:
             self.failure = error
             self.on_failure(error)
@@ -115,7 +116,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """The simulated thread's own way, or at once."""
+        """Run a function in the simulated thread, or at once."""
         if executor is not None:
             return executor.run(func, *args)
         future = self.create_future()
@@ -126,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        # No timer is due at once: code that sleeps until a rounding error is over would do so for ever.
+        # No timer is due at once: code that sleeps for a rounding error would repeat forever.
         return super().call_at(max(when, self._now + RESOLUTION_S), callback, *args, context=context)
 
     def _run_once(self) -> None:
@@ -153,7 +154,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 process.hold(handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers leave the heap when their time comes."""
+        """Does nothing: cancelled timers leave the heap when they are due."""
 
     def _write_to_self(self) -> None:
         pass
@@ -173,7 +174,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             loop.fail(error)
 
     def finish(self) -> None:
-        """Cancel what still runs, let it end, close."""
+        """Cancel all tasks, let them end, and close."""
         for task in asyncio.all_tasks(self):
             task.cancel()
             task._log_destroy_pending = False

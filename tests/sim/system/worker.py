@@ -18,10 +18,10 @@ from worker_svc.engine.config import EngineInfo
 
 
 class ModelThread:
-    """The executor's one thread, on virtual time: calls run one after the other and take as long as they say."""
+    """The executor's one thread on virtual time: calls run one after the other, each for the time that it sets."""
 
     def __init__(self, process: Any) -> None:
-        self.busy_s = 0.0  # of the call that runs: set by it
+        self.busy_s = 0.0  # duration of the running call, set by the call
         self._process = process
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = deque()
         self._is_busy = False
@@ -65,8 +65,8 @@ class ModelThread:
 class SymbolicRunner:
     """Implements `executor.Runner` with a SymbolicWorker, which checks every slot, commit and row.
 
-    `group_of(seed)` names the request a row belongs to; `acked(step_id)` tells which answer the scheduler had when it
-    sent a step; `step_s(query_lens)` how long a step takes.
+    `group_of(seed)` gives the request of a row, `acked(step_id)` the answer that the scheduler had when it sent a step,
+    and `step_s(query_lens)` the duration of a step.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SymbolicRunner:
             yield ids, [block.digest for block in blocks], np.stack([block.token_ids for block in blocks])
 
     def reset_rows(self) -> None:
-        """A new lease: its steps count from 1."""
+        """A new lease, whose steps count from 1."""
         worker = self.symbolic
         worker.lease()
         worker.fill_step[:] = 0
@@ -144,7 +144,7 @@ class SymbolicRunner:
 
 
 def engine_info(capacity: messages.WorkerCapacity, vocab_size: int, eos_token_ids: frozenset[int]) -> EngineInfo:
-    """What such a worker says of itself."""
+    """The description of such a worker."""
     return EngineInfo(
         model="symbolic",
         revision="1",

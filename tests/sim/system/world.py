@@ -1,6 +1,6 @@
-"""A whole deployment on virtual time: gateways, schedulers, workers, Redis and clients, and what must hold of them.
+"""A deployment on virtual time: gateways, schedulers, workers, Redis and clients, and the checks of their behaviour.
 
-A `World` chooses nothing but delays: `simulation.py` draws sizes, requests and faults from a seed.
+A `World` draws only delays; `simulation.py` draws sizes, requests and faults from a seed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from tests.sim.system.processes import GatewayService, SchedulerService, Service
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
 
 MONITOR_S = 0.25
-FORGOTTEN_S = 4.0  # in calm: a request whose client has left must be gone from every scheduler
-# In calm: a stream goes on after a fault. Heartbeats and steps of a lost worker or scheduler (3 s), the client's look
-# at a silent gateway (5 + 2 s), back-offs.
+FORGOTTEN_S = 4.0  # without faults: a request whose client has left must be gone from every scheduler
+# Without further faults: a stream must continue after a fault. Covers heartbeats and steps of a lost worker or
+# scheduler (3 s), the client's check of a silent gateway (5 + 2 s), and back-offs.
 RECOVERY_S = 15.0
 SETTLE_S = 30.0
 RUN_LIMIT_S = 240.0
 STEP_STREAM = "/quire.v1.WorkerService/StepStream"
-# Raised before a stream was accepted: nothing was promised yet.
+# Raised before a stream was accepted: nothing is promised yet.
 NOT_YET = (
     client_errors.ConnectionFailed,
     client_errors.Overloaded,
@@ -80,7 +80,7 @@ class Setup:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client asks, what it must get, what it got."""
+    """A client's request, the expected result, and what the client got."""
 
     name: str
     prompt: list[int]
@@ -90,8 +90,8 @@ class Request:
     expected: list[Expected]
     group: SequenceGroup
     arrives_at: float
-    leaves_at: float | None = None  # it cancels then
-    aborts_at: float | None = None  # it calls Abort then
+    leaves_at: float | None = None  # time of its cancel
+    aborts_at: float | None = None  # time of its Abort call
     timeout_s: float | None = None
     got: list[list[int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Request:
 
 
 class World:
-    """Everything, and its checks. `run` raises Violation if anything is wrong."""
+    """All processes and the checks. `run` raises Violation if a check fails."""
 
     def __init__(self, setup: Setup, rng: Random) -> None:
         self.setup = setup
@@ -115,7 +115,7 @@ class World:
         self.network.on_write = self._note_sent
         self.network.on_answer = self._note_answer
         self.network.on_response = self._forge
-        self.forgeries: list[str] = []  # 'twice' or 'stale': what becomes of the next answer to a step
+        self.forgeries: list[str] = []  # 'twice' or 'stale': how the next answers to steps are forged
         self._old_answer: bytes | None = None
         self.redis = RedisServer(Random(rng.random()))
         capacity = setup.capacities[0]
@@ -131,7 +131,7 @@ class World:
         self._is_over = False
         self._num_disturbances = 0
         self._calm_since = 0.0
-        self.failed_requests: set[str] = set()  # a row of theirs has failed
+        self.failed_requests: set[str] = set()  # those with a failed row
         self._acked: dict[tuple[int, int, int], int] = {}
         self._failed: asyncio.Future[None] = self.loop.create_future()
         self.loop.on_failure = self._note_failure
@@ -145,13 +145,13 @@ class World:
         return self.loop.time()
 
     def note(self, words: str) -> None:
-        """One line of the trace."""
+        """Add a line to the trace."""
         if not self._is_over:
             self.trace.append((self.now, words))
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
-        """While a fault lasts, nobody can be blamed for being late."""
+        """While a fault lasts, delays are no violation."""
         self._num_disturbances += 1
         try:
             yield
@@ -187,11 +187,11 @@ class World:
             call.answered = [response.output, *response.then][-1].step_id
 
     def _forge(self, call: Call, data: bytes) -> list[bytes]:
-        """What a worker that breaks the protocol sends instead of this answer."""
+        """The messages that a worker which breaks the protocol sends instead of this answer."""
         if call.path != STEP_STREAM:
             return [data]
         old, self._old_answer = self._old_answer, data
-        # One step id of one start of a worker has one answer on one stream: that one cannot be stale.
+        # A step id has one answer per stream and life of a worker, so this answer cannot be stale.
         if not self.forgeries or old is None or _name_of(old) == _name_of(data):
             return [data]
         forgery = self.forgeries.pop()
@@ -201,9 +201,9 @@ class World:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: list[int], stop: StopCondition, *, n: int, arrives_at: float, **wishes: Any
+        self, prompt: list[int], stop: StopCondition, *, n: int, arrives_at: float, **options: Any
     ) -> Request:
-        """A request with the answer that the oracle gives to it."""
+        """Add a request with the result that the oracle expects."""
         number = len(self.requests) + 1
         seed = 1000 + number
         eos, vocab = self.setup.eos_token_ids, self.setup.vocab_size
@@ -218,7 +218,7 @@ class World:
             group=group,
             arrives_at=arrives_at,
             got=[[] for _ in range(n)],
-            **wishes,
+            **options,
         )
         self.requests[seed] = request
         return request
@@ -276,7 +276,7 @@ class World:
         except NOT_YET as error:
             if was_accepted and not self._may_fail(request, error):
                 raise
-            self.note(f"{request_id} is not taken: {error}")
+            self.note(f"{request_id} is refused: {error}")
             if was_accepted:
                 request.outcome = "late"
         finally:
@@ -286,7 +286,7 @@ class World:
                 aborter.cancel()
 
     def _may_fail(self, request: Request, error: Exception) -> bool:
-        """A resume is not begun when the deadline would pass before it."""
+        """Whether the request may fail: a resume does not start if the deadline passes before it."""
         return request.timeout_s is not None
 
     async def _abort(self, client: AsyncClient, request: Request, request_id: str) -> None:
@@ -316,10 +316,10 @@ class World:
     def _check_stall(self, request: Request) -> None:
         stall_s = self.now - max(request.last_progress, self._calm_since)
         if stall_s > RECOVERY_S + self._queue_s():
-            raise Violation(f"{request.name}: nothing came for {stall_s:.1f} s")
+            raise Violation(f"{request.name}: no token for {stall_s:.1f} s")
 
     def _queue_s(self) -> float:
-        """Longest that a request can wait for a place: all others run before it, one after the other."""
+        """The longest time that a request can wait for a row: all others run before it, one after the other."""
         num_steps = sum(request.stop.max_tokens + len(request.prompt) // 4 + 4 for request in self.requests.values())
         return 1.5 * self.setup.step_s * num_steps
 
@@ -344,7 +344,7 @@ class World:
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, faults: Any) -> None:
-        """Run to the end of all requests, then look for what is left. `faults()` is a coroutine of the operator."""
+        """Run all requests to their end, then look for leaks. `faults()` is a coroutine that causes faults."""
         with self._in_place(), self._logs():
             try:
                 self.loop.run_until_complete(self._scenario(faults))
@@ -374,7 +374,7 @@ class World:
         if self.loop.failure is not None:
             raise self.loop.failure
         if not work.done():
-            raise Violation(f"nothing moves: {self._what_is_open()}")
+            raise Violation(f"no progress: {self._what_is_open()}")
         work.result()
 
     def _note_monitor_end(self, monitor: asyncio.Task[None]) -> None:
@@ -416,12 +416,12 @@ class World:
             request = self.requests[group.sampling.seed]
             since = request.ended_at
             if since is not None and self.now - max(since, self._calm_since) > FORGOTTEN_S:
-                raise Violation(f"{group.request_id} lives on at {scheduler.name}: its client has left long ago")
+                raise Violation(f"{group.request_id} is still live at {scheduler.name}, but its client left long ago")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _settle(self) -> None:
-        """Until nobody has anything left to do."""
+        """Wait until no process has work left."""
         while any(self._is_busy(service) for service in self.services):  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)
@@ -454,7 +454,7 @@ class World:
                     [m for m in client._outbox._queue if not m.HasField("heartbeat")] if client.is_connected else []
                 )
                 if client.requests() or waiting:
-                    raise Violation(f"{gateway.name} still has something for {client.address}")
+                    raise Violation(f"{gateway.name} still has requests open at {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
         if scheduler.core is None:
@@ -475,18 +475,18 @@ class World:
         assert scheduler.core is not None
         state = scheduler.core._workers[worker_id]
         if state.capacity.worker_epoch != worker.executor.worker_epoch:
-            raise Violation(f"{scheduler.name} holds a former life of {worker_id}")
+            raise Violation(f"{scheduler.name} has an earlier life of {worker_id}")
         if worker.symbolic.is_open.any():
             raise Violation(f"{worker_id} still has open rows {np.flatnonzero(worker.symbolic.is_open).tolist()}")
         for block, digest in enumerate(state.pool._digest_of):
             if digest is not None and worker.symbolic.committed.get(block) != digest:
-                raise Violation(f"{scheduler.name} takes block {block} of {worker_id} for cached, which it is not")
+                raise Violation(f"{scheduler.name} counts block {block} of {worker_id} as cached, but it is not")
 
     # -- surroundings -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Sockets, clocks and dice of the services are the simulation's."""
+        """Replace sockets, clocks and randomness of the services by the simulation's."""
         clock = SimpleNamespace(monotonic=self.loop.time, perf_counter=self.loop.time)
         state = random.getstate()
         random.seed(self.rng.random())
@@ -503,7 +503,7 @@ class World:
 
     @contextmanager
     def _logs(self) -> Iterator[None]:
-        """What services log goes into the trace; a bug that they log fails the run."""
+        """Adds the services' logs to the trace. A logged bug fails the run."""
         handler = _TraceHandler(self)
         root = logging.getLogger()
         handlers, level = root.handlers[:], root.level
