@@ -25,7 +25,7 @@ W0, W1 = Holder("w0", 2**64 - 1), Holder("w1", 5)
 
 
 def chain(count: int, name: str = "a") -> list[bytes]:
-    """Digests of a chain of blocks, any bytes included."""
+    """Digests of a chain of blocks, which may contain any bytes."""
     return [md5(f"{name}{i}".encode()).digest() for i in range(count)]
 
 
@@ -38,7 +38,7 @@ def evicted(holder: Holder, digests: list[bytes]) -> list[PrefixChanges]:
 
 
 async def look_up(index: RedisPrefixIndex, digests: list[bytes]) -> dict[Holder, int]:
-    """How many leading blocks each live worker holds, as readers find them; empty while the server is away."""
+    """How many leading blocks each live worker holds, as readers find them; empty while the server is down."""
     search = PrefixSearch(index._redis, index._prefix)
     try:
         held = await search.leading_blocks(digests)
@@ -54,7 +54,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def comes_to(index: RedisPrefixIndex, digests: list[bytes], expected: dict[Holder, int]) -> None:
-    """Wait until a lookup gives `expected`: publishing happens behind the caller's back."""
+    """Wait until a lookup gives `expected`; a background task publishes."""
     found: dict[Holder, int] | None = None
 
     async def is_expected() -> bool:
@@ -95,7 +95,7 @@ class Redis:
             self.num_snapshots += 1
             return held or []
 
-        # A server that answers late on a busy machine is no outage; tests of outages say their own timeout.
+        # A late answer on a busy machine is not an outage; tests of outages set their own timeout.
         options = {"lease_ttl_s": 0.6, "max_backoff_s": 0.1, "timeout_s": 1.0} | options
         index = RedisPrefixIndex(self.server.url, owner=owner, snapshot=snapshot, **options)
         index.start()
@@ -163,7 +163,7 @@ async def test_finds_the_end_of_long_chains(index: RedisPrefixIndex, count: int)
     await comes_to(index, digests, {W0: count, W1: 1 + count // 3})
 
 
-async def test_another_life_of_a_worker_starts_from_nothing(index: RedisPrefixIndex) -> None:
+async def test_another_life_of_a_worker_starts_empty(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     index.register_worker(*W1, "127.0.0.1:1")
     index.publish(cached(W1, digests))
@@ -173,13 +173,13 @@ async def test_another_life_of_a_worker_starts_from_nothing(index: RedisPrefixIn
     await comes_to(index, digests, {})
     index.publish(cached(reborn, digests[:1]))
     await comes_to(index, digests, {reborn: 1})
-    index.forget(*W1)  # late news of the former life
+    index.forget(*W1)  # a late change of the earlier life
     index.publish(evicted(W1, digests[:1]))
     await asyncio.sleep(0.05)
     await comes_to(index, digests, {reborn: 1})
 
 
-async def test_a_forgotten_worker_counts_for_nothing(index: RedisPrefixIndex) -> None:
+async def test_a_forgotten_worker_is_ignored(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     index.register_worker(*W0, "127.0.0.1:1")
     index.publish(cached(W0, digests))
@@ -200,7 +200,7 @@ async def test_the_newest_event_of_a_block_wins(index: RedisPrefixIndex) -> None
     await comes_to(index, digests, {W0: 2})
 
 
-async def test_epochs_of_schedulers_only_grow(index: RedisPrefixIndex) -> None:
+async def test_scheduler_epochs_only_grow(index: RedisPrefixIndex) -> None:
     first = await index.next_scheduler_epoch()
     assert 0 < first < 40
     index.note_scheduler_epoch(40)
@@ -223,7 +223,7 @@ async def test_schedulers_see_each_other(redis: Redis) -> None:
     assert mine.state() == other.state() == "redis"
 
 
-async def test_a_worker_taken_over_is_not_forgotten_by_its_former_scheduler(redis: Redis) -> None:
+async def test_a_worker_taken_over_is_not_forgotten_by_its_earlier_scheduler(redis: Redis) -> None:
     old, new = redis.index("s0"), redis.index("s1")
     digests = chain(2)
     old.register_worker(*W0, "127.0.0.1:1")
@@ -237,12 +237,12 @@ async def test_a_worker_taken_over_is_not_forgotten_by_its_former_scheduler(redi
 
         await until(is_taken_over)
     old.forget(*W0)
-    old.register_worker(*W1, "127.0.0.1:1")  # written after the forget: shows that it was applied
+    old.register_worker(*W1, "127.0.0.1:1")  # written after the forget, so it shows that the forget was applied
     old.publish(cached(W1, digests[:1]))
     await comes_to(new, digests, {W0: 2, W1: 1})
 
 
-async def test_a_lease_that_nobody_renews_expires(redis: Redis) -> None:
+async def test_a_lease_expires_without_renewal(redis: Redis) -> None:
     reader, gone = redis.index("s0"), redis.index("s1")
     digests = chain(2)
     gone.register_worker(*W0, "127.0.0.1:1")
@@ -263,7 +263,7 @@ async def test_a_lease_is_renewed(redis: Redis) -> None:
 
 
 async def renewed(redis: Redis, key: bytes, times: int) -> None:
-    """Wait until the time that a key has left has grown so often; it must not expire meanwhile."""
+    """Wait until the time to live of a key has grown `times` times; the key must not expire meanwhile."""
     left = [2**62]
     with redis.server.client() as client:
 
@@ -297,7 +297,7 @@ async def test_entries_are_refreshed_before_they_expire(redis: Redis) -> None:
     assert redis.num_snapshots >= 2
 
 
-async def test_works_before_there_is_a_server_and_finds_it_later(redis: Redis) -> None:
+async def test_works_without_a_server_and_finds_it_later(redis: Redis) -> None:
     redis.server.stop()
     index = redis.index()
     digests = chain(3)
@@ -310,7 +310,7 @@ async def test_works_before_there_is_a_server_and_finds_it_later(redis: Redis) -
     assert index.state() == "redis"
 
 
-async def test_a_restart_is_healed_from_the_snapshot(redis: Redis) -> None:
+async def test_after_a_restart_the_snapshot_is_published(redis: Redis) -> None:
     digests = chain(700)
     held = cached(W0, digests[:600])
     index = redis.index(held=held)
@@ -353,7 +353,7 @@ async def test_evictions_during_an_outage_are_not_lost(redis: Redis) -> None:
 
 @contextlib.contextmanager
 def frozen(server: RedisServer) -> Iterator[None]:
-    """It keeps its connections and answers nothing."""
+    """A server that keeps its connections and does not answer."""
     server.signal(signal.SIGSTOP)
     try:
         yield
@@ -361,7 +361,7 @@ def frozen(server: RedisServer) -> Iterator[None]:
         server.signal(signal.SIGCONT)
 
 
-async def test_a_slow_server_holds_nobody_up(redis: Redis) -> None:
+async def test_a_frozen_server_delays_no_caller(redis: Redis) -> None:
     index = redis.index(timeout_s=0.1)
     index.register_worker(*W0, "127.0.0.1:1")
     index.publish(cached(W0, chain(2)))
@@ -374,7 +374,7 @@ async def test_a_slow_server_holds_nobody_up(redis: Redis) -> None:
     await comes_to(index, chain(20, "99"), {W0: 20})
 
 
-async def test_what_waits_is_bounded_and_healed_afterwards(redis: Redis) -> None:
+async def test_pending_entries_are_bounded_and_published_later(redis: Redis) -> None:
     redis.server.stop()
     held: list[PrefixChanges] = []
     index = redis.index(held=held, max_pending=50)
@@ -388,7 +388,7 @@ async def test_what_waits_is_bounded_and_healed_afterwards(redis: Redis) -> None
         await comes_to(index, chain(10, str(i)), {W0: 10})
 
 
-async def test_survives_being_stopped_and_started_again_and_again(redis: Redis) -> None:
+async def test_survives_repeated_restarts_of_the_server(redis: Redis) -> None:
     digests = chain(300)
     held: list[PrefixChanges] = []
     index = redis.index(held=held)
@@ -404,7 +404,7 @@ async def test_survives_being_stopped_and_started_again_and_again(redis: Redis) 
     await comes_to(index, digests, {W0: 300})
 
 
-async def test_what_a_server_takes_along_before_its_generation_is_known_is_written_again(
+async def test_entries_lost_before_the_generation_is_known_are_written_again(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_generation = RedisPrefixIndex._write_generation
@@ -431,6 +431,6 @@ async def test_deployments_on_one_server_keep_apart(redis: Redis) -> None:
 
 
 @pytest.mark.parametrize("url", ["foo", "http://localhost:1", ""])
-def test_a_url_that_cannot_be_one_is_refused_at_start(url: str) -> None:
+def test_a_malformed_url_is_refused_at_start(url: str) -> None:
     with pytest.raises(ValueError, match="redis://"):
         RedisPrefixIndex(url, owner="s", snapshot=list)

@@ -1,4 +1,4 @@
-"""The reader of the prefix index against a real Redis: finds what schedulers publish, and never holds anybody up."""
+"""The reader of the prefix index with a real Redis: finds what schedulers publish and never delays its caller."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def publisher(server: RedisServer, cleanup: AsyncExitStack, scheduler_epoch: int
     return index
 
 
-async def test_tells_the_best_worker_of_each_scheduler(
+async def test_gives_the_best_worker_of_each_scheduler(
     reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
 ) -> None:
     digests = chain(100)
@@ -77,7 +77,7 @@ async def test_tells_the_best_worker_of_each_scheduler(
     assert await reader.lookup([]) == {}
 
 
-async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
+async def test_a_lost_server_costs_nothing_until_it_returns(
     reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
 ) -> None:
     digests = chain(3)
@@ -95,7 +95,7 @@ async def test_a_server_that_is_gone_costs_nothing_until_it_is_back(
     await finds(reader, digests, {SCHEDULER_A: 3})
 
 
-async def test_a_frozen_server_is_asked_once(reader: RedisPrefixReader, redis_server: RedisServer) -> None:
+async def test_a_frozen_server_gets_one_lookup(reader: RedisPrefixReader, redis_server: RedisServer) -> None:
     digests = chain(3)
     redis_server.signal(signal.SIGSTOP)
     try:
@@ -108,6 +108,6 @@ async def test_a_frozen_server_is_asked_once(reader: RedisPrefixReader, redis_se
     await until(lambda: reader.is_up)
 
 
-async def test_an_url_that_is_none() -> None:
+async def test_a_malformed_url() -> None:
     with pytest.raises(ValueError):
         RedisPrefixReader("http://x")

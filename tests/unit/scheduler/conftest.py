@@ -1,4 +1,4 @@
-"""A scheduler served in the test's own loop, and toys that are stopped at the end."""
+"""A scheduler in the test's own event loop, with toy workers and gateways that stop with the test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
     async with AsyncExitStack() as cleanup:
 
         async def make(*flags: str) -> Stack:
-            # A toy worker's steps take no time: in bursts a request would end before a test can do anything to it.
+            # A toy worker's steps take no time: with bursts a request would end before the test can act on it.
             args = parse(make_arguments(), ["--burst-ms", "0", *flags])
             parts = build(args)
             server = GrpcServer(listen="127.0.0.1:0", service_names=[SERVICE_NAME])

@@ -1,4 +1,4 @@
-"""Fakes for the step loop: links that remember what they were told."""
+"""Fakes for the step loop: links that record their calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.builders import make_capacity
 
 
 async def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
-    """Wait until `condition()` is true; the loop runs freely meanwhile."""
+    """Wait until `condition()` is true, while the event loop runs."""
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.002)
 
 
 async def settle() -> None:
-    """Let everything that is ready run."""
+    """Let all ready callbacks run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -67,7 +67,7 @@ class FakeWorker:
         self.loop.step_answered(self, StepOutput(self.worker_id, batch.step_id, rows, tokens))
 
     async def answer_all(self, token: int = 7) -> None:
-        """Until nothing is sent any more."""
+        """Answer steps until no more are sent."""
         await settle()
         while self.unanswered:
             self.answer(token)
@@ -88,7 +88,7 @@ class FakeGateway:
         self.delivered.append(deltas)
 
     def tokens(self, handle: int, sample_index: int = 0) -> list[int]:
-        """What came for one sample, checked to be without gap or repetition."""
+        """The tokens delivered for one sample, checked for gaps and repetitions."""
         tokens: list[int] = []
         for deltas in self.delivered:
             mine = (deltas.handles == handle) & (deltas.sample_indices == sample_index)
@@ -102,7 +102,7 @@ class FakeGateway:
 
 
 class FakeIndex(NoPrefixIndex):
-    """A PrefixIndex with a reader: remembers what was published."""
+    """A PrefixIndex with a reader. Records what is published."""
 
     is_shared = True
 
@@ -115,7 +115,7 @@ class FakeIndex(NoPrefixIndex):
 
 @asynccontextmanager
 async def running_loop(index: PrefixIndex | None = None, **config: object) -> AsyncIterator[StepLoop]:
-    """A step loop that runs; an exception in it fails the test."""
+    """A running step loop. An exception in it fails the test."""
     loop = StepLoop(SchedulerConfig(**config), index or NoPrefixIndex())  # type: ignore[arg-type]
     task = asyncio.create_task(loop.run())
     try:

@@ -1,4 +1,4 @@
-"""Gateways: outboxes that coalesce and stay bounded, streams over real gRPC, refusals one by one."""
+"""Gateways: outboxes that merge messages and stay bounded, streams over real gRPC, refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def deltas(offset: int, count: int = 1) -> Deltas:
     return Deltas(ones * 0, ones, ones * 0, np.arange(offset, offset + count, dtype=np.uint32), ones * 9)
 
 
-async def test_outbox_merges_what_was_not_read() -> None:
+async def test_outbox_merges_unread_deltas() -> None:
     outbox = Outbox("g")
     outbox.deliver(deltas(0))
     outbox.reply(1, None)
@@ -63,21 +63,21 @@ async def test_outbox_keeps_further_tokens_for_an_interval() -> None:
     messages, loop = outbox.messages(), asyncio.get_running_loop()
     started = loop.time()
     outbox.deliver(deltas(1))
-    assert offsets_of(await anext(messages)) == [1]  # nothing left lately: at once
+    assert offsets_of(await anext(messages)) == [1]  # the interval has passed: sent at once
     outbox.deliver(deltas(2))
     outbox.deliver(deltas(3))
     assert offsets_of(await anext(messages)) == [2, 3]
     assert loop.time() - started > 0.049
 
 
-async def test_outbox_lets_nothing_wait_for_its_first_token_or_its_end() -> None:
+async def test_outbox_sends_first_tokens_and_ends_at_once() -> None:
     outbox = Outbox("g", interval_s=1000.0)
     messages = outbox.messages()
     outbox.deliver(deltas(1))
     await anext(messages)
     outbox.deliver(deltas(2))
     outbox.deliver(deltas(0))
-    assert offsets_of(await anext(messages)) == [2, 0]  # what waits comes along, in its order
+    assert offsets_of(await anext(messages)) == [2, 0]  # waiting tokens are sent along, in order
     reader = asyncio.ensure_future(anext(messages, None))
     outbox.deliver(deltas(3))
     await settle()
@@ -96,7 +96,7 @@ async def test_outbox_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await anext(outbox.messages())
 
 
-async def test_a_gateway_that_stops_reading_stalls_nobody(
+async def test_a_gateway_that_stops_reading_does_not_stall_others(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 500)
@@ -141,7 +141,7 @@ async def test_a_slow_gateway_gets_fewer_larger_messages(make_stack: MakeStack) 
     assert worker.steps >= 100
 
 
-async def test_a_gateway_that_is_gone_frees_everything(make_stack: MakeStack) -> None:
+async def test_a_lost_gateway_frees_its_rows_and_blocks(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = await stack.worker()
     gone, stays = await stack.gateway(), await stack.gateway()
@@ -192,7 +192,7 @@ async def test_continues_where_another_scheduler_stopped(make_stack: MakeStack) 
     assert gateway.finished[1, 1].usage.output_tokens == 20
 
 
-async def test_bad_submits_are_refused_one_by_one(make_stack: MakeStack) -> None:
+async def test_invalid_submits_are_refused_without_ending_the_stream(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = await stack.worker()
     gateway = await stack.gateway()
@@ -217,7 +217,7 @@ async def test_bad_submits_are_refused_one_by_one(make_stack: MakeStack) -> None
     assert gateway.tokens[1, 0] == expected_tokens([1], 8)
 
 
-async def test_a_full_queue_says_when_to_come_back(make_stack: MakeStack) -> None:
+async def test_a_full_queue_says_when_to_retry(make_stack: MakeStack) -> None:
     stack = await make_stack("--max-waiting", "1")
     worker = await stack.worker()
     gateway = await stack.gateway()
@@ -241,7 +241,7 @@ async def test_a_full_queue_says_when_to_come_back(make_stack: MakeStack) -> Non
         scheduler_pb2.AttachRequest(),
     ],
 )
-async def test_a_stream_must_begin_with_hello(make_stack: MakeStack, message: scheduler_pb2.AttachRequest) -> None:
+async def test_a_stream_must_start_with_hello(make_stack: MakeStack, message: scheduler_pb2.AttachRequest) -> None:
     stack = await make_stack()
     gateway = await stack.gateway()
     call = gateway.stub.Attach()
@@ -252,7 +252,7 @@ async def test_a_stream_must_begin_with_hello(make_stack: MakeStack, message: sc
     assert "hello" in (caught.value.details() or "")
 
 
-async def test_a_gateway_that_breaks_the_protocol_is_told_and_ends_alone(make_stack: MakeStack) -> None:
+async def test_a_protocol_error_ends_only_the_stream_of_its_gateway(make_stack: MakeStack) -> None:
     stack = await make_stack()
     await stack.worker()
     bad, good = await stack.gateway(), await stack.gateway()
@@ -277,7 +277,7 @@ async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
     assert await asyncio.wait_for(gateway.call.code(), 5) is grpc.StatusCode.OK
 
 
-async def test_heartbeats_tell_how_busy_the_scheduler_is(make_stack: MakeStack) -> None:
+async def test_heartbeats_contain_the_load(make_stack: MakeStack) -> None:
     stack = await make_stack("--gateway-heartbeat-s", "0.05")
     worker, gateway = await stack.worker(), await stack.gateway()
     await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
@@ -286,7 +286,7 @@ async def test_heartbeats_tell_how_busy_the_scheduler_is(make_stack: MakeStack) 
     for handle in range(12):
         await gateway.submit(handle, [handle + 1] * 40, max_tokens=4)
     await until(lambda: len(gateway.replies) == 12)
-    num_before = len(gateway.heartbeats)  # of these, some may have been sent before all requests were there
+    num_before = len(gateway.heartbeats)  # some of these may have been sent before all requests had arrived
     await until(lambda: len(gateway.heartbeats) > num_before + 1)
     beat = gateway.heartbeats[-1]
     assert beat.num_waiting + beat.num_running == 12
@@ -295,7 +295,7 @@ async def test_heartbeats_tell_how_busy_the_scheduler_is(make_stack: MakeStack) 
     assert beat.ready_workers == 1
     worker.gate.set()
     await until(lambda: not gateway.heartbeats[-1].pending_tokens)
-    assert gateway.error is None  # it never sent a heartbeat: none is missed
+    assert gateway.error is None  # it never sent a heartbeat, so none is expected
 
 
 async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) -> None:
@@ -326,7 +326,7 @@ async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) 
     await until(lambda: not stack.parts.step_loop.has_work)
 
 
-async def test_a_frozen_gateway_frees_its_rows_though_its_stream_is_stuck(make_stack: MakeStack) -> None:
+async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_stack: MakeStack) -> None:
     stack = await make_stack("--gateway-heartbeat-s", "0.1")
     await stack.worker()
     gateway = await stack.gateway()
@@ -362,7 +362,7 @@ async def test_no_heartbeats_when_they_are_off(make_stack: MakeStack) -> None:
     assert not gateway.heartbeats
 
 
-async def test_a_stopping_scheduler_sends_gateways_elsewhere(make_stack: MakeStack) -> None:
+async def test_a_stopping_scheduler_announces_no_ready_workers(make_stack: MakeStack) -> None:
     stack = await make_stack()
     await stack.worker()
     gateway = await stack.gateway()

@@ -1,4 +1,4 @@
-"""What is timed and logged of a request's way through the step loop."""
+"""Times and debug logs of a request in the step loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
 
 
-async def test_each_part_of_a_requests_time_is_counted_once() -> None:
+async def test_queue_prefill_and_decode_times_are_observed_once() -> None:
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -19,14 +19,14 @@ async def test_each_part_of_a_requests_time_is_counted_once() -> None:
         loop.submit(make_group(owner=owner, handle=2, request_id="two", max_tokens=3, n=2))
         await worker.answer_all()
         times = loop.times
-        # Samples that fork off a prompt have no queue and no prefill of their own.
+        # Forked samples have no queue and prefill times of their own.
         assert [sum(part.counts) for part in (times.queue, times.prefill, times.decode)] == [2, 2, 3]
         assert sum(times.turn.counts) >= 4
         assert not times._first_token_at, "notes of requests that have ended"
         assert times.idle_s > 0
 
 
-async def test_what_was_taken_over_has_no_first_token() -> None:
+async def test_a_request_taken_over_has_no_first_token() -> None:
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()

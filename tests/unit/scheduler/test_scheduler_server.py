@@ -1,4 +1,4 @@
-"""The scheduler as a process: health, flags, signals, and what a bug does to it."""
+"""The scheduler as a process: health, flags, signals, and the effect of a bug."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker, expected_toke
 
 @asynccontextmanager
 async def scheduler_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A scheduler on a free port that says SERVING."""
+    """A scheduler on a free port that is SERVING."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "scheduler_svc.server", "--listen", address, *flags]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
@@ -67,7 +67,7 @@ async def test_drains_on_sigterm() -> None:
         worker.gate.clear()
         process.send_signal(signal.SIGTERM)
         await refused_soon(gateway)
-        await until(lambda: gateway.welcomes[-1].ready_workers == 0)  # so that gateways move on
+        await until(lambda: gateway.welcomes[-1].ready_workers == 0)  # so that gateways leave
         worker.gate.set()
         await until(lambda: (1, 0) in gateway.finished)
         assert gateway.tokens[1, 0] == expected_tokens([1, 2, 3], 30)
@@ -78,7 +78,7 @@ async def test_drains_on_sigterm() -> None:
 
 
 async def refused_soon(gateway: ToyGateway) -> None:
-    """New requests get UNAVAILABLE with advice once the signal has arrived."""
+    """Wait until new requests get UNAVAILABLE with a retry delay, because the signal has arrived."""
     for handle in range(2, 1000):
         await gateway.submit(handle, [handle], max_tokens=1)
         await until(lambda handle=handle: handle in gateway.replies)  # type: ignore[misc]
@@ -91,7 +91,7 @@ async def refused_soon(gateway: ToyGateway) -> None:
     raise AssertionError("never refused")
 
 
-async def test_a_second_signal_stops_at_once() -> None:
+async def test_a_second_signal_stops_the_process_at_once() -> None:
     async with scheduler_process("--drain-timeout-s", "60") as (process, address):
         worker, gateway = ToyWorker(address), await ToyGateway(address).hello()
         await worker.start()
@@ -120,20 +120,20 @@ async def test_a_second_signal_stops_at_once() -> None:
         (("--heartbeat-timeout-s", "nan"), "--heartbeat-timeout-s"),
     ],
 )
-async def test_a_bad_setting_stops_the_start(flags: tuple[str, ...], shown: str) -> None:
+async def test_an_invalid_setting_stops_the_start(flags: tuple[str, ...], shown: str) -> None:
     code, text = await run_command(*flags)
     assert code == 2
     assert shown in text
 
 
 @pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])
-def test_a_bad_redis_url_is_named_without_its_password(url: str) -> None:
+def test_a_malformed_redis_url_is_shown_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match=r"--redis '[a-z]+://\*\*\*@cache.*write redis://") as caught:
         build(parse(make_arguments(), ["--redis", url]))
     assert "s3cret" not in str(caught.value)
 
 
-async def test_a_taken_port_is_named() -> None:
+async def test_a_port_in_use_is_named() -> None:
     async with scheduler_process() as (_, address):
         code, text = await run_command("--listen", address)
         assert code == 2
@@ -147,7 +147,7 @@ async def test_help_shows_every_default() -> None:
         assert flag in text
 
 
-async def test_a_bug_in_the_step_loop_ends_the_process_loudly(
+async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> Any:

@@ -1,4 +1,4 @@
-"""Conversions and checks, without any I/O."""
+"""Conversions and checks, without I/O."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_steady_decode_is_columns_only() -> None:
     assert not message.opens
 
 
-def test_a_step_with_everything_keeps_everything() -> None:
+def test_a_step_with_all_fields_keeps_all_fields() -> None:
     group = make_group(3, sampling=types_pb2.SamplingParams(seed=9))
     opened = [
         RowOpen(1, group, 0, column(1, 2, 3), 3, column(7), 0),
@@ -196,7 +196,7 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
         (lambda s: s.continuation.CopyFrom(samples(types_pb2.SampleState(finished=True))), "continuation"),
     ],
 )
-def test_refuses_a_bad_request_by_its_field(change: Change, field: str) -> None:
+def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -> None:
     submit = make_submit(1, [1, 2, 3], max_tokens=8)
     change(submit)
     with pytest.raises(InvalidRequestError) as caught:
@@ -213,7 +213,7 @@ def test_refuses_a_bad_request_by_its_field(change: Change, field: str) -> None:
         (lambda s: s.sampling.logit_bias.update({1: 2.0}), "sampling.logit_bias"),
     ],
 )
-def test_names_what_is_not_served(change: Change, field: str) -> None:
+def test_names_fields_that_are_not_served(change: Change, field: str) -> None:
     submit = make_submit(1, [1])
     change(submit)
     with pytest.raises(UnimplementedError) as caught:
@@ -256,7 +256,7 @@ def test_deltas_are_split_by_owner_and_merged_in_order() -> None:
     assert len(message.finished) == 1
 
 
-def test_refusals_carry_code_field_and_advice() -> None:
+def test_refusals_have_code_field_and_retry_delay() -> None:
     refusal = wire.refusal_to_proto(OverloadedError("full", field="f", retry_after_s=0.25))
     assert (refusal.code, refusal.message, refusal.field, refusal.retry_after_ms) == (8, "full", "f", 250)
     assert wire.refusal_to_proto(InvalidRequestError("bad")).retry_after_ms == 0
@@ -270,12 +270,12 @@ def test_refusals_carry_code_field_and_advice() -> None:
         (worker_pb2.ListBlocksResponse(block_ids=b"\x40\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 16), "block 64"),
     ],
 )
-def test_refuses_cached_blocks_that_cannot_be(message: worker_pb2.ListBlocksResponse, match: str) -> None:
+def test_refuses_invalid_cached_blocks(message: worker_pb2.ListBlocksResponse, match: str) -> None:
     with pytest.raises(columns.WireError, match=match):
         worker_wire.cached_blocks_from_proto([message], block_size=4, num_blocks=64)
 
 
-def test_the_salt_separates_what_kv_depends_on() -> None:
+def test_the_salt_covers_what_kv_depends_on() -> None:
     salts = {
         worker_wire.root_salt(make_info(**change))
         for change in (

@@ -25,7 +25,7 @@ def submit(loop: StepLoop, owner: int, handle: int, **fields: object) -> None:
     loop.submit(make_group(owner=owner, handle=handle, **fields))  # type: ignore[arg-type]
 
 
-async def test_refuses_until_a_worker_is_there() -> None:
+async def test_refuses_requests_until_a_worker_joins() -> None:
     async with running_loop() as loop:
         gateway = FakeGateway()
         submit(loop, loop.attach(gateway), 1)
@@ -58,7 +58,7 @@ async def test_the_models_eos_ids_come_with_the_first_worker() -> None:
         assert gateway.reasons() == {(1, 0): "eos"}
 
 
-async def test_what_arrives_together_goes_into_one_step() -> None:
+async def test_requests_that_arrive_together_share_a_step() -> None:
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -104,7 +104,7 @@ async def test_cancels_a_request_and_a_sample() -> None:
         assert not loop.has_work
 
 
-async def test_aborts_by_request_id_whichever_gateway_has_it() -> None:
+async def test_aborts_by_request_id_for_any_gateway() -> None:
     async with running_loop() as loop:
         one, other, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -119,7 +119,7 @@ async def test_aborts_by_request_id_whichever_gateway_has_it() -> None:
         assert not loop.has_work
 
 
-async def test_a_gateway_that_leaves_takes_its_requests_along() -> None:
+async def test_a_gateways_requests_end_when_it_leaves() -> None:
     async with running_loop() as loop:
         stays, leaves, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -137,7 +137,7 @@ async def test_a_gateway_that_leaves_takes_its_requests_along() -> None:
         assert stats.workers[0].rows_used == stats.workers[0].blocks_used == 0
 
 
-async def test_refusals_name_their_reason_and_harm_nobody() -> None:
+async def test_refusals_name_their_reason_and_affect_no_other_request() -> None:
     async with running_loop(max_waiting=2) as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join(max_num_seqs=1)
@@ -180,7 +180,7 @@ async def test_a_refusal_and_a_drain_build_no_full_statistics(monkeypatch: pytes
         assert not calls
 
 
-async def test_a_lost_workers_sequences_go_on_elsewhere() -> None:
+async def test_a_lost_workers_sequences_continue_on_another_worker() -> None:
     async with running_loop() as loop:
         gateway, first, second = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1", 2)
         first.join()
@@ -215,7 +215,7 @@ async def test_requests_wait_while_all_workers_are_gone() -> None:
         assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
 
 
-async def test_requests_do_not_wait_for_a_worker_for_ever() -> None:
+async def test_requests_wait_for_a_worker_only_for_a_limited_time() -> None:
     async with running_loop(worker_patience_s=0.05) as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -237,7 +237,7 @@ async def test_requests_do_not_wait_for_a_worker_for_ever() -> None:
         assert gateway.tokens(4) == [7, 7]
 
 
-async def test_what_no_worker_could_run_does_not_wait_for_ever_though_nothing_else_happens() -> None:
+async def test_an_unschedulable_request_ends_even_if_no_other_fact_arrives() -> None:
     async with running_loop(worker_patience_s=0.05) as loop:
         gateway, big, small = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "small")
         big.join(num_blocks=64)
@@ -251,7 +251,7 @@ async def test_what_no_worker_could_run_does_not_wait_for_ever_though_nothing_el
         assert not loop.has_work
 
 
-async def test_overload_and_deadlines_are_told_with_advice() -> None:
+async def test_overload_and_deadline_refusals_have_a_retry_delay() -> None:
     async with running_loop(max_waiting_tokens=50, expected_output_tokens=8) as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join(max_num_seqs=1)
@@ -370,7 +370,7 @@ async def test_a_worker_that_drains_alone_finishes_what_it_runs() -> None:
         assert leaving.closed == "drained"
 
 
-async def test_a_request_moves_from_stream_to_stream_and_leaks_nothing() -> None:
+async def test_a_request_moves_between_streams_without_a_leak() -> None:
     async with running_loop() as loop:
         worker = FakeWorker(loop)
         worker.join(pipeline_depth=2)
@@ -379,7 +379,9 @@ async def test_a_request_moves_from_stream_to_stream_and_leaks_nothing() -> None
         output: list[int] = []
         for handle, (owner, gateway) in enumerate(zip(owners, gateways, strict=True)):
             submit(loop, owner, handle, request_id="same", max_tokens=50, outputs=[output], takes_over=bool(handle))
-            loop.cancel(owners[handle - 1], handle - 1, None, FinishReason.ABORTED)  # late: it is somebody else's now
+            loop.cancel(
+                owners[handle - 1], handle - 1, None, FinishReason.ABORTED
+            )  # late: another stream has the request now
             await settle()
             while not gateway.delivered:
                 worker.answer(token=5)
@@ -396,7 +398,7 @@ async def test_a_request_moves_from_stream_to_stream_and_leaks_nothing() -> None
         assert not loop.has_work
 
 
-async def test_the_end_of_a_stream_spares_what_another_stream_took_over() -> None:
+async def test_the_end_of_a_stream_does_not_end_a_request_that_another_took_over() -> None:
     async with running_loop() as loop:
         old, new, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
         worker.join()
@@ -404,7 +406,7 @@ async def test_the_end_of_a_stream_spares_what_another_stream_took_over() -> Non
         submit(loop, first, 1, request_id="same", max_tokens=3)
         await settle()
         submit(loop, second, 1, request_id="same", max_tokens=3, takes_over=True)
-        loop.detach(first)  # in one turn with the hand-over
+        loop.detach(first)  # in the same turn as the takeover
         await worker.answer_all()
         assert new.tokens(1) == [7, 7, 7]
         assert new.reasons() == {(1, 0): "length"}
@@ -433,7 +435,7 @@ async def test_drains_at_once_without_a_worker() -> None:
         await asyncio.wait_for(loop.wait_idle(), 5)
 
 
-def test_retry_advice_follows_how_fast_requests_end() -> None:
+def test_retry_advice_follows_the_rate_of_ends() -> None:
     advice = RetryAdvice()
     assert advice.seconds(1000, 0.0) == 1.0
     for i in range(11):

@@ -52,7 +52,7 @@ async def test_serves_through_a_registered_worker(make_stack: MakeStack) -> None
     assert gateway.finished[1, 0].usage.output_tokens == 12
 
 
-async def test_welcome_tells_the_model_and_the_ready_workers(make_stack: MakeStack) -> None:
+async def test_welcome_contains_the_model_and_the_ready_workers(make_stack: MakeStack) -> None:
     stack = await make_stack()
     gateway = await stack.gateway()
     await until(lambda: gateway.welcomes)
@@ -129,7 +129,7 @@ async def test_a_worker_that_differs_is_refused_with_both_values(
         ),
     ],
 )
-async def test_workers_that_may_find_other_tokens_are_told_of(
+async def test_workers_with_other_numerics_are_logged(
     make_stack: MakeStack, caplog: pytest.LogCaptureFixture, changes: dict[str, object], says: str
 ) -> None:
     stack = await make_stack()
@@ -140,7 +140,7 @@ async def test_workers_that_may_find_other_tokens_are_told_of(
     assert says in caplog.text
 
 
-async def test_a_bundle_that_is_not_what_its_digest_says_is_refused(make_stack: MakeStack) -> None:
+async def test_a_bundle_that_does_not_match_its_digest_is_refused(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = ToyWorker(stack.address)
     worker.bundle = b"something else"
@@ -151,7 +151,7 @@ async def test_a_bundle_that_is_not_what_its_digest_says_is_refused(make_stack: 
     assert stack.parts.pool.num_ready == 0
 
 
-async def test_hands_the_bundle_on(make_stack: MakeStack) -> None:
+async def test_serves_the_bundle_to_gateways(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker(), await stack.gateway()
     await ready(stack)
@@ -179,7 +179,7 @@ async def test_a_killed_workers_sequences_resume_on_another(make_stack: MakeStac
     assert states(stack) == {"w0": "lost", "w1": "ready"}
 
 
-async def test_requests_wait_for_a_worker_that_comes_back(make_stack: MakeStack) -> None:
+async def test_requests_wait_for_a_worker_that_returns(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker(), await stack.gateway()
     await ready(stack)
@@ -196,7 +196,7 @@ async def test_requests_wait_for_a_worker_that_comes_back(make_stack: MakeStack)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
 
 
-async def test_a_register_stream_that_reconnects_costs_nothing(make_stack: MakeStack) -> None:
+async def test_a_reconnecting_register_stream_keeps_the_lease(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker(), await stack.gateway()
     await ready(stack)
@@ -215,13 +215,13 @@ async def test_a_register_stream_that_reconnects_costs_nothing(make_stack: MakeS
     assert gateway.finished[1, 0].preemptions == 0
 
 
-async def test_a_step_stream_that_breaks_is_leased_again(make_stack: MakeStack) -> None:
+async def test_a_worker_is_leased_again_after_its_step_stream_breaks(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker(), await stack.gateway()
     await ready(stack)
     await gateway.submit(1, PROMPT, max_tokens=40)
     await until(lambda: len(gateway.tokens.get((1, 0), ())) > 3)
-    worker.answer_epoch = 12345  # an answer of another life is a broken protocol
+    worker.answer_epoch = 12345  # an answer of another epoch breaks the protocol
     await until(lambda: worker.refusals)
     worker.answer_epoch = None
     assert worker.refusals[0].code() is grpc.StatusCode.UNAVAILABLE
@@ -232,7 +232,7 @@ async def test_a_step_stream_that_breaks_is_leased_again(make_stack: MakeStack) 
     assert len(worker.lease_epochs) > 1
 
 
-async def test_a_lease_that_fails_in_an_unforeseen_way_is_a_lost_worker(
+async def test_an_unexpected_error_in_a_lease_loses_the_worker(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stack = await make_stack()
@@ -258,7 +258,7 @@ async def test_a_silent_worker_is_lost(make_stack: MakeStack) -> None:
     assert "no heartbeat" in (worker.refusals[0].details() or "")
 
 
-async def test_a_scheduler_that_was_stopped_itself_does_not_blame_its_workers(make_stack: MakeStack) -> None:
+async def test_a_stopped_scheduler_does_not_blame_its_workers(make_stack: MakeStack) -> None:
     stack = await make_stack("--heartbeat-timeout-s", "1")
     worker = await stack.worker()
     await ready(stack)
@@ -272,7 +272,7 @@ async def test_a_scheduler_that_was_stopped_itself_does_not_blame_its_workers(ma
     assert len(worker.lease_epochs) == 1
 
 
-async def test_a_frozen_worker_that_comes_back_late_is_fenced(make_stack: MakeStack) -> None:
+async def test_a_frozen_worker_that_returns_late_is_fenced(make_stack: MakeStack) -> None:
     stack = await make_stack("--heartbeat-timeout-s", "0.5")
     frozen, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -284,7 +284,7 @@ async def test_a_frozen_worker_that_comes_back_late_is_fenced(make_stack: MakeSt
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
     frozen.heartbeats = True
-    frozen.gate.set()  # what it answers now belongs to a lease that has ended
+    frozen.gate.set()  # its answers now belong to a lease that has ended
     await until(lambda: len(frozen.lease_epochs) >= 2)
     await ready(stack, 2)
     for handle in range(2, 6):
@@ -304,7 +304,7 @@ async def test_quick_steps_share_messages(make_stack: MakeStack) -> None:
     assert worker.steps >= 200 > 2 * worker.messages
 
 
-async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_go_on_there(
+async def test_a_worker_leased_by_another_scheduler_is_dropped_here(
     make_stack: MakeStack,
 ) -> None:
     old, new = await make_stack(), await make_stack()
@@ -312,11 +312,11 @@ async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_
     await ready(old)
     await gateway.submit(1, PROMPT, max_tokens=200, request_id="moves")
     await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
-    worker.gate.clear()  # it is slow from here on: the request does not end meanwhile
+    worker.gate.clear()  # slow from now on, so that the request does not end meanwhile
     worker.move_to(new.address)
     await ready(new)
     worker.gate.set()
-    await ready(old, 0)  # its next step was refused: the lease is somebody else's
+    await ready(old, 0)  # its next step was refused: another scheduler has the lease
     assert old.parts.step_loop.has_work
     other = await new.gateway()
     await until(lambda: other.welcomes and other.welcomes[-1].ready_workers)
@@ -329,7 +329,7 @@ async def test_a_worker_that_another_scheduler_took_is_dropped_and_its_requests_
     await finished(other, 1)
     assert other.tokens[1, 0] == expected_tokens(PROMPT, 200)
     assert other.finished[1, 0].usage.output_tokens == 200
-    worker.move_to(old.address)  # and back: the same epoch of the worker, a higher one of the lease
+    worker.move_to(old.address)  # and back: the same worker epoch, a higher scheduler epoch
     await ready(old)
     again = await old.gateway()
     await again.submit(1, PROMPT, max_tokens=20)
@@ -352,7 +352,7 @@ async def test_a_newer_register_stream_takes_over(make_stack: MakeStack) -> None
     newer.cancel()
 
 
-async def test_another_model_may_follow_when_nothing_is_left_of_the_first(make_stack: MakeStack) -> None:
+async def test_another_model_may_follow_when_the_first_is_unused(make_stack: MakeStack) -> None:
     stack = await make_stack()
     first, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -398,7 +398,7 @@ async def test_two_live_workers_cannot_share_an_id(make_stack: MakeStack) -> Non
     await until(lambda: second.lease_epochs)
 
 
-async def test_a_worker_that_cannot_be_dialled_is_told_its_address(make_stack: MakeStack) -> None:
+async def test_a_worker_that_cannot_be_reached_gets_its_address_in_the_error(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = ToyWorker(stack.address)
     stack.cleanup.push_async_callback(worker.stop)
@@ -408,7 +408,7 @@ async def test_a_worker_that_cannot_be_dialled_is_told_its_address(make_stack: M
     assert worker.address in (worker.refusals[0].details() or "")
 
 
-async def test_adopts_what_a_workers_pool_holds(make_stack: MakeStack) -> None:
+async def test_adopts_the_cached_blocks_of_a_worker(make_stack: MakeStack) -> None:
     prompt = list(range(1, 14))
     stack = await make_stack()
     worker, gateway = await stack.worker(), await stack.gateway()
@@ -429,7 +429,7 @@ async def test_adopts_what_a_workers_pool_holds(make_stack: MakeStack) -> None:
     assert other.finished[1, 0].usage.cached_tokens == 12
 
 
-async def test_a_draining_worker_alone_finishes_and_is_let_go(make_stack: MakeStack) -> None:
+async def test_the_last_worker_finishes_its_rows_before_it_is_released(make_stack: MakeStack) -> None:
     stack = await make_stack()
     leaving, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -445,11 +445,11 @@ async def test_a_draining_worker_alone_finishes_and_is_let_go(make_stack: MakeSt
     await until(lambda: states(stack)["w0"] == "lost")
 
 
-async def test_what_a_draining_worker_runs_moves_when_another_one_comes(make_stack: MakeStack) -> None:
+async def test_a_draining_workers_sequences_move_when_another_joins(make_stack: MakeStack) -> None:
     stack = await make_stack()
     leaving, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
-    leaving.gate.clear()  # nothing comes from it, and nothing is waited for
+    leaving.gate.clear()  # it answers nothing, and its answers are not awaited
     for handle in range(5):
         await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
     await until(lambda: len(gateway.replies) == 5)
@@ -466,7 +466,7 @@ async def test_what_a_draining_worker_runs_moves_when_another_one_comes(make_sta
     await until(lambda: states(stack)["w0"] == "lost")
 
 
-async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(
+async def test_release_drains_a_worker_and_moves_its_sequences(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "DRAIN_REFUSED_S", 0.2)
@@ -491,7 +491,7 @@ async def test_release_tells_a_worker_to_leave_and_moves_what_it_runs(
     await until(lambda: states(stack)["w0"] == "lost")
 
 
-async def test_release_names_what_is_wrong(make_stack: MakeStack) -> None:
+async def test_release_errors_name_the_cause(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker("w0"), await stack.gateway()
     await ready(stack)
@@ -509,11 +509,11 @@ async def test_release_names_what_is_wrong(make_stack: MakeStack) -> None:
             await gateway.stub.ReleaseWorker(request)
         assert caught.value.code() is code
         assert text in (caught.value.details() or "")
-    await until(lambda: len(worker.lease_epochs) == 2)  # a worker that stays is leased again
+    await until(lambda: len(worker.lease_epochs) == 2)  # a worker that does not leave is leased again
     await ready(stack)
 
 
-async def test_status_shows_what_happens(make_stack: MakeStack) -> None:
+async def test_status_shows_model_queue_and_workers(make_stack: MakeStack) -> None:
     stack = await make_stack("--max-waiting", "7")
     worker, gateway = await stack.worker(), await stack.gateway()
     await ready(stack)
@@ -532,7 +532,7 @@ async def test_status_shows_what_happens(make_stack: MakeStack) -> None:
     await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.stats())[0].steps >= 4)
 
 
-async def test_stale_epoch_counter_in_redis_does_not_lock_a_worker_out(make_stack: MakeStack) -> None:
+async def test_a_stale_epoch_counter_in_redis_does_not_lock_out_a_worker(make_stack: MakeStack) -> None:
     stack = await make_stack()
     epochs = iter([3, 0])
 
@@ -548,7 +548,7 @@ async def test_stale_epoch_counter_in_redis_does_not_lock_a_worker_out(make_stac
     assert worker.lease_epochs == [51]
 
 
-async def test_a_worker_that_registers_without_what_it_must_say_is_told(make_stack: MakeStack) -> None:
+async def test_a_registration_with_missing_fields_is_refused_with_their_names(make_stack: MakeStack) -> None:
     stack = await make_stack()
     gateway = await stack.gateway()
     for message, field in (
@@ -580,6 +580,6 @@ async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
     assert "stopping" in (worker.refusals[0].details() or "")
 
 
-def test_the_toy_speaks_the_whole_service() -> None:
+def test_the_toy_worker_implements_the_whole_service() -> None:
     served = {"Drain", "Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
     assert served <= set(dir(worker_pb2_grpc.WorkerServiceServicer))

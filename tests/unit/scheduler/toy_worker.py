@@ -1,6 +1,6 @@
-"""A worker with a toy model behind the real gRPC service: a token is a function of the row's whole history.
+"""A worker with a toy model behind the real gRPC service: a token is a function of all tokens of its row.
 
-So whoever resumes a sequence with a wrong or lost token shows it in every later one.
+So a wrong or lost token of a resumed sequence changes every later token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCAB_SIZE = 1000
 
 
 def next_token(history: list[int], sample_index: int) -> int:
-    """The toy model. Never 0."""
+    """The toy model's next token; never 0."""
     return 1 + zlib.crc32(np.array([*history, sample_index], dtype="<u4").tobytes()) % (VOCAB_SIZE - 1)
 
 
@@ -54,7 +54,7 @@ def make_info(**changes: Any) -> types_pb2.ModelInfo:
 class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Serves on a free port and keeps itself registered until `stop`.
 
-    `gate` is cleared to hold answers back. `steps` counts steps, `refusals` collects what ended its registrations.
+    Clear `gate` to hold answers back. `steps` counts steps, `refusals` collects the errors that ended registrations.
     """
 
     def __init__(self, scheduler: str, worker_id: str = "w0", *, epoch: int = 11, **info: Any) -> None:
@@ -91,7 +91,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         return self
 
     async def stop(self) -> None:
-        """As a crash: streams break at once."""
+        """Stop like a crash: streams break at once."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -106,7 +106,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                 try:
                     await self._register_once(scheduler_pb2_grpc.SchedulerServiceStub(channel))
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.INTERNAL:  # a write just after the end hides the reason
+                    if error.code() is not grpc.StatusCode.INTERNAL:  # a write right after the end hides the reason
                         self.refusals.append(error)
                     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                         return
@@ -134,7 +134,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                     accepted = await call.read()
                     self.num_acknowledged += 1
         except asyncio.CancelledError:
-            # The test cancelled the call, or stops us.
+            # The test cancelled the call or stops this worker.
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
@@ -262,7 +262,7 @@ def _table(batch: worker_pb2.StepBatch) -> tuple[bytes, bytes, bytes]:
 
 
 class ToyGateway:
-    """Attaches to a scheduler and keeps what it is told."""
+    """Attaches to a scheduler and keeps all messages."""
 
     def __init__(self, scheduler: str) -> None:
         self.welcomes: list[scheduler_pb2.Welcome] = []
@@ -340,7 +340,7 @@ class ToyGateway:
 
 
 def make_submit(handle: int, prompt: list[int], max_tokens: int = 8, n: int = 1, **fields: Any) -> scheduler_pb2.Submit:
-    """A Submit as a gateway sends it: every served field set."""
+    """A Submit as a gateway sends it, with every served field set."""
     sampling = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, n=n)
     return scheduler_pb2.Submit(
         handle=handle,
