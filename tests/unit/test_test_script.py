@@ -62,6 +62,14 @@ def test_progress_and_failures_are_shown_and_summaries_come_last(tmp_path: Path)
     assert output.splitlines()[-2:] == ["FAILED tests/test_a.py::test_b", "=== 1 failed, 1 passed in 2.5s ==="]
 
 
+def test_the_log_of_a_part_without_a_summary_is_shown(tmp_path: Path) -> None:
+    body = '[[ $line == *" tests/sim "* ]] && echo "INTERNALERROR> no memory" && exit 3; exit 0'
+    with start_script(tmp_path, body) as script:
+        output, _ = script.communicate(timeout=60)
+    assert script.returncode == 3
+    assert output.endswith("INTERNALERROR> no memory\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_child_processes(tmp_path: Path, number: signal.Signals) -> None:
     body = '[[ $line == *"gen_protos"* ]] && exit 0\nsleep 300 & wait'
