@@ -38,10 +38,10 @@ def _check_row(worker: WorkerBooks, row: int) -> None:
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
     assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
     assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block twice in one table"
-    assert r.computed[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
-    assert r.computed[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
+    assert r.num_computed_tokens[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
+    assert r.num_computed_tokens[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
     assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: beyond limit"
-    write = int(r.computed[row]) // r.block_size
+    write = int(r.num_computed_tokens[row]) // r.block_size
     shared = (worker.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
 

@@ -107,7 +107,7 @@ class SymbolicWorker:
         self.sample = np.zeros(rows, dtype=np.uint64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.history_len = np.zeros(rows, dtype=np.int64)
-        self.computed = np.zeros(rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(rows, dtype=np.int64)
         self.tokens = np.zeros((rows, max_len + 1), dtype=np.uint32)
         self.digests = np.zeros((rows, max_len + 1), dtype=np.uint64)
         self.table = np.zeros((rows, width), dtype=np.int64)
@@ -206,7 +206,7 @@ class SymbolicWorker:
         self.is_open[row], self.group[row] = True, opened
         self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
-        self.computed[row] = opened.num_computed_tokens
+        self.num_computed_tokens[row] = opened.num_computed_tokens
         self.tokens[row, :count] = tokens
         terms = symbolic_model.term_column(tokens.astype(np.uint64), self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(opened.group.root_key))
@@ -292,7 +292,7 @@ class SymbolicWorker:
         self._check_shape(batch, rows, lens)
         if not len(rows):
             return rows, []
-        starts = self.computed[rows]
+        starts = self.num_computed_tokens[rows]
         flat_rows = np.repeat(rows, lens)
         flat_positions = np.arange(len(flat_rows)) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
         slots = self._checked_slots(batch, flat_rows, flat_positions)
@@ -300,7 +300,7 @@ class SymbolicWorker:
         self.kv[slots] = self.digests[flat_rows, flat_positions]
         self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
         self.fill_step[slots // self.capacity.block_size] = batch.step_id
-        self.computed[rows] = starts + lens
+        self.num_computed_tokens[rows] = starts + lens
         broken = self._break_rows(rows, starts) if self.fail_next or self.is_broken.any() else []
         self._read_back(rows, starts)
         self._note_full_blocks(rows, starts)
@@ -314,9 +314,11 @@ class SymbolicWorker:
             raise Violation(f"rows {rows.tolist()} with query_lens {lens.tolist()}")
         if not self.is_open[rows].all():
             raise Violation(f"computes rows {rows[~self.is_open[rows]].tolist()}, which are not open")
-        if not np.array_equal(batch.context_lens, self.computed[rows]):
-            raise Violation(f"context_lens {batch.context_lens.tolist()}, rows stand at {self.computed[rows].tolist()}")
-        ends = self.computed[rows] + lens
+        if not np.array_equal(batch.context_lens, self.num_computed_tokens[rows]):
+            raise Violation(
+                f"context_lens {batch.context_lens.tolist()}, rows stand at {self.num_computed_tokens[rows].tolist()}"
+            )
+        ends = self.num_computed_tokens[rows] + lens
         beyond = (ends > self.history_len[rows]) & ~self.is_broken[rows]  # a broken row gets no tokens any more
         if beyond.any():
             raise Violation(f"rows {rows[beyond].tolist()} compute tokens that do not exist")
@@ -361,7 +363,7 @@ class SymbolicWorker:
         hurt = [row for row in rows.tolist() if self.is_broken[row]]
         for row in hurt:
             self._poison(row, int(starts[rows == row][0]))
-        broken = [row for row in hurt if self.is_sticky[row] or self.computed[row] > self.history_len[row]]
+        broken = [row for row in hurt if self.is_sticky[row] or self.num_computed_tokens[row] > self.history_len[row]]
         sound = [row for row in rows.tolist() if not self.is_broken[row]]
         if self.fail_next and sound:
             row = sound[self._next_step % len(sound)]
@@ -374,15 +376,17 @@ class SymbolicWorker:
         return broken
 
     def _poison(self, row: int, start: int) -> None:
-        self.kv[self.slots[row, start : self.computed[row]]] = POISON
+        self.kv[self.slots[row, start : self.num_computed_tokens[row]]] = POISON
 
     def _read_back(self, rows: np.ndarray, starts: np.ndarray) -> None:
         """Every slot of every open row must hold that row's own prefix; what depends on a failed row is garbage too."""
         while True:
             opened = np.flatnonzero(self.is_open)
-            width = int(self.computed[opened].max(initial=0))
+            width = int(self.num_computed_tokens[opened].max(initial=0))
             seen = self.kv[self.slots[opened, :width]]
-            wrong = (seen != self.digests[opened, :width]) & (self._positions[:width] < self.computed[opened, None])
+            wrong = (seen != self.digests[opened, :width]) & (
+                self._positions[:width] < self.num_computed_tokens[opened, None]
+            )
             if not wrong.any():
                 return
             bad = wrong & (seen != POISON)
@@ -399,7 +403,7 @@ class SymbolicWorker:
         """A row that attends to garbage writes garbage. True if that changed anything."""
         changed = False
         for row in np.intersect1d(tainted, rows).tolist():
-            written = self.slots[row, int(starts[rows == row][0]) : self.computed[row]]
+            written = self.slots[row, int(starts[rows == row][0]) : self.num_computed_tokens[row]]
             if (self.kv[written] != POISON).any():
                 self.kv[written] = POISON
                 changed = True
@@ -407,7 +411,7 @@ class SymbolicWorker:
 
     def _note_full_blocks(self, rows: np.ndarray, starts: np.ndarray) -> None:
         bs = self.capacity.block_size
-        first, last = starts // bs, self.computed[rows] // bs
+        first, last = starts // bs, self.num_computed_tokens[rows] // bs
         for i in np.flatnonzero(last > first).tolist():
             row = int(rows[i])
             for index in range(int(first[i]), int(last[i])):

@@ -95,7 +95,7 @@ def test_adopted_blocks_are_evicted_tails_first() -> None:
 
 
 def test_sizes_of_the_model_outlive_its_workers() -> None:
-    """After the last worker left, one with another block size could join: what waits was hashed with the old one."""
+    """After the last worker left, one with another block size could join: waiting requests had old digests."""
     story = Story(block_size=4)
     story.request(range(8), 4)
     story.lose(story.worker)

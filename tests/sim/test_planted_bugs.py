@@ -102,8 +102,8 @@ def wrong_table_sent(patch: Patch) -> None:
 def off_by_one_at_a_block_border(patch: Patch) -> None:
     def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
         r, bs = planner.books.rows, planner.books.capacity.block_size
-        opens = (r.computed[decode] - 1) // bs >= r.num_blocks[decode]
-        tail = r.table[decode, np.minimum(r.computed[decode] // bs, r.num_blocks[decode] - 1)]
+        opens = (r.num_computed_tokens[decode] - 1) // bs >= r.num_blocks[decode]
+        tail = r.table[decode, np.minimum(r.num_computed_tokens[decode] // bs, r.num_blocks[decode] - 1)]
         return decode[opens | (planner.books.pool.refs[tail] > 1)]
 
     wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
@@ -168,7 +168,7 @@ def released_blocks_never_come_back(patch: Patch) -> None:
 def copy_on_write_skipped(patch: Patch) -> None:
     def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
         r = planner.books.rows
-        return decode[r.computed[decode] // planner.books.capacity.block_size >= r.num_blocks[decode]]
+        return decode[r.num_computed_tokens[decode] // planner.books.capacity.block_size >= r.num_blocks[decode]]
 
     wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
 
@@ -187,7 +187,7 @@ def copy_in_the_wrong_direction(patch: Patch) -> None:
 
 
 @bug("reads something else|opens with a bad table")
-def hash_without_parent(patch: Patch) -> None:
+def digest_without_parent(patch: Patch) -> None:
     def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
         while (len(digests) + 1) * block_size <= len(tokens):
             start = len(digests) * block_size
@@ -212,7 +212,12 @@ def wrong_digest_committed(patch: Patch) -> None:
 @bug("reads something else|the oracle has")
 def shared_before_its_step_was_sent(patch: Patch) -> None:
     def register(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
-        original(planner, row, len(planner.books.rows.known_tokens(row)) - int(planner.books.rows.computed[row]), plan)
+        original(
+            planner,
+            row,
+            len(planner.books.rows.known_tokens(row)) - int(planner.books.rows.num_computed_tokens[row]),
+            plan,
+        )
 
     wrap(patch, StepPlanner, "_register_fills", register)
     trust_digests(patch)
@@ -362,7 +367,7 @@ def decode_run_begun_without_a_look_at_its_blocks(patch: Patch) -> None:
         rows, prefill = planner.split_by_stage()
         if not len(rows) or len(prefill):
             return original(planner)
-        ends = planner.books.rows.computed[rows]
+        ends = planner.books.rows.num_computed_tokens[rows]
         return DecodeRun.after(planner.books.rows, rows, ends - 1, planner.books.rows.slots(rows, ends - 1))
 
     wrap(patch, StepPlanner, "_new_run", begun)

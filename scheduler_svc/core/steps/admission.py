@@ -84,5 +84,5 @@ def fits_beside(
 
 def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:
     """At least the blocks that rows will copy before they write: others share them too."""
-    index = np.minimum(table.computed[rows] // table.block_size, table.num_blocks[rows] - 1)
+    index = np.minimum(table.num_computed_tokens[rows] // table.block_size, table.num_blocks[rows] - 1)
     return int(np.count_nonzero(pool.refs[table.table[rows, index]] > 1))

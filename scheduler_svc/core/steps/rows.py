@@ -37,7 +37,7 @@ class RowTable:
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
         self.num_tokens = np.zeros(rows, dtype=np.int64)
-        self.computed = np.zeros(rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(rows, dtype=np.int64)
         self.pending = np.zeros(rows, dtype=np.int64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
@@ -49,6 +49,8 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self.ones = np.ones(rows, dtype=np.uint32)
+        self.trues = np.ones(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
         self.num_opened = 0  # so far
@@ -73,18 +75,18 @@ class RowTable:
     def todo(self, rows: I64) -> I64:
         """Tokens each row could compute now."""
         known = self.num_tokens[rows] + self.pending[rows]
-        todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.computed[rows]
+        todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.num_computed_tokens[rows]
         return todo
 
     def todo_of(self, row: int) -> int:
         """The same for one row."""
         known = self.num_tokens[row] + self.pending[row]
-        return int(min(known, self.compute_limit[row]) - self.computed[row])
+        return int(min(known, self.compute_limit[row]) - self.num_computed_tokens[row])
 
     def num_full_blocks(self, rows: I64) -> I64:
         """Blocks of each row that it will not write to again, counting what a step in the making may compute."""
         is_prefill = self.todo(rows) > 1
-        full: I64 = np.where(is_prefill, self.num_tokens[rows], self.computed[rows]) // self.block_size
+        full: I64 = np.where(is_prefill, self.num_tokens[rows], self.num_computed_tokens[rows]) // self.block_size
         return full
 
     def pending_prefill(self) -> int:
@@ -109,7 +111,7 @@ class RowTable:
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.num_tokens[row] = len(token_ids)
-        self.computed[row] = num_computed
+        self.num_computed_tokens[row] = num_computed
         self.pending[row] = 0
         self.prompt_len[row] = len(group.prompt)
         self.limit[row] = limit

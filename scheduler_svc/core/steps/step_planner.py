@@ -53,13 +53,14 @@ class StepPlanner:
         run = self._run = self._living_run() or (self._new_run() if may_begin else None)
         if run is None:
             return False
-        if len(run.full) > self._pool.num_free:
+        num_rows, num_full = len(run.rows), len(run.full)
+        if num_full > self._pool.num_free:
             self._run = None
             return False
-        if len(run.full):
+        if num_full:
             self._append_blocks(run.rows[run.full], plan)
-        plan.add(run.rows, run.query_lens, len(run.rows))
-        plan.run, plan.num_decode = run, len(run.rows)
+        plan.add(run.rows, self._rows.ones[:num_rows], num_rows)
+        plan.run, plan.num_decode = run, num_rows
         return True
 
     def _living_run(self) -> DecodeRun | None:
@@ -79,7 +80,7 @@ class StepPlanner:
             return None
         r = self._rows
         rows, _ = self.split_by_stage()
-        ends = r.computed[rows]
+        ends = r.num_computed_tokens[rows]
         samples = r.num_tokens[rows] + r.pending[rows] < r.limit[rows]
         needy, at_border = self.rows_that_need_a_block(rows), rows[ends % r.block_size == 0]
         if not len(rows) or not samples.all() or needy.tobytes() != at_border.tobytes():
@@ -128,7 +129,7 @@ class StepPlanner:
     def rows_that_need_a_block(self, decode: I64) -> I64:
         """Decoding rows that open a new block, or would write into one that they share (copy on write)."""
         r = self._rows
-        index = r.computed[decode] // self._capacity.block_size
+        index = r.num_computed_tokens[decode] // self._capacity.block_size
         opens = index >= r.num_blocks[decode]
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self._pool.refs[tail] > 1)]
@@ -138,7 +139,7 @@ class StepPlanner:
         if len(needy) <= self._pool.num_free:
             return len(needy)  # at most, and the pool has as many
         r = self._rows
-        index = r.computed[needy] // self._capacity.block_size
+        index = r.num_computed_tokens[needy] // self._capacity.block_size
         copies = index < r.num_blocks[needy]
         shared, num_rows = np.unique(r.table[needy[copies], index[copies]], return_counts=True)
         return len(needy) - int(np.count_nonzero(self._pool.refs[shared] == num_rows))
@@ -146,7 +147,7 @@ class StepPlanner:
     def give_blocks(self, rows: I64, plan: StepPlan) -> None:
         """Append a block to each row's table, or replace a shared one by a copy. The pool has as many."""
         r = self._rows
-        opens = r.computed[rows] // self._capacity.block_size >= r.num_blocks[rows]
+        opens = r.num_computed_tokens[rows] // self._capacity.block_size >= r.num_blocks[rows]
         if opens.all():
             self._append_blocks(rows, plan)
             return
@@ -164,7 +165,7 @@ class StepPlanner:
 
     def _copy_block(self, row: int, plan: StepPlan) -> None:
         r = self._rows
-        index = int(r.computed[row]) // self._capacity.block_size
+        index = int(r.num_computed_tokens[row]) // self._capacity.block_size
         shared = int(r.table[row, index])
         if self._pool.refs[shared] == 1:
             return  # the others took copies: it is ours
@@ -188,8 +189,8 @@ class StepPlanner:
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Blocks of known tokens that this chunk completes may be shared from now on."""
         r, bs = self._rows, self._capacity.block_size
-        first, digests = int(r.computed[row]) // bs, r.sequence(row).digests
-        end = min((int(r.computed[row]) + count) // bs, len(digests))
+        first, digests = int(r.num_computed_tokens[row]) // bs, r.sequence(row).digests
+        end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
         if first >= end:
             return
         tokens = r.tokens[row, first * bs : end * bs].reshape(-1, bs)
@@ -198,7 +199,7 @@ class StepPlanner:
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
         """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
         r, seq = self._rows, self._rows.sequence(row)
-        if not seq.forks or r.computed[row] + count < r.num_tokens[row]:
+        if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
         prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
         table = blocks.astype(np.uint32)
@@ -226,14 +227,14 @@ class StepPlanner:
             return self._finish_run(plan, plan.run)
         r = self._rows
         rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
-        context_lens = r.computed[rows]
+        context_lens = r.num_computed_tokens[rows]
         slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
         pending, ends = r.pending[rows], context_lens + query_lens
         known = r.num_tokens[rows] + pending
         left = r.limit[rows] - known
         reaches_end = ends == known
         sample_mask = reaches_end & (left > 0)
-        r.computed[rows] = ends
+        r.num_computed_tokens[rows] = ends
         r.pending[rows] = pending + sample_mask
         num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
@@ -263,14 +264,14 @@ class StepPlanner:
         r = self._rows
         self.may_go_on = True
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
-        r.computed += run.is_member
+        r.num_computed_tokens += run.is_member
         r.pending += run.is_member
         step = InFlightStep(
             step_id=self._next_step_id,
             rows=run.rows,
             context_lens=run.context_lens,
-            query_lens=run.query_lens,
-            sampled=run.sampled,
+            query_lens=plan.query_lens[0],
+            sampled=run.rows.astype(np.uint32),
             generation=r.generation,
             full=run.full,
             run=run,
@@ -281,7 +282,7 @@ class StepPlanner:
             is_full=False,
             sent_at=plan.now,
         )
-        return self._send(plan, step, run.sample_mask, run.slots)
+        return self._send(plan, step, r.trues[: plan.num_decode], run.slots)
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())

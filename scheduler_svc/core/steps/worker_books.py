@@ -227,7 +227,7 @@ class WorkerBooks:
         """End the row and return its sequence, which waits again with its tokens."""
         seq = self.rows.sequence(row)
         seq.data.output = self.rows.output_tokens(row)
-        seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.computed[row]))
+        seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.num_computed_tokens[row]))
         seq.num_preemptions += 1
         seq.move_to(SequenceStatus.WAITING)
         self._close(row)

@@ -29,7 +29,7 @@ def open_row(table: RowTable, pool: BlockManager, seq: Sequence) -> int:
     token_ids = seq.data.token_ids()
     blocks = pool.allocate(-(-len(token_ids) // BLOCK_SIZE)).astype(np.uint32)
     row = table.open(seq, token_ids, blocks, 0, len(seq.group.prompt) + seq.group.stop.max_tokens)
-    table.computed[row] = len(token_ids)
+    table.num_computed_tokens[row] = len(token_ids)
     return row
 
 
