@@ -170,7 +170,7 @@ class Attached:
 
 
 class Gateways:
-    """Owns the streams of all attached gateways; tells them about the model and this scheduler's load.
+    """Owns the streams of all attached gateways, and informs them of the model and this scheduler's load.
 
     Heartbeats go both ways every `heartbeat_interval_s`; 0 sends none and expects none.
     """

@@ -186,7 +186,7 @@ async def test_a_forgotten_worker_is_ignored(index: RedisPrefixIndex) -> None:
     await comes_to(index, digests, {W0: 3})
     index.forget(*W0)
     index.forget(*W0)
-    index.forget("nobody", 1)
+    index.forget("unlisted", 1)
     await comes_to(index, digests, {})
 
 

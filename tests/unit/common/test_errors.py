@@ -41,15 +41,15 @@ async def test_a_long_message_keeps_its_code_and_its_start(refusing: grpc.aio.Ch
     for _ in range(10):  # between 8 and 16 KB of metadata gRPC refuses some and accepts others
         error = await refused(refusing, "no: " + 3000 * character)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    told = error.details()
-    assert told is not None
-    assert len(told) > 250
-    assert set(told.removeprefix("no: ")) == {character if character.isprintable() or character < "\x80" else "?"}
+    shown = error.details()
+    assert shown is not None
+    assert len(shown) > 250
+    assert set(shown.removeprefix("no: ")) == {character if character.isprintable() or character < "\x80" else "?"}
     status, bad_request = Status(), BadRequest()
     status.ParseFromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
-    assert status.message == told
+    assert status.message == shown
     assert status.details[0].Unpack(bad_request)
-    assert [(v.field, v.description) for v in bad_request.field_violations] == [("prompt", told)]
+    assert [(v.field, v.description) for v in bad_request.field_violations] == [("prompt", shown)]
 
 
 @pytest.mark.parametrize("message", ["", "n is 0; write 1 to 16", 100 * "中文"])

@@ -61,8 +61,8 @@ async def test_each_task_has_its_own_request_id(capsys: pytest.CaptureFixture[st
         log.info("working")
 
     await asyncio.gather(handle("r1"), handle("r2"))
-    log.info("nobody's")
-    log.info("told", extra={"request_id": "r3"})
+    log.info("no request")
+    log.info("explicit", extra={"request_id": "r3"})
     assert [line.get("request_id") for line in lines(capsys)] == ["r1", "r2", None, "r3"]
 
 

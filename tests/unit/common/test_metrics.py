@@ -73,8 +73,8 @@ def test_vllm_names_have_vllms_labels_and_values() -> None:
 
 
 def test_a_row_without_a_spec_is_a_bug() -> None:
-    metrics = ServiceMetrics("test", SPECS, lambda: [("nobody", (), 1)])
-    with pytest.raises(KeyError, match="nobody"):
+    metrics = ServiceMetrics("test", SPECS, lambda: [("unlisted", (), 1)])
+    with pytest.raises(KeyError, match="unlisted"):
         list(metrics.collect())
 
 

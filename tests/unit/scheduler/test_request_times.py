@@ -54,10 +54,10 @@ async def test_debug_lines_name_the_request(caplog: pytest.LogCaptureFixture) ->
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()
-        loop.submit(make_group(owner=loop.attach(gateway), handle=1, request_id="told", max_tokens=2))
+        loop.submit(make_group(owner=loop.attach(gateway), handle=1, request_id="traced", max_tokens=2))
         await worker.answer_all()
-    told = [(record.getMessage().partition(" after ")[0], record.__dict__["request_id"]) for record in caplog.records]
-    assert told == [
-        ("request told is queued: 10 prompt tokens", "told"),
-        ("request told: sample 0 ended (length) with 2 tokens", "told"),
+    lines = [(record.getMessage().partition(" after ")[0], record.__dict__["request_id"]) for record in caplog.records]
+    assert lines == [
+        ("request traced is queued: 10 prompt tokens", "traced"),
+        ("request traced: sample 0 ended (length) with 2 tokens", "traced"),
     ]
