@@ -1,10 +1,10 @@
-"""As much of PromQL as our dashboard and autoscaling use, evaluated over two scrapes: no Prometheus needed.
+"""The subset of PromQL that the dashboard and the autoscaling use, evaluated over two scrapes without Prometheus.
 
     history = History(older, newer, seconds=15)
     history.evaluate('sum(rate(quire_steps_total{namespace="quire"}[5m]))')   # {(): 12.5}
 
-A vector maps labels (sorted pairs, without the name) to a value; a scalar is a float. `rate` is the growth between the
-two scrapes, whatever its range says. What is not known here raises NotImplementedError.
+A vector maps labels (sorted pairs, without the name) to a value; a scalar is a float. `rate` is the increase per second
+between the two scrapes, for any range. Unsupported syntax raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_scrape(text: str, **target: str) -> Samples:
 
 
 def merge(scrapes: Iterable[Samples]) -> Samples:
-    """All targets together."""
+    """The samples of all targets."""
     merged: Samples = {}
     for scrape in scrapes:
         for name, vector in scrape.items():
@@ -65,7 +65,7 @@ def merge(scrapes: Iterable[Samples]) -> Samples:
 
 
 def names_in(expression: str) -> set[str]:
-    """The series that an expression asks for."""
+    """The names of the metrics in an expression."""
     return {selector.name for selector in _selectors(promql.parse(expression))}
 
 
@@ -130,7 +130,7 @@ def _select(samples: Samples, selector: Any) -> Vector:
 
 
 def _absent(selector: Any, found: Vector) -> Vector:
-    """One sample where there is none, with the labels that the selector wants to be equal to something."""
+    """absent(): one sample if the selector finds none, with the labels of its equality matchers."""
     wanted = [(m.name, m.value) for m in selector.matchers.matchers if m.op == promql.MatchOp.Equal]
     return {} if found else {tuple(sorted(wanted)): 1.0}
 
@@ -163,17 +163,17 @@ def _combine(op: str, left: Any, right: Any) -> Any:
     return {k: ARITHMETIC[op](left[k], other) for k, other in pairs.items() if other is not None}
 
 
-def _histogram_quantile(part: float, vector: Vector) -> Vector:
+def _histogram_quantile(fraction: float, vector: Vector) -> Vector:
     groups: dict[Labels, list[tuple[float, float]]] = {}
     for labels, count in vector.items():
         rest = tuple(pair for pair in labels if pair[0] != "le")
         groups.setdefault(rest, []).append((float(dict(labels)["le"]), count))
-    return {labels: _quantile(part, sorted(buckets)) for labels, buckets in groups.items()}
+    return {labels: _quantile(fraction, sorted(buckets)) for labels, buckets in groups.items()}
 
 
-def _quantile(part: float, buckets: list[tuple[float, float]]) -> float:
-    """As Prometheus does: linear within the bucket; the highest finite bound for what lies beyond it."""
-    rank = part * buckets[-1][1]
+def _quantile(fraction: float, buckets: list[tuple[float, float]]) -> float:
+    """As in Prometheus: linear interpolation within a bucket; the highest finite bound for values above it."""
+    rank = fraction * buckets[-1][1]
     if not buckets[-1][1]:
         return math.nan
     low, below = 0.0, 0.0
