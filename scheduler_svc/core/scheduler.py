@@ -39,7 +39,7 @@ from scheduler_svc.core.queue.intake import Intake
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
 from scheduler_svc.core.steps.admission import could_run
@@ -233,29 +233,44 @@ class Scheduler:
         self._fleet.touch(worker)
 
     def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
+        """Admit the candidates that fit. A refusal also holds for the next sequences that need as much, unasked."""
         worker = planner.books
+        smallest = self._ask_for_room(planner, plan, candidates, now)
+        if smallest is None:
+            return
+        for entry in islice(self._waiting, self.config.max_bypass + 1):
+            if entry.num_needed_tokens >= smallest[0] and worker.refusal(entry) is None:
+                entry.refusals[worker.capacity.worker_id] = smallest[1]
+
+    def _ask_for_room(
+        self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float
+    ) -> tuple[int, Refusal] | None:
+        """Returns the tokens that the smallest refused sequence needs, and its refusal."""
+        worker = planner.books
+        smallest: tuple[int, Refusal] | None = None
         num_refused = 0
         for entry in candidates:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
-                return
-            seq, is_first = entry.seq, not entry.seq.is_admitted_before
-            hits = worker.find_room(entry, self.config.watermark, self._measures.mean_output)
-            if hits is not None:
-                planner.admit(seq, hits, plan)
-                self._waiting.remove(seq)
-                self._count_hits(worker, seq, is_first)
-                if is_first:
-                    seq.admitted_at = now
-                continue
-            entry.refused_by[worker.capacity.worker_id] = worker.room_version  # holds until rows or blocks become free
-            num_refused += 1
+                break
+            if smallest is None or entry.num_needed_tokens < smallest[0]:
+                found = worker.find_room(entry, self.config.watermark, self._measures.mean_output)
+                if not isinstance(found, Refusal):
+                    planner.admit(entry.seq, found, plan)
+                    self._note_admitted(worker, entry.seq, now)
+                    continue
+                smallest = entry.num_needed_tokens, found
+                num_refused += 1
+            entry.refusals[worker.capacity.worker_id] = smallest[1]
             if self._requests.note_blocked(entry, now):
-                return
+                break
+        return smallest
 
-    def _count_hits(self, worker: WorkerBooks, seq: Sequence, is_first: bool) -> None:
+    def _note_admitted(self, worker: WorkerBooks, seq: Sequence, now: float) -> None:
+        self._waiting.remove(seq)
         self._fleet.fill(worker, seq.data.num_tokens - seq.num_cached_tokens)
         self._measures.note_admitted(seq.data.num_tokens)
-        if is_first:
+        if not seq.num_preemptions:
+            seq.admitted_at = now
             self._counts.prefix_cache_queries += seq.data.num_tokens
             self._counts.prefix_cache_hits += seq.num_cached_tokens
             self._share.charge_prompt(seq.group.tenant_slot, seq.data.num_tokens - seq.num_cached_tokens)
@@ -269,7 +284,7 @@ class Scheduler:
         """
         placed: dict[str, list[QueueEntry]] = {}
         is_mixed = len(self._requests.priorities) > 1
-        if not self._waiting.num_schedulable or not (is_mixed or self._may_take_somebody()):
+        if not self._waiting.num_schedulable or not self._may_admit(is_mixed=is_mixed):
             return placed
         self._fleet.begin(self._ready, is_mixed=is_mixed)
         moved: list[tuple[QueueEntry, float]] = []
@@ -291,16 +306,20 @@ class Scheduler:
             self._waiting.move(entry, virtual_arrival)
         return placed
 
-    def _may_take_somebody(self) -> bool:
-        """Somebody who may come next has not been refused by every worker whose step is being made."""
-        workers = [planner.books for planner in self._ready.values()]
-        if not any(worker.num_free_rows > 0 for worker in workers):
+    def _may_admit(self, *, is_mixed: bool) -> bool:
+        """One of the sequences that may be admitted next has not been refused by one of the ready workers.
+
+        A refusal holds until rows or blocks become free. Only the first sequence is also asked again when the projected
+        peak may have fallen far enough: asking all of them would cost more than their admission gains.
+        """
+        workers = [p.books for p in self._ready.values() if is_mixed or p.books.num_free_rows > 0]
+        if not workers:
             return False
-        for entry in islice(self._waiting, self.config.max_bypass + 1):
-            for worker in workers:
-                if worker.num_free_rows >= entry.num_rows and not worker.refuses(entry):
-                    return True
-        return False
+        entries = list(islice(self._waiting, self.config.max_bypass + 1))
+        for worker in workers:
+            worker.expire_refusal(entries[0])
+        refusals = (worker.refusal(entry) for entry in entries for worker in workers)
+        return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
     def _is_starved(self, entry: QueueEntry, choice: Choice, now: float) -> bool:
         """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""

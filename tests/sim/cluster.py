@@ -15,7 +15,13 @@ import numpy as np
 
 from prefix_index.changes import Holder
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import DuplicateRequestError, NeverFitsError, QueueFullError, UnexpectedStepError
+from scheduler_svc.core.errors import (
+    DuplicateRequestError,
+    NeverFitsError,
+    NoWorkerError,
+    QueueFullError,
+    UnexpectedStepError,
+)
 from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOutput, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
@@ -131,7 +137,7 @@ class Cluster:
         self.trace.append(("submit", group))
         try:
             deltas = self.scheduler.add_group(group, self.now)
-        except (NeverFitsError, QueueFullError) as error:
+        except (NeverFitsError, NoWorkerError, QueueFullError) as error:
             self._check_refusal(request, error)
             return
         self.open[request.request_id] = request

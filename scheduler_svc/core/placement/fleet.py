@@ -202,23 +202,24 @@ class Fleet:
         return able
 
     def _room(self, entry: QueueEntry) -> Bools:
-        """Who has room for it: rows, and not too much prefill before it; or may take them from less urgent ones."""
+        """Workers with a row for it, or a less urgent one to preempt, that have not refused it and have little prefill
+        pending.
+        """
         room: Bools = self._free_rows >= entry.num_rows
-        for i in self._still(entry.refused_by):
-            room[i] = False
-        if self._is_mixed:
-            room |= self._least_urgent > entry.seq.group.priority
-            for i in self._still(entry.crowded_by):
+        can_preempt = self._least_urgent > entry.seq.group.priority if self._is_mixed else None
+        for name in entry.refusals:
+            i = self._position.get(name)
+            refusal = None if i is None else self._workers[i].refusal(entry)
+            if refusal is not None:
                 room[i] = False
+                if can_preempt is not None:
+                    can_preempt[i] &= refusal.can_preempt
+        if can_preempt is not None:
+            room |= can_preempt
         room &= self._load < self._max_pending
         if self._kept is not None:
             room &= ~self._kept
         return room
-
-    def _still(self, said_at: dict[str, int]) -> list[int]:
-        """Positions of those of which no row or block has become free since they said so."""
-        workers, at = self._workers, self._position
-        return [at[name] for name, v in said_at.items() if name in at and workers[at[name]].room_version == v]
 
     # -- what is cached where -----------------------------------------------------------------------------------------
 

@@ -49,8 +49,9 @@ def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, waterma
     urgent = entry.seq
     if _has_space(urgent, worker) or not _may_displace(urgent, worker):
         return
-    if not worker.would_fit_beside_urgent(urgent, watermark, mean_output):
-        entry.crowded_by[worker.capacity.worker_id] = worker.room_version
+    refusal = worker.check_preempting(entry, watermark, mean_output)
+    if refusal is not None:
+        entry.refusals[worker.capacity.worker_id] = refusal
         return
     while not _has_space(urgent, worker) and _may_displace(urgent, worker):
         _preempt_one(worker, requests)
@@ -71,4 +72,4 @@ def _preempt_one(worker: WorkerBooks, requests: Requests) -> None:
     requests.requeue(seq)
     entry = requests.waiting.entry(seq)
     if worker.in_flight and entry:  # else it could take its blocks back, as cached ones, before they are free
-        entry.refused_by[worker.capacity.worker_id] = worker.room_version
+        entry.refusals[worker.capacity.worker_id] = worker.refuse()

@@ -12,9 +12,9 @@ from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager, Fill
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.admission import Need, fits_beside
+from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import I64, U32, RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
 
@@ -48,8 +48,8 @@ class WorkerBooks:
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork off a running prompt
-        self._refused: tuple[int, Need] | None = None  # who found no room most recently, at which room_version
-        self.room_version = 0  # +1 whenever rows or blocks may have become free: asks again whom it refused
+        self.room_version = 0  # +1 whenever rows or blocks become free: refusals from before are void
+        self._num_answered = 0  # steps
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more than their newest token left to plan
         self._closed: list[int] = []
@@ -120,58 +120,58 @@ class WorkerBooks:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def find_room(self, entry: QueueEntry, watermark: float, mean_output: float) -> I64 | None:
-        """The cached blocks that a waiting sequence starts from, possibly none; None if there is no room for it."""
+    def find_room(self, entry: QueueEntry, watermark: float, mean_output: float) -> I64 | Refusal:
+        """The cached blocks that a waiting sequence starts from, possibly none, or why there is no room for it."""
         seq, bs = entry.seq, self.capacity.block_size
-        if self.num_free_rows < entry.num_rows or self.refuses(entry):
-            return None
+        if self.num_free_rows < entry.num_rows:
+            return self.refuse()
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
-        unused = self.pool.num_unused(hits)
-        saved = len(hits) - unused
-        if ceil_div(len(token_ids), bs) - saved > self.pool.num_free:
-            self._remember_refusal(seq, saved)
-            return None
-        if not self._fits(seq, hits, watermark, mean_output):
-            entry.crowded_by[self.capacity.worker_id] = self.room_version
-            self._remember_refusal(seq, saved)
-            return None
-        return hits
+        num_saved = len(hits) - self.pool.num_unused(hits)
+        if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
+            return self.refuse()
+        num_excess = self._excess_blocks(seq, hits, watermark, mean_output)
+        return self._refuse_for(num_excess, entry) if num_excess else hits
 
-    def _fits(self, seq: Sequence, hits: I64, watermark: float, mean_output: float) -> bool:
-        """Beside rows that are no less urgent, once all have grown."""
-        num_blocks = self.capacity.num_blocks
-        max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
-        return fits_beside(self.rows, self.pool, seq, hits, mean_output, max_blocks)
-
-    def would_fit_beside_urgent(self, seq: Sequence, watermark: float, mean_output: float) -> bool:
-        """It would find room if all rows that are less urgent left."""
-        r, token_ids = self.rows, seq.data.token_ids()
+    def check_preempting(self, entry: QueueEntry, watermark: float, mean_output: float) -> Refusal | None:
+        """A refusal if the sequence would not fit even after preempting all less urgent rows."""
+        r, seq, token_ids = self.rows, entry.seq, entry.seq.data.token_ids()
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.are_held(rows, self.capacity.num_blocks)
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self.capacity.block_size)
-        saved = int(np.count_nonzero(is_held[hits]))
-        num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - saved + int(np.count_nonzero(is_held))
-        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + 1 + len(seq.forks)
-        has_space = num_rows <= self.capacity.max_num_seqs and num_blocks <= self.capacity.num_blocks
-        return has_space and self._fits(seq, hits, watermark, mean_output)
+        num_saved = int(np.count_nonzero(is_held[hits]))
+        num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - num_saved + int(np.count_nonzero(is_held))
+        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + entry.num_rows
+        if num_rows > self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
+            return self.refuse(can_preempt=False)
+        num_excess = self._excess_blocks(seq, hits, watermark, mean_output)
+        return self._refuse_for(num_excess, entry) if num_excess else None
 
-    def _remember_refusal(self, seq: Sequence, saved: int) -> None:
-        self._refused = self.room_version, Need.of(seq, seq.data.num_tokens - saved * self.capacity.block_size)
+    def _excess_blocks(self, seq: Sequence, hits: I64, watermark: float, mean_output: float) -> int:
+        num_blocks = self.capacity.num_blocks
+        max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
+        return excess_blocks(self.rows, self.pool, seq, hits, mean_output, max_blocks)
 
-    def refuses(self, entry: QueueEntry) -> bool:
-        """It was refused, or somebody was who needed no more, and no row or block has become free since."""
-        seq, version = entry.seq, self.room_version
-        if entry.refused_by.get(self.capacity.worker_id) == version:
-            return True
-        if self._refused is None or self._refused[0] != version or not seq.digests:
-            return False
-        num_tokens = seq.data.num_tokens
-        if not self._refused[1].is_covered_by(Need.of(seq, num_tokens - self.num_cached(seq.digests, num_tokens))):
-            return False
-        entry.refused_by[self.capacity.worker_id] = version
-        return True
+    def _refuse_for(self, num_excess: int, entry: QueueEntry) -> Refusal:
+        num_growing = entry.num_rows + len(self.prefilling)
+        num_steps = steps_to_retry(num_excess, num_growing, self.capacity.block_size)
+        return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False)
+
+    def refuse(self, *, can_preempt: bool = True) -> Refusal:
+        """A refusal that holds until rows or blocks become free."""
+        return Refusal(self.room_version, NEVER, can_preempt)
+
+    def refusal(self, entry: QueueEntry) -> Refusal | None:
+        """This worker's refusal of the sequence, as long as it holds."""
+        refusal = entry.refusals.get(self.capacity.worker_id)
+        return refusal if refusal is not None and refusal.room_version == self.room_version else None
+
+    def expire_refusal(self, entry: QueueEntry) -> None:
+        """Drop the refusal of a sequence that may fit by now, because the projected peak has fallen."""
+        refusal = entry.refusals.get(self.capacity.worker_id)
+        if refusal is not None and refusal.retry_at <= self._num_answered:
+            del entry.refusals[self.capacity.worker_id]
 
     # -- steps in flight ----------------------------------------------------------------------------------------------
 
@@ -187,6 +187,7 @@ class WorkerBooks:
     def note_answered(self) -> None:
         """The oldest step is answered. With the last step of a message, the pipeline takes another one."""
         step = self.in_flight.popleft()
+        self._num_answered += 1
         self.num_messages -= step.burst_len > 0
 
     def commit_fills(self, step: InFlightStep) -> None:

@@ -1,18 +1,18 @@
-"""Admission: the peak of rows and a newcomer, shared blocks, the watermark, remembered refusals."""
+"""Admission: the peak of rows and a new sequence, shared blocks, the watermark, when a refusal ends."""
 
 import random
-from itertools import permutations
 
 import numpy as np
 import pytest
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import EMPTY
-from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceData
-from scheduler_svc.core.steps.admission import Need, fits_beside
+from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import RowTable
+from scheduler_svc.core.steps.worker_books import WorkerBooks
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.unit.core.calls import count_calls
 
 BLOCK_SIZE = 4
 
@@ -33,25 +33,25 @@ def open_row(table: RowTable, pool: BlockManager, seq: Sequence) -> int:
     return row
 
 
-def test_a_sequence_that_needs_as_much_as_a_refused_one_fits_nowhere_either() -> None:
+def test_a_refused_sequence_cannot_fit_before_the_block_in_which_it_is_asked_again() -> None:
     rng, num_refused = random.Random(0), 0
     for _ in range(100):
         table, pool = RowTable(make_capacity(num_blocks=1000)), BlockManager(1000, BLOCK_SIZE)
-        group = make_group(40, max_tokens=70, ignore_eos=True)  # outlives all others, which share its prompt
+        group = make_group(40, max_tokens=70, ignore_eos=True)  # shares its prompt
         sharer = open_row(table, pool, Sequence(group, 0, SequenceData(group.prompt, EMPTY), 1))
         for _ in range(rng.randint(1, 6)):
             open_row(table, pool, sequence(rng))
-        max_blocks = rng.randint(30, 150)
-        needs = []
-        for seq in (sequence(rng) for _ in range(8)):
-            num_hits = rng.randint(0, min(10, seq.data.num_tokens // BLOCK_SIZE))
-            hits = table.table[sharer, :num_hits].astype(np.int64)
-            fits = fits_beside(table, pool, seq, hits, 20.0, max_blocks)
-            needs.append((Need.of(seq, seq.data.num_tokens - num_hits * BLOCK_SIZE), fits))
-        for (less, less_fits), (more, more_fits) in permutations(needs, 2):
-            if less.is_covered_by(more) and not less_fits:
-                num_refused += 1
-                assert not more_fits, f"{more} against {less}"
+        seq, max_blocks = sequence(rng), rng.randint(30, 100)
+        hits = table.table[sharer, : rng.randint(0, min(10, seq.data.num_tokens // BLOCK_SIZE))].astype(np.int64)
+        if not (num_excess := excess_blocks(table, pool, seq, hits, 20.0, max_blocks)):
+            continue
+        num_refused += 1
+        num_certain = steps_to_retry(num_excess, 1, BLOCK_SIZE) - BLOCK_SIZE // 4
+        rows = table.active()
+        for _ in range(min(num_certain, int((table.limit[rows] - table.num_tokens[rows]).min()) - 1)):
+            table.num_tokens[rows] += 1
+            table.num_computed_tokens[rows] += 1
+            assert excess_blocks(table, pool, seq, hits, 20.0, max_blocks)
     assert num_refused > 20
 
 
@@ -88,15 +88,23 @@ def test_the_watermark_of_a_small_pool_is_no_block() -> None:
     assert run_to_end(scheduler) == 8
 
 
-def test_nobody_is_tried_who_needs_as_much_as_one_who_was_refused() -> None:
+def test_a_refused_sequence_is_asked_again_as_the_projected_peak_falls() -> None:
+    scheduler = make_scheduler(
+        make_capacity(num_blocks=80, block_size=1, max_num_seqs=16, max_num_batched_tokens=64), watermark=0.0
+    )
+    for i in range(12):
+        scheduler.add_group(make_group(range(100 * i, 100 * i + 4), f"r{i}", max_tokens=30, ignore_eos=True), 0.0)
+    assert run_to_end(scheduler) == 139  # 180 if it is asked only when a row ends
+    assert scheduler.stats().counts.num_preemptions == 0
+
+
+def test_a_sequence_that_needs_as_much_as_a_refused_one_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(make_capacity(num_blocks=16))
     for i in range(8):
         scheduler.add_group(make_group(range(100 * i, 100 * i + 20), f"r{i}", max_tokens=20, ignore_eos=True), 0.0)
+    asked = count_calls(monkeypatch, WorkerBooks, "find_room")
     scheduler.schedule(0.0)
+    num_running = scheduler.load().num_running
+    assert len(asked) == num_running + 1
     worker = scheduler._workers["w0"]
-    waiting = list(scheduler._waiting)
-    assert waiting
-    assert all(worker.refuses(entry) for entry in waiting)
-    small = QueueEntry(sequence(random.Random(0)), 0)
-    small.seq.digests = [bytes(16)]
-    assert not worker.refuses(small)
+    assert sum(worker.refusal(entry) is not None for entry in scheduler._waiting) > 1

@@ -142,7 +142,7 @@ def test_an_answer_of_one_worker_costs_nothing_for_the_others(monkeypatch: pytes
     assert set(asked) <= {batches[3].worker_id}
 
 
-def test_who_was_refused_is_not_placed_again_before_there_is_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_sequence_is_not_placed_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(make_capacity(num_blocks=16))
     for i in range(8):
         add(scheduler, f"r{i}", 20, max_tokens=20)
@@ -154,7 +154,7 @@ def test_who_was_refused_is_not_placed_again_before_there_is_more_room(monkeypat
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
         batches = scheduler.schedule(0.0)
-    assert len(choices) <= waiting
+    assert len(choices) <= 2 * waiting, "once, and once more as the projected peak falls"
     while scheduler.stats().num_waiting == waiting:
         for batch in batches:
             scheduler.update(answer(batch), 0.0)

@@ -483,14 +483,14 @@ def test_nobody_leaves_for_who_has_no_room_even_then(urgent: SequenceGroup) -> N
     assert scheduler.stats().counts.num_preemptions == 0
 
 
-def test_who_has_no_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_without_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = crowded_scheduler(group("urgent", range(5000, 5100), max_tokens=30, priority=-1))
-    looks = count_calls(monkeypatch, WorkerBooks, "would_fit_beside_urgent")
+    checks = count_calls(monkeypatch, WorkerBooks, "check_preempting")
     for _ in range(80):
         for batch in scheduler.schedule(0.0):
             scheduler.update(answer(batch), 0.0)
     assert scheduler.stats().num_waiting == 1
-    assert 0 < len(looks) <= 12, "once more whenever somebody ends"
+    assert 0 < len(checks) <= 16, "again when a row ends, and as the projected peak falls"
 
 
 def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
