@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own library, and what an API server would say to the result."""
+"""Renders the chart with Helm's own library and validates the result as an API server would."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SCENARIOS = sorted(CHART.glob("ci/*-values.yaml"))
 VERSIONS = ("1.30", "1.32", "1.34", "1.36")
 RELEASE, NAMESPACE = "r", "team"
 
-FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if it is available
 
 
 class Loader(FastLoader):
-    """Takes no key twice, as an API server does not."""
+    """Refuses duplicate keys, as an API server does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         keys = [key.value for key, _ in node.value]
         if len(keys) > len(set(keys)):
-            raise yaml.constructor.ConstructorError(None, None, f"a key comes twice: {keys}", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key: {keys}", node.start_mark)
         return dict(super().construct_mapping(node, deep))
 
 
-# Every call reads two files of schemas again, which takes longer than to validate with them.
+# Without the cache every call reads two schema files, which takes longer than the validation.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 Values = dict[str, Any]
@@ -44,7 +44,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What one rendering made."""
+    """The objects of one rendering."""
 
     manifests: tuple[Manifest, ...]
     notes: str
@@ -53,14 +53,14 @@ class Objects:
         return [manifest for manifest in self.manifests if manifest["kind"] == kind]
 
     def get(self, kind: str, name: str) -> Manifest:
-        """The object with this name without the release's: `get("Deployment", "gateway")`."""
+        """The object with this name after the release prefix: `get("Deployment", "gateway")`."""
         return next(m for m in self.all(kind) if m["metadata"]["name"] == f"{RELEASE}-quire-{name}")
 
     def has(self, kind: str) -> bool:
         return bool(self.all(kind))
 
     def pods(self) -> Iterator[tuple[Manifest, Manifest]]:
-        """Every owner of pods with its pod's metadata and spec."""
+        """Every workload with the metadata and spec of its pods."""
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 yield manifest, manifest["spec"]["template"]
@@ -77,7 +77,7 @@ def loaded_chart() -> Chart:
 def render(
     values: Values | None = None, *, name: str = RELEASE, namespace: str = NAMESPACE, chart: Chart | None = None
 ) -> Objects:
-    """The objects of a release. Raises HelmError with Helm's own words."""
+    """The objects of a release. Raises HelmError with Helm's message."""
     rendered = (chart or loaded_chart()).render(values or {}, name=name, namespace=namespace)
     notes = next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
     texts = [text for path, text in rendered.items() if not path.endswith(".txt")]
@@ -85,7 +85,7 @@ def render(
 
 
 def program(name: str) -> str:
-    """A command that was installed beside this Python, whatever the PATH is."""
+    """A command installed beside this Python, independent of PATH."""
     return str(Path(sys.executable).with_name(name))
 
 
@@ -94,7 +94,7 @@ def read_values(path: Path) -> Values:
 
 
 def validate(manifest: Manifest, version: str) -> None:
-    """As an API server of this version would, unknown fields refused. Raises ValidationError."""
+    """Validates as an API server of this version would, refusing unknown fields. Raises ValidationError."""
     custom = SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
     if custom is not None:
         jsonschema.validate(manifest, custom)
@@ -103,7 +103,7 @@ def validate(manifest: Manifest, version: str) -> None:
 
 
 def dig(document: Any, path: str) -> Any:
-    """`spec.containers.0.args` of a document; KeyError or IndexError where there is nothing."""
+    """The element at a path such as `spec.containers.0.args`; KeyError or IndexError if it does not exist."""
     for part in path.split("."):
         document = document[int(part)] if isinstance(document, list) else document[part.replace("~", ".")]
     return document

@@ -2,11 +2,11 @@
 
     async with Cluster(folder) as cluster:
         await cluster.apply(objects)              # install; returns when everything is ready
-        await cluster.apply(changed_objects)      # upgrade: rolls and scales what has changed
+        await cluster.apply(changed_objects)      # upgrade: rolls and scales changed workloads
         cluster.address("r-quire-gateway", 50051) # of a Service
 
-A StatefulSet's pod keeps its address for as long as its set lives: the address stands for the pod's DNS name. Pods of a
-Deployment get a new one each.
+A pod of a StatefulSet keeps its address as long as the set exists, because the address represents its DNS name. Each
+new pod of a Deployment gets a new address.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Workload:
 
 
 class Cluster:
-    """Owns all pods and proxies; leaving the block ends them."""
+    """Owns all pods and proxies, and stops them at the end of the block."""
 
     def __init__(self, folder: Path, secrets: dict[str, dict[str, str]] | None = None) -> None:
         self._node = Node(folder, secrets or {})
@@ -74,22 +74,22 @@ class Cluster:
 
     @property
     def problems(self) -> list[str]:
-        """What a cluster's events would complain about."""
+        """Problems that a cluster would report as events."""
         return self._node.problems
 
     def pods(self, part: str = "") -> list[Pod]:
-        """All pods, or those whose name holds `part`."""
+        """All pods, or those whose name contains `part`."""
         return [pod for w in self._workloads.values() for pod in w.pods.values() if part in pod.name]
 
     def address(self, service: str, port: int) -> str:
-        """Where clients find a Service."""
+        """The address of a Service."""
         return f"{self._node.dns[f'{service}.{DOMAIN}']}:{port}"
 
     def logs(self) -> str:
         return "\n".join(f"--- {pod.name}\n{pod.log()}" for pod in self.pods())
 
     async def apply(self, objects: Objects) -> None:
-        """Make it so, all workloads at the same time."""
+        """Applies the objects, all workloads concurrently."""
         for service in objects.all("Service"):
             await self._apply_service(service)
         for manifest in (*objects.all("Deployment"), *objects.all("StatefulSet")):
@@ -99,7 +99,7 @@ class Cluster:
                 group.create_task(self._apply_workload(manifest))
 
     async def run_pod(self, manifest: Manifest) -> tuple[int, str]:
-        """A pod that does one thing: its exit code and its log."""
+        """Runs a pod to completion. Returns its exit code and log."""
         pod = Pod(manifest["metadata"]["name"], next(self._addresses), manifest, self._node)
         return await pod.run_to_end(), pod.log()
 
@@ -115,7 +115,7 @@ class Cluster:
         await proxy.start(ip)
 
     def _name_pods(self, manifest: Manifest) -> None:
-        """The names that a StatefulSet's pods will have exist before the pods do."""
+        """Registers DNS names of StatefulSet pods before the pods exist."""
         if manifest["kind"] != "StatefulSet":
             return
         for i in range(manifest["spec"]["replicas"]):
@@ -135,7 +135,7 @@ class Cluster:
                 await self._replace(workload, name)
 
     async def _scale(self, workload: Workload) -> None:
-        """podManagementPolicy Parallel: all at once, the highest numbers leave."""
+        """podManagementPolicy Parallel: all at once; the highest ordinals are removed."""
         names = list(workload.pods)
         missing = [self._new_name(workload, i) for i in range(len(names), workload.replicas)]
         async with asyncio.TaskGroup() as group:
@@ -145,7 +145,7 @@ class Cluster:
                 group.create_task(self._stop(workload, name))
 
     async def _replace(self, workload: Workload, name: str) -> None:
-        """A Deployment starts the new pod first (maxSurge 1), a StatefulSet ends the old one first."""
+        """A Deployment starts the new pod first (maxSurge 1), a StatefulSet terminates the old one first."""
         if workload.kind == "Deployment":
             await self._start(workload, self._new_name(workload, 0))
             await self._stop(workload, name)
@@ -171,7 +171,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class PortProxy:
-    """Takes connections and pipes each to where `dial` leads."""
+    """Accepts connections and forwards each to the one that `dial` opens."""
 
     def __init__(self, dial: Callable[[], Awaitable[Streams]]) -> None:
         self._dial = dial
@@ -197,7 +197,7 @@ class PortProxy:
         try:
             there, back = await self._dial()
         except OSError:
-            writer.transport.abort()  # nobody is there: as a refused connection
+            writer.transport.abort()  # no endpoint: as a refused connection
             return
         pipes = [asyncio.ensure_future(_pipe(reader, back)), asyncio.ensure_future(_pipe(there, writer))]
         try:
@@ -209,7 +209,7 @@ class PortProxy:
 
 
 class ServiceProxy:
-    """kube-proxy for one Service: each new connection goes to the next ready pod, and stays with it."""
+    """kube-proxy for one Service: each new connection goes to the next ready pod and stays there."""
 
     def __init__(self, service: Manifest, pods: Callable[[], list[Pod]]) -> None:
         self._selector = service["spec"]["selector"].items()

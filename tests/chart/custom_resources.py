@@ -1,4 +1,4 @@
-"""Schemas of the custom resources that the chart makes: the fields it may use, and no others.
+"""Schemas of the custom resources that the chart creates, with only the fields that it may use.
 
 Fields and types are those of the definitions that KEDA 2.16, the Prometheus operator 0.80 and Gateway API 1.2
 install.

@@ -1,18 +1,18 @@
-"""Pods as processes of this machine: what a kubelet does with a manifest, without containers.
+"""Runs pods as local processes, as a kubelet would from a manifest, but without containers.
 
     pod = Pod("r-quire-gateway-x", "127.80.0.7", template, node)
     await pod.start()        # init containers, containers, probes from now on
     await pod.wait_ready()
     await pod.terminate()    # preStop, SIGTERM, SIGKILL at the end of the grace period
 
-What stands for what:
+Replacements:
 
-    the pod's network        an address of the loopback for each pod, in place of 0.0.0.0; ports stay as they are
-    cluster DNS              names ending in .svc.cluster.local become the addresses that `Node.dns` has for them
-    mounts                   a folder for each volume; its mount path is replaced in arguments and variables
-    the image                IMAGE_COMMANDS and IMAGE_PATHS; nothing of our environment but the search paths
+    pod network              a loopback address per pod instead of 0.0.0.0; ports do not change
+    cluster DNS              names ending in .svc.cluster.local are replaced by addresses from `Node.dns`
+    mounts                   a folder per volume; its mount path is replaced in arguments and variables
+    images                   IMAGE_COMMANDS and IMAGE_PATHS; the environment has only our search paths
 
-Probes ask more often than the manifest says, but give up no sooner: a pod is ready as soon as it can be.
+Probes run more often than in the manifest but fail no sooner, so a pod becomes ready as soon as possible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Json = dict[str, Any]
 
 PROBE_S = 0.1
 EXIT_POLL_S = 0.02
-ENDPOINT_LAG_S = 0.5  # how long after a pod began to leave it still gets new connections
+ENDPOINT_LAG_S = 0.5  # time for which a terminating pod still gets new connections
 IMAGE_PATHS = {"/opt/quire/demo-model": str(demo_model_dir())}
 DNS_NAME = re.compile(r"[a-z0-9.-]+\.svc\.cluster\.local")
 VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
@@ -50,7 +50,7 @@ VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 @dataclass(slots=True)
 class Node:
-    """What pods share: names, secrets, a folder, and the list of what went wrong."""
+    """Shared by all pods: DNS names, secrets, a folder, and the list of problems."""
 
     folder: Path
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Node:
 
 
 class Pod:
-    """One pod from its first process to its last."""
+    """One pod during its whole life."""
 
     def __init__(self, name: str, ip: str, template: Json, node: Node) -> None:
         self.name, self.ip, self.template = name, ip, template
@@ -78,29 +78,29 @@ class Pod:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Init containers one after the other, then all containers. Raises RuntimeError if an init container fails."""
+        """Runs init containers in order, then starts all containers. Raises RuntimeError if an init container fails."""
         for container in self._spec.get("initContainers", []):
             if code := await self._run(container):
-                raise RuntimeError(f"{self.name}: init container ended with {code}\n{self.log()}")
+                raise RuntimeError(f"{self.name}: init container exited with {code}\n{self.log()}")
         for container in self._spec["containers"]:
             self._processes[container["name"]] = self._launch(container)
         self._watch = asyncio.create_task(self._probe(self._spec["containers"][0]))
 
     async def run_to_end(self) -> int:
-        """For pods that do one thing: all containers at once. Returns the worst exit code."""
+        """Runs all containers of a pod to completion. Returns the largest exit code."""
         return max(await asyncio.gather(*map(self._run, self._spec["containers"])))
 
     async def wait_ready(self) -> None:
-        """Until readiness holds for the first time. Raises RuntimeError when the start has failed."""
+        """Waits for readiness. Raises RuntimeError if the start failed."""
         assert self._watch is not None
         ready = asyncio.create_task(self._became_ready.wait())
         await asyncio.wait([ready, self._watch], return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
-            raise RuntimeError(f"{self.name} did not get ready: {self._node.problems}\n{self.log()}")
+            raise RuntimeError(f"{self.name} did not become ready: {self._node.problems}\n{self.log()}")
 
     async def terminate(self) -> None:
-        """As the kubelet does: the grace period begins before preStop, and ends with SIGKILL."""
+        """Terminates as the kubelet does: the grace period begins before preStop and ends with SIGKILL."""
         loop = asyncio.get_running_loop()
         self.left_at = loop.time()
         deadline = self.left_at + self._spec["terminationGracePeriodSeconds"]
@@ -114,13 +114,13 @@ class Pod:
             await _exit_of(process, deadline)
             if process.poll() is None:
                 self.was_killed = True
-                self._problem(f"{name} was still there at the end of its grace period")
+                self._problem(f"{name} was still running at the end of its grace period")
             elif process.returncode:
-                self._problem(f"{name} left with {process.returncode}")
+                self._problem(f"{name} exited with {process.returncode}")
         self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kills all processes."""
         if self._watch is not None:
             self._watch.cancel()
         self.is_ready = False
@@ -130,7 +130,7 @@ class Pod:
 
     @property
     def is_endpoint(self) -> bool:
-        """Services send new connections here. The news that a pod leaves takes a while to reach every node."""
+        """Whether Services send new connections here. They learn with a delay that a pod is terminating."""
         if self.left_at is None:
             return self.is_ready
         return asyncio.get_running_loop().time() - self.left_at < ENDPOINT_LAG_S
@@ -144,7 +144,7 @@ class Pod:
     # -- probes ------------------------------------------------------------------------------------------------------
 
     async def _probe(self, container: Json) -> None:
-        """Startup until it holds, then readiness and liveness. Ends when the container has to be started again."""
+        """Runs the startup probe, then readiness and liveness. Returns when the container must restart."""
         async with self._channels(container) as ask:
             if not await self._holds_within(
                 ask, container.get("startupProbe"), limit_of(container.get("startupProbe"))
@@ -229,7 +229,7 @@ class Pod:
         return mounts
 
     def _translate(self, text: str, mounts: dict[str, str]) -> str:
-        """Addresses and paths of the cluster as they are on this machine."""
+        """Replaces addresses and paths of the cluster by local ones."""
         text = DNS_NAME.sub(lambda name: self._resolve(name[0]), text)
         paths = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
         text = re.sub(rf"(?<![\w/.-])({paths})(?![\w.-])", lambda path: mounts[path[0]], text)
@@ -242,7 +242,7 @@ class Pod:
 
 
 class Prober:
-    """Asks one pod's ports."""
+    """Probes the ports of a pod."""
 
     def __init__(self, ip: str, ports: dict[str, int]) -> None:
         self._ip, self._ports = ip, ports
@@ -283,33 +283,33 @@ FAST_RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconne
 
 
 async def _exit_of(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Until it has ended or time is over. A child that was not started by asyncio tells nobody."""
+    """Waits for the exit of a process, with a limit, by polling: asyncio did not start this child."""
     while process.poll() is None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(EXIT_POLL_S)
 
 
 def limit_of(probe: Json | None) -> float:
-    """Seconds after which a probe that never holds has failed."""
+    """Seconds after which a probe that never succeeds has failed."""
     return 0.0 if probe is None else float(probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3))
 
 
 def cpus(quantity: str) -> int:
-    """Whole CPUs of `500m` or `2`, as resourceFieldRef tells them."""
+    """Whole CPUs of `500m` or `2`, as resourceFieldRef rounds them."""
     text = str(quantity)
     return math.ceil(float(text[:-1]) / 1000 if text.endswith("m") else float(text))
 
 
 def image_command(name: str) -> str:
-    """The program that an image has under this name."""
+    """The local program for a command of an image."""
     beside = Path(sys.executable).with_name(name)
     found = redis_executable() if name == "redis-server" else str(beside) if beside.exists() else shutil.which(name)
     if not found:
-        raise LookupError(f"no image has a command {name}")
+        raise LookupError(f"no image has a command {name}; add it to IMAGE_COMMANDS")
     return found
 
 
 def image_environment() -> dict[str, str]:
-    """Where programs and modules are found; nothing else of this process's environment reaches a container."""
+    """Search paths for programs and modules. Containers get nothing else of this process's environment."""
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
 
 

@@ -1,4 +1,4 @@
-"""Each alert is silent while all is well, fires for what it is about, and stands in the runbook as it is.
+"""Each alert is silent in normal operation, fires for its cause only, and is documented in the runbook.
 
 On real scrapes the same expressions are evaluated by tests/processes/test_metrics.py.
 """
@@ -16,7 +16,7 @@ from tests.promql import History, read_scrape
 RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 ROW = re.compile(r"^\| `(Quire\w+)` \| `(.+?)` \| (\w+) \| .+ \| .+ \|$", re.MULTILINE)
 
-# The schedulers of `m` are two, and one of them has no workers.
+# `m` has two schedulers, one of them without workers.
 WELL = """
 quire_workers{model_name="",service="r-quire-scheduler-m",state="ready"} 0
 quire_workers{model_name="m",service="r-quire-scheduler-m",state="ready"} 2
@@ -34,7 +34,7 @@ quire_migrations_total{model_name="m",reason="lost"} 4
 """
 SCHEDULERS = """quire_gateway_schedulers{state="ready"} 1
 quire_gateway_schedulers{state="away"} 0"""
-# Alert: what changes, from one scrape to the next. No value: the lines are gone.
+# Alert, line that changes from one scrape to the next, its new value. No value: the lines are missing.
 BAD = [
     ("QuireNoWorkerReady", 'quire_workers{model_name="other",service="r-quire-scheduler-other",state="ready"} 1', "0"),
     ("QuireGatewaysGone", SCHEDULERS, ""),
@@ -45,7 +45,7 @@ BAD = [
     ("QuirePoolsFull", 'quire_kv_cache_usage_perc{model_name="m"} 0.95', "0.96"),
     ("QuireWorkersLost", 'quire_migrations_total{model_name="m",reason="lost"} 4', "5"),
 ]
-# What is no alert: clients' own mistakes, workers that leave as they are told.
+# Changes that must not alert: mistakes of clients, drained workers.
 HARMLESS = [
     ('quire_rpc_errors_total{code="INVALID_ARGUMENT",method="Generate"} 9', "10"),
     ('quire_requests_refused_total{code="DEADLINE_EXCEEDED",model_name="m"} 5', "6"),
@@ -60,33 +60,33 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 def firing(history: History) -> set[str]:
-    """Alerts whose expressions have an answer."""
+    """Alerts whose expressions have a result."""
     return {name for name, rule in rules().items() if history.evaluate(rule["expr"])}
 
 
 def after(line: str, value: str) -> History:
-    """All is well, but for one line's value, or for lines that are missing."""
+    """Normal operation, except for the value of one line or for missing lines."""
     assert line in WELL
     worse = WELL.replace(line, f"{line.rpartition(' ')[0]} {value}" if value else "")
     older, newer = (read_scrape(text, namespace=NAMESPACE) for text in (WELL, worse))
     return History(older, newer, 15.0)
 
 
-def test_every_alert_is_tried() -> None:
+def test_every_alert_has_a_case() -> None:
     assert [name for name, _, _ in BAD] == list(rules())
 
 
 @pytest.mark.parametrize(("name", "line", "value"), BAD, ids=[name for name, _, _ in BAD])
-def test_it_fires_and_no_other_does(name: str, line: str, value: str) -> None:
+def test_only_the_expected_alert_fires(name: str, line: str, value: str) -> None:
     assert firing(after(line, value)) == {name}
 
 
 @pytest.mark.parametrize(("line", "value"), HARMLESS)
-def test_what_is_harmless_wakes_nobody(line: str, value: str) -> None:
+def test_harmless_changes_do_not_alert(line: str, value: str) -> None:
     assert firing(after(line, value)) == set()
 
 
-def test_alerts_tell_what_they_found() -> None:
+def test_summaries_use_labels_of_the_result() -> None:
     for name, rule in rules().items():
         labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         (answer,) = firing_labels(name)
@@ -99,7 +99,7 @@ def firing_labels(name: str) -> list[set[str]]:
     return [{label for label, _ in labels} for labels in answer] if isinstance(answer, dict) else []
 
 
-def test_the_runbook_has_them_all() -> None:
+def test_the_runbook_has_all_alerts() -> None:
     here = f'namespace="{NAMESPACE}"'
     told = {name: (expression.replace("\\|", "|"), wait) for name, expression, wait in ROW.findall(RUNBOOK)}
     wanted = {

@@ -1,4 +1,4 @@
-"""The guides' commands: run where that needs no cluster, else held against what the chart makes."""
+"""Commands of the guides: run if they need no cluster, otherwise compared with the objects of the chart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = [
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MY_VALUES = "my-values.yaml"
 QUICK = {"--num-prompts": "12", "--request-rate": "50", "--output-len": "8"}
-# What nothing here can run or check.
+# Commands that these tests cannot run or check.
 ELSEWHERE = ("kind", "export")
 
 
@@ -54,7 +54,7 @@ def option(words: list[str], name: str) -> list[str]:
     return [words[i + 1] for i, word in enumerate(words) if word == name]
 
 
-def test_every_command_is_looked_at() -> None:
+def test_every_command_is_tested() -> None:
     known = {"helm", "kubectl", "docker", "quire", "clients", *ELSEWHERE}
     lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     others = {line.partition(" ")[0] for line in lines if line and not line.startswith(" ")} - known
@@ -65,7 +65,7 @@ def test_every_command_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("words", commands("helm", pages=[*PAGES, ROOT / "README.md"]))
-def test_helm_takes_the_values(words: list[str]) -> None:
+def test_helm_accepts_the_values(words: list[str]) -> None:
     assert words[1] in ("template", "install", "upgrade", "test", "rollback", "history")
     assert "quire" in words
     if words[1] in ("template", "install", "upgrade"):
@@ -75,7 +75,7 @@ def test_helm_takes_the_values(words: list[str]) -> None:
 
 
 def read(name: str) -> Values:
-    """A file of the repository, or the one that the deployment guide tells to write."""
+    """A file of the repository, or the one from the deployment guide."""
     text = blocks(PAGES[0], "yaml")[0] if name == MY_VALUES else (ROOT / name).read_text()
     return dict(values_from_yaml(text))
 
@@ -86,7 +86,7 @@ def settings(pairs: list[str]) -> Values:
     for pair in pairs:
         path, _, value = pair.partition("=")
         name = path.removeprefix("workers[0].")
-        assert name != path, f"{pair}: teach this test"
+        assert name != path, f"{pair}: not supported by this test"
         first[name] = yaml.safe_load(value)
     return {"workers": [first]} if first else {}
 
@@ -115,7 +115,7 @@ def test_the_guide_limits_the_cpu_of_every_container() -> None:
 
 
 @pytest.mark.parametrize("name", [MY_VALUES, "deploy/k8s/quire/ci/gpu-values.yaml"])
-def test_the_way_to_two_pools_of_gpus_with_keda_is_short(name: str) -> None:
+def test_the_guide_leads_to_two_gpu_pools_with_keda(name: str) -> None:
     """README -> deployment guide -> values -> manifests."""
     assert f"--values {name}" in (ROOT / "README.md").read_text() + PAGES[0].read_text()
     objects = render(read(name))
@@ -133,7 +133,7 @@ def test_the_way_to_two_pools_of_gpus_with_keda_is_short(name: str) -> None:
 
 
 def objects_of_guides() -> dict[str, set[str]]:
-    """Names by kind of a release called quire, with what kubectl would find in it."""
+    """Names by kind of the objects in a release called quire."""
     rendered = loaded_chart().render(read("deploy/k8s/quire/ci/cpu-values.yaml"), name="quire", namespace="default")
     names: dict[str, set[str]] = {}
     for text in (text for path, text in rendered.items() if not path.endswith(".txt")):
@@ -160,13 +160,13 @@ def test_kubectl_names_objects_that_exist(words: list[str]) -> None:
             "app.kubernetes.io/component",
         }
     if "logs" in words and "--selector" in words:
-        assert "--tail=-1" in words  # without it kubectl shows ten lines of each container
+        assert "--tail=-1" in words  # by default kubectl shows ten lines per container
     for folder in option(words, "--kustomize"):
         check_kustomization(ROOT / folder)
 
 
 def check_kustomization(folder: Path) -> None:
-    """Every file is listed, every listed file is there, and Kubernetes accepts what is in it."""
+    """Every file is listed, every listed file exists, and Kubernetes accepts its contents."""
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     assert sorted([*listed, "kustomization.yaml"]) == sorted(path.name for path in folder.iterdir())
     for name in listed:
@@ -186,7 +186,7 @@ def test_docker_builds_from_files_that_exist(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a reader who has followed the capacity guide up to `quire up`."""
+    """The environment after following the capacity guide up to `quire up`."""
     exports = [word for p in commands("export") for word in p.values[0][1:]]
     exported = dict(word.split("=", 1) for word in exports)
     (up,) = [p.values[0] for p in commands("quire") if p.values[0][1] == "up"]
@@ -210,10 +210,10 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.mark.parametrize("words", commands("quire"))
-def test_quire_does_what_the_guides_say(words: list[str], variables: dict[str, str]) -> None:
+def test_quire_commands_of_the_guides_succeed(words: list[str], variables: dict[str, str]) -> None:
     if words[1] == "up":
-        return  # the fixture has done it
-    # Another worker and a shorter load; everything else as it stands.
+        return  # run by the fixture
+    # Only the worker's name and the load are changed.
     words = ["worker-1" if word.startswith("quire-worker-") else word for word in words]
     words = [QUICK.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[1] == "chat":
@@ -226,12 +226,12 @@ def test_quire_does_what_the_guides_say(words: list[str], variables: dict[str, s
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_expressions_ask_for_metrics_that_exist() -> None:
+def test_expressions_use_existing_metrics() -> None:
     documented = (ROOT / "docs" / "metrics.md").read_text()
     found = re.findall(r"`((?:sum|avg|max|rate)(?: by|\().+?\)[^`]*)`", "".join(page.read_text() for page in PAGES))
     assert len(found) >= 6

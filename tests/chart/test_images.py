@@ -1,4 +1,4 @@
-"""Images, as far as that goes where no container engine runs: linted, and their commands run as they stand."""
+"""Images, tested without a container engine: Dockerfiles are linted and their commands run locally."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
-    """The instructions of each stage by the stage's name; the last one without a name is called image."""
+    """The instructions of each stage by its name; the unnamed last stage is called image."""
     found: dict[str, list[tuple[str, str]]] = {}
     for word, rest in instructions(path):
         if word == "FROM":
@@ -49,17 +49,17 @@ def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 @every_dockerfile
-def test_the_linter_has_nothing_to_say(path: Path) -> None:
+def test_the_linter_finds_nothing(path: Path) -> None:
     done = subprocess.run([program("hadolint"), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_service_has_its_dockerfile() -> None:
+def test_every_service_has_a_dockerfile() -> None:
     assert {path.stem for path in DOCKERFILES} == set(SERVICES)
 
 
 @every_dockerfile
-def test_bases_are_pinned_and_nobody_is_root(path: Path) -> None:
+def test_bases_are_pinned_and_no_image_runs_as_root(path: Path) -> None:
     names = set(stages(path))
     bases = {rest.partition(" ")[0] for word, rest in instructions(path) if word == "FROM"} - names
     assert all(re.search(r":\d+\.\d+\.\d+", base) for base in bases)
@@ -71,7 +71,7 @@ def test_bases_are_pinned_and_nobody_is_root(path: Path) -> None:
 
 
 @every_dockerfile
-def test_labels_say_what_an_image_is(path: Path) -> None:
+def test_images_have_labels(path: Path) -> None:
     (labels,) = (rest for word, rest in instructions(path) if word == "LABEL")
     about = yaml.safe_load((ROOT / "deploy" / "k8s" / "quire" / "Chart.yaml").read_text())
     assert dict(pair.split("=") for pair in shlex.split(labels)) == {
@@ -81,7 +81,7 @@ def test_labels_say_what_an_image_is(path: Path) -> None:
     }
 
 
-def test_images_are_those_that_the_chart_asks_for() -> None:
+def test_images_match_the_chart() -> None:
     built = set(re.findall(r"--tag (\S+)", "".join(path.read_text() for path in DOCKERFILES)))
     gpu = {"workers": [{"name": "gpu", "model": "demo", "gpuCount": 1}]}
     pods = [pod for values in ({}, gpu) for _, pod in render(values).pods()]
@@ -94,7 +94,7 @@ def test_images_are_those_that_the_chart_asks_for() -> None:
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `COPY . .` finds: the files that .dockerignore lets through."""
+    """The files that `COPY . .` copies, according to .dockerignore."""
     folder = tmp_path_factory.mktemp("context")
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     dropped = shutil.ignore_patterns(*(rule.removeprefix("**/") for rule in rules if rule.startswith("**/")))
@@ -109,24 +109,24 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wheels_at_hand() -> str:
-    """A folder of wheels that this machine's pip is told to look into; empty if it is told of none."""
+    """The folder of wheels in pip's configuration; empty if there is none."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     found = subprocess.run(command, capture_output=True, text=True)
     return os.environ.get("PIP_FIND_LINKS") or found.stdout.strip()
 
 
 def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
-    """Run a build stage's commands with /opt/quire in `home`. Returns the environment's folder."""
+    """Runs the commands of a build stage with /opt/quire in `home`. Returns the folder of the environment."""
     environment = home / "quire"
     arguments = dict(rest.split("=", 1) for word, rest in stage if word == "ARG")
     if wheels := wheels_at_hand():
-        # The CPU build of torch may be among them, and its own index is not needed.
+        # It may contain the CPU build of torch; then its own index is not needed.
         arguments |= {"UV_FIND_LINKS": wheels, "TORCH_INDEX": "https://pypi.org/simple"}
     for word, rest in stage:
         if word == "RUN":
             script = rest.replace("/opt/quire", str(environment))
             variables = os.environ | arguments | {"UV_PYTHON": sys.executable, "UV_LINK_MODE": "hardlink"}
-            variables["UV_SYSTEM_CERTS"] = "1"  # what pip trusts on this machine
+            variables["UV_SYSTEM_CERTS"] = "1"  # the authorities that pip trusts on this machine
             variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             done = subprocess.run(["bash", "-ec", script], cwd=context, env=variables, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environments(context: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A clean environment for each service, as its image has it."""
+    """A clean environment per service, as in its image."""
     return {
         service: build(
             stages(DOCKER / f"{service}.Dockerfile")["build-cpu" if service == "worker" else "build"],
@@ -168,15 +168,15 @@ def test_every_version_is_pinned(environments: dict[str, Path]) -> None:
         assert installed.items() <= pinned.items()
 
 
-def test_the_worker_brings_the_demo_model(environments: dict[str, Path]) -> None:
+def test_the_worker_image_contains_the_demo_model(environments: dict[str, Path]) -> None:
     there, here = environments["worker"] / "demo-model", demo_model_dir()
     assert sorted(path.name for path in there.iterdir() if path.suffix == ".safetensors") == ["model.safetensors"]
     assert (there / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives every process 127.0.0.0/8")
-def test_what_compose_runs_serves_and_is_healthy(environments: dict[str, Path], tmp_path: Path) -> None:
-    """The compose file's own commands and health checks, each in the clean environment of its image."""
+def test_compose_services_serve_and_are_healthy(environments: dict[str, Path], tmp_path: Path) -> None:
+    """Runs the commands and health checks of the compose file, each in the clean environment of its image."""
     with RedisServer(tmp_path) as redis:
         machine = Machine(environments, redis.port)
         services = [
@@ -187,7 +187,7 @@ def test_what_compose_runs_serves_and_is_healthy(environments: dict[str, Path], 
             for service in services:
                 service.start()
             services[0].address = f"{machine.hosts['gateway']}:{PORTS['50051']}"
-            services[0].wait_ready()  # the gateway, once a model can be asked for
+            services[0].wait_ready()  # the gateway is ready when a model has a worker
             with Client.connect(services[0].address, timeout_s=120.0) as client:
                 result = client.chat("Who are you?", temperature=0)
             assert result.text == demo_answer("Who are you?")
@@ -201,8 +201,8 @@ def test_what_compose_runs_serves_and_is_healthy(environments: dict[str, Path], 
 
 
 class Machine:
-    """What compose makes of names and addresses: an address of the loopback for each service. Ports are others, which
-    no kernel gives away by itself."""
+    """Replaces compose's names and addresses by a loopback address per service, and ports by ones outside the ephemeral
+    range."""
 
     def __init__(self, environments: dict[str, Path], redis_port: int) -> None:
         self._environments = environments
@@ -213,7 +213,7 @@ class Machine:
         }
 
     def command(self, service: str, words: list[str]) -> list[str]:
-        """As in the container of a service, with nothing of this process's environment but the search path."""
+        """The environment of a service's container: only the search path is that of this process."""
         clean = ["env", "-i", "HOME=/tmp", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
         program = self._environments[service] / "bin" / words[0]
         return [*clean, str(program), *(self._translate(service, word) for word in words[1:])]
@@ -228,7 +228,7 @@ class Machine:
 
 
 def kernel_cache() -> Path:
-    """Compiled kernels are kept between tests, as everywhere in this suite."""
+    """Shares compiled kernels between tests, as in the whole suite."""
     return Path(os.environ.get("QUIRE_CACHE_DIR") or Path.home() / ".cache" / "quire")
 
 
@@ -245,7 +245,7 @@ def compose() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_compose_gives_settings_that_the_services_take(service: str) -> None:
+def test_services_accept_the_settings_of_compose(service: str) -> None:
     command, *flags = compose()["services"][service]["command"]
     done = subprocess.run([program(command), *flags, "--print-config"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -253,7 +253,7 @@ def test_compose_gives_settings_that_the_services_take(service: str) -> None:
     assert all(flag.removeprefix("--").partition("=")[0] + "=" in settings for flag in flags)
 
 
-def test_compose_builds_what_it_runs() -> None:
+def test_compose_builds_the_images_that_it_runs() -> None:
     services = compose()["services"]
     for name, service in services.items():
         assert service["healthcheck"]["test"][0] == "CMD"

@@ -1,4 +1,4 @@
-"""The chart's pods as local processes: they get ready, answer, scale, and roll under load without losing a token."""
+"""The chart's pods as local processes: they become ready, serve, scale, and roll under load without losing a token."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PASSWORD = "tell-nobody"
 API_KEY = "a-team-s-key"
 SERVER_NAME = "quire.example.com"
 LANES = 8
-MAX_ROWS = 4 * LANES  # a request may ask for several samples
+MAX_ROWS = 4 * LANES  # a request may have several samples
 SCALED: Values = {
     "keda": {"enabled": True, "prometheusAddress": "http://prometheus:9090"},
     "workerDefaults": {"autoscaling": {"enabled": True}},
 }
 ROLLED: Values = {part: {"podAnnotations": {"rolled": "yes"}} for part in ("gateway", "scheduler", "workerDefaults")}
 
-# Quick to leave and quick to answer; everything else is what ci/cpu-values.yaml says.
+# Short shutdown and probe times; everything else is from ci/cpu-values.yaml.
 BASE: Values = {
     "ports": PORTS,
     "log": {"format": "text"},
@@ -80,7 +80,7 @@ def objects(*changes: Values) -> Objects:
 
 
 def pool(replicas: int) -> Values:
-    """The scenario's only pool with so many pods."""
+    """The only pool of the scenario with this number of pods."""
     (entry,) = read_values(CHART / "ci" / "cpu-values.yaml")["workers"]
     return {"workers": [entry | {"replicas": replicas}]}
 
@@ -109,14 +109,14 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
                 await cluster.apply(objects(pool(3), ROLLED))
                 await cluster.apply(objects(pool(1), ROLLED))
                 await until_ready(client, 1)
-        assert cluster.problems == [], cluster.logs()  # an exit, a failed probe, an end by SIGKILL
+        assert cluster.problems == [], cluster.logs()  # exits, failed probes, SIGKILL
         assert [pod.name for pod in cluster.pods("worker")] == ["r-quire-worker-cpu-0"]
         assert all(pod.template["metadata"].get("annotations") for pod in cluster.pods() if "redis" not in pod.name)
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
 
 
 def tls_secrets() -> dict[str, dict[str, str]]:
-    """Secrets as cert-manager makes them: of gateways, of the authority of clients, and of a client."""
+    """Secrets as cert-manager creates them: gateway certificate, client authority, client certificate."""
     authority = trustme.CA()
     ca = authority.cert_pem.bytes().decode()
     own = {"gateway-tls": authority.issue_cert(SERVER_NAME), "tester": authority.issue_cert("tester@example.com")}
@@ -129,7 +129,7 @@ def secret_of(cert: trustme.LeafCert) -> dict[str, str]:
 
 
 def tls_of(secret: dict[str, str], folder: Path) -> Tls:
-    """What a client makes of its secret."""
+    """TLS options of a client from its secret."""
     for name, text in secret.items():
         (folder / name).write_text(text)
     return Tls(folder / "ca.crt", folder / "tls.crt", folder / "tls.key", SERVER_NAME)
@@ -137,7 +137,7 @@ def tls_of(secret: dict[str, str], folder: Path) -> Tls:
 
 @contextlib.asynccontextmanager
 async def streaming(client: AsyncClient) -> AsyncIterator[None]:
-    """Streams all the while, whose every token is known beforehand; at the end they finish, and are looked at."""
+    """Runs streams with known tokens during the block; then they finish and every token is compared."""
     vocab_size = (await client.model()).vocab_size
     catalogue = await Catalogue.build(SimRule(client, demo_model_dir()), seed=1, count=12, vocab_size=vocab_size)
     load = StreamLoad(client, catalogue, seed=1, lanes=LANES, at_least=0)
@@ -156,7 +156,7 @@ async def streaming(client: AsyncClient) -> AsyncIterator[None]:
 
 
 async def until_ready(client: AsyncClient, num_workers: int) -> None:
-    """Until the schedulers lease so many workers together."""
+    """Waits until the schedulers together lease this number of workers."""
     async with asyncio.timeout(60.0):
         while True:
             workers = [w for s in (await client.status()).schedulers for w in s.workers if w.state == "ready"]
@@ -166,7 +166,7 @@ async def until_ready(client: AsyncClient, num_workers: int) -> None:
 
 
 async def until_rows_are_counted(cluster: Cluster) -> None:
-    """Until the numbers that KEDA reads show the streams."""
+    """Waits until the metrics that KEDA reads reflect the streams."""
     async with asyncio.timeout(30.0):
         while True:
             waiting, rows = await evaluate_scaling(cluster)
@@ -189,9 +189,9 @@ async def check_metrics(cluster: Cluster) -> None:
 
 
 async def evaluate_scaling(cluster: Cluster) -> list[float]:
-    """What Prometheus would answer to each trigger of the pool's ScaledObject."""
+    """The results of Prometheus for each trigger of the pool's ScaledObject."""
     scaled = objects(pool(2), SCALED).get("ScaledObject", "worker-cpu")
-    # The operator adds the namespace to what a ServiceMonitor selects.
+    # The operator adds the namespace label to targets of a ServiceMonitor.
     texts = await scrape_all(cluster)
     now = merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in texts.items())
     answers = [History(now, now, 1.0).evaluate(t["metadata"]["query"]) for t in scaled["spec"]["triggers"]]
@@ -230,7 +230,7 @@ async def test_schedulers_use_a_redis_with_password_and_tls(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def tls_in_front_of(redis: RedisServer, authority: trustme.CA) -> AsyncIterator[int]:
-    """A port that speaks TLS with a certificate of this authority."""
+    """A TLS port with a certificate of this authority."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     proxy = PortProxy(lambda: asyncio.open_connection("127.0.0.1", redis.port))
@@ -242,7 +242,7 @@ async def tls_in_front_of(redis: RedisServer, authority: trustme.CA) -> AsyncIte
         await proxy.close()
 
 
-async def test_a_pod_that_fails_to_start_says_why(tmp_path: Path) -> None:
+async def test_a_pod_that_fails_to_start_reports_its_log(tmp_path: Path) -> None:
     wrong: Any = objects({"gateway": {"extraArgs": ["--max-streams=0"]}})
     async with Cluster(tmp_path, {"redis-password": {"password": PASSWORD}}) as cluster:
         with pytest.raises(ExceptionGroup) as failed:
@@ -278,16 +278,16 @@ def pod_of(script: str) -> dict[str, Any]:
     return {"metadata": {"labels": {}}, "spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
 
 
-async def test_the_kubelet_itself_kills_who_does_not_leave(tmp_path: Path) -> None:
+async def test_the_kubelet_kills_a_pod_that_ignores_sigterm(tmp_path: Path) -> None:
     node = Node(tmp_path)
     pod = Pod("stubborn", pod_ip(), pod_of(STUBBORN), node)
     await pod.start()
     await pod.wait_ready()
     await pod.terminate()
-    assert node.problems == ["stubborn: main was still there at the end of its grace period"]
+    assert node.problems == ["stubborn: main was still running at the end of its grace period"]
 
 
-async def test_the_kubelet_itself_notices_an_exit(tmp_path: Path) -> None:
+async def test_the_kubelet_notices_an_exit(tmp_path: Path) -> None:
     node = Node(tmp_path)
     pod = Pod("short-lived", pod_ip(), pod_of(SHORT_LIVED), node)
     await pod.start()
@@ -296,9 +296,9 @@ async def test_the_kubelet_itself_notices_an_exit(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
     assert not pod.is_ready
     await pod.terminate()
-    assert node.problems == ["short-lived: it exited or the liveness probe failed", "short-lived: main left with 3"]
+    assert node.problems == ["short-lived: it exited or the liveness probe failed", "short-lived: main exited with 3"]
 
 
 def pod_ip() -> str:
-    """An address for a pod without a cluster."""
+    """An address for a pod outside a cluster."""
     return f"127.{64 + os.getpid() % 128}.9.9"

@@ -1,4 +1,4 @@
-"""The base without Helm fits into any namespace: what it names is found by a pod's own search list."""
+"""The kustomize base works in any namespace: pods resolve its names with their DNS search list."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ADDRESS = re.compile(r"(?:--scheduler=|redis://)([^:/]+):")
 
 
 def read_base() -> list[dict[str, Any]]:
-    """The base's objects as an overlay with `namespace:` makes them."""
+    """The objects of the base with an overlay's `namespace:`."""
     manifests = [yaml.safe_load(path.read_text()) for path in sorted(BASE.glob("*.yaml"))]
     objects = [manifest for manifest in manifests if manifest["kind"] != "Kustomization"]
     return [manifest | {"metadata": manifest["metadata"] | {"namespace": NAMESPACE}} for manifest in objects]
 
 
 def names_of(objects: list[dict[str, Any]]) -> set[str]:
-    """What cluster DNS has for them in their namespace."""
+    """The DNS names of these objects in their namespace."""
     names = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == "Service"}
     for manifest in objects:
         if manifest["kind"] == "StatefulSet":
@@ -30,7 +30,7 @@ def names_of(objects: list[dict[str, Any]]) -> set[str]:
     return names
 
 
-def test_every_address_is_found_from_any_namespace() -> None:
+def test_addresses_resolve_in_any_namespace() -> None:
     objects = read_base()
     text = yaml.safe_dump_all(objects)
     addresses = ADDRESS.findall(text)
@@ -40,5 +40,5 @@ def test_every_address_is_found_from_any_namespace() -> None:
     assert "cluster.local" not in text
 
 
-def test_no_file_names_a_namespace() -> None:
+def test_no_file_contains_a_namespace() -> None:
     assert [path.name for path in BASE.glob("*.yaml") if "namespace:" in path.read_text()] == []

@@ -1,4 +1,4 @@
-"""Names stay names, whatever they look like to YAML."""
+"""Values that look like other YAML types stay strings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN, PLAIN_TEXT = "plain", "any text"
 
 
 def named(word: str, text: str) -> Objects:
-    """A release in which everything that may be is called `word`, and the model is asked for as `text`."""
+    """A release in which every free name is `word`, and the served name of the model is `text`."""
     keys = {"existingSecret": word, "key": word}
     pool = {
         "name": word,
@@ -65,7 +65,7 @@ def named(word: str, text: str) -> Objects:
 
 
 def renamed(document: Any, names: dict[str, str]) -> Any:
-    """The same with other words in all its texts."""
+    """The same document with words replaced in all strings."""
     if isinstance(document, dict):
         return {renamed(key, names): renamed(value, names) for key, value in document.items()}
     if isinstance(document, list):
@@ -77,7 +77,7 @@ def renamed(document: Any, names: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("word", ["7", "1e3", "0x1f", "true", "null", "on"])
-def test_a_name_is_no_number(word: str) -> None:
+def test_names_stay_strings(word: str) -> None:
     text = f"it's {word}: a # name"
     objects = named(word, text)
     for manifest in objects.manifests:
@@ -87,21 +87,21 @@ def test_a_name_is_no_number(word: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://h:1/0 #1", "rediss://h:1/0?a: b"])
-def test_an_address_is_taken_as_it_is(url: str) -> None:
+def test_addresses_stay_unchanged(url: str) -> None:
     values: Values = {"redis": {"enabled": False, "external": {"url": url}, "namespace": "42"}}
     gateway = render(values).get("Deployment", "gateway")
     variables = {item["name"]: item["value"] for item in gateway["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert (variables["QUIRE_REDIS"], variables["QUIRE_REDIS_NAMESPACE"]) == (url, "42")
 
 
-def test_keys_of_an_own_redis_are_names_too() -> None:
+def test_entries_of_an_external_redis_secret_stay_strings() -> None:
     external = {"existingSecret": "7", "key": "1", "caSecret": "8", "caKey": "true"}
     for manifest in render({"redis": {"enabled": False, "external": external}}).manifests:
         validate(manifest, VERSIONS[-1])
 
 
 @pytest.mark.parametrize("build", ["1a2b", "a" * 50 + "-b"], ids=["short", "long"])
-def test_a_build_of_the_chart_has_labels(tmp_path: Path, build: str) -> None:
+def test_versions_with_build_metadata_are_valid_labels(tmp_path: Path, build: str) -> None:
     shutil.copytree(CHART, tmp_path / "chart")
     about = tmp_path / "chart" / "Chart.yaml"
     about.write_text(re.sub(r"(?m)^(version|appVersion): .*", rf"\1: 0.1.0+{build}", about.read_text()))
@@ -119,14 +119,14 @@ def images(objects: Objects) -> list[str]:
     return [container["image"] for _, pod in objects.pods() for container in pod["spec"]["containers"]]
 
 
-def test_own_labels_come_once_and_the_nearest_counts() -> None:
+def test_user_labels_occur_once_and_the_most_specific_wins() -> None:
     part_of, team = "app.kubernetes.io/part-of", "team"
     values: Values = {
         "commonLabels": {part_of: "platform", team: "all"},
         "gateway": {"podLabels": {team: "gateways"}},
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {team: "monitors"}}},
     }
-    objects = render(values)  # which takes no key twice
+    objects = render(values)  # refuses duplicate keys
     assert {manifest["metadata"]["labels"][part_of] for manifest in objects.manifests} == {"platform"}
     assert {pod["metadata"]["labels"][part_of] for _, pod in objects.pods()} == {"platform"}
     assert objects.get("Deployment", "gateway")["metadata"]["labels"][team] == "all"

@@ -1,4 +1,4 @@
-"""Pools of one model must be able to serve under one scheduler, and a model must get whole to where they read it."""
+"""Pools of one model must be accepted by one scheduler, and downloads of a model must be complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chart.test_docs import PAGES, blocks
 from tests.chart.test_values import all_values
 
 GPU = {"gpuCount": 1, "determinism": "best_effort"}
-# Two values of a pool that make workers differ in a fact, with what else both pools have.
+# Two different values of a setting that workers must share, and other values of both pools.
 DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dtype": ("float32", "bfloat16", {}),
     "quantize": ("", "int8", {}),
@@ -31,7 +31,7 @@ DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "kvCacheMemory": ("1G", "2G", {}),
     "numBlocks": (0, 8, {}),
 }
-# Which values of a pool decide each fact. Of the others decides `models`, which a pool only names.
+# The values of a pool that determine each shared fact. The other facts depend on `models`.
 VALUES_OF_FACTS = {
     "model": (),
     "dtype": ("dtype",),
@@ -39,6 +39,7 @@ VALUES_OF_FACTS = {
     "kv_cache_dtype": ("kvCacheDtype",),
     "determinism": ("determinism",),
     "numerics": ("gpuCount", "backend"),
+    "weights_digest": (),
     "revision": ("executor",),
     "block_size": ("blockSize",),
     "max_model_len": ("maxModelLen", "kvCacheMemory", "numBlocks"),
@@ -48,7 +49,7 @@ VALUES_OF_FACTS = {
 }
 
 
-def test_no_fact_of_schedulers_is_forgotten() -> None:
+def test_every_shared_fact_has_its_values() -> None:
     assert VALUES_OF_FACTS.keys() == set(SHARED_FACTS)
     assert {name for names in VALUES_OF_FACTS.values() for name in names} == DIFFERENT.keys()
 
@@ -69,7 +70,7 @@ def test_pools_of_several_models_may_differ() -> None:
     assert render({"models": [{"name": "m0"}, {"name": "m1"}], "workers": entries}).has("StatefulSet")
 
 
-def test_pools_of_other_sizes_serve_together_with_one_length() -> None:
+def test_pools_of_different_sizes_are_accepted_with_one_length() -> None:
     sizes = [{"name": "big", "kvCacheMemory": "48G"}, {"name": "small", "kvCacheMemory": "4G"}]
     defaults = GPU | {"model": "demo", "maxModelLen": 16384}
     objects = render({"workerDefaults": defaults, "workers": [{"model": "demo"} | size for size in sizes]})
@@ -79,7 +80,7 @@ def test_pools_of_other_sizes_serve_together_with_one_length() -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_the_upgrade_guide_and_the_values_tell_what_pods_share(name: str) -> None:
+def test_the_upgrade_guide_and_the_values_name_shared_values(name: str) -> None:
     guide = (ROOT / "docs" / "upgrade.md").read_text()
     section = guide.partition("## Values that all pods of a model share\n")[2].partition("\n## ")[0]
     assert f"`{name}`" in section
@@ -91,7 +92,7 @@ def test_the_upgrade_guide_and_the_values_tell_what_pods_share(name: str) -> Non
 
 
 def downloads() -> list[Any]:
-    """Every `download.command` of the scenarios and the guides, with its model's folder."""
+    """Every `download.command` of the scenarios and the guides, with the folder of its model."""
     texts = {path.stem: read_values(path) for path in SCENARIOS}
     texts |= {
         f"{page.stem}-{i}": dict(values_from_yaml(text))
@@ -106,12 +107,12 @@ def downloads() -> list[Any]:
     ]
 
 
-def test_there_are_downloads_to_try() -> None:
+def test_there_are_downloads() -> None:
     assert len(downloads()) == 2
 
 
 class Download:
-    """The command with a folder for /models, and tools that write one small file and then end as they are told."""
+    """The command with a folder as /models, and fake tools that write a small file and exit with a given code."""
 
     TOOLS = ("aws", "pip", "python")
 
@@ -140,7 +141,7 @@ class Download:
 
 
 @pytest.mark.parametrize(("command", "model"), downloads())
-def test_a_download_that_fails_is_tried_again(command: list[str], model: str, tmp_path: Path) -> None:
+def test_a_failed_download_is_retried(command: list[str], model: str, tmp_path: Path) -> None:
     download = Download(command, model, tmp_path)
     for _ in range(2):
         assert download.run(fails=True) != 0
@@ -150,7 +151,7 @@ def test_a_download_that_fails_is_tried_again(command: list[str], model: str, tm
 
 
 @pytest.mark.parametrize(("command", "model"), downloads())
-def test_a_download_that_is_complete_ends_at_once(command: list[str], model: str, tmp_path: Path) -> None:
+def test_a_complete_download_exits_at_once(command: list[str], model: str, tmp_path: Path) -> None:
     download = Download(command, model, tmp_path)
     assert download.run(fails=False) == 0
     assert download.run(fails=True) == 0

@@ -1,4 +1,4 @@
-"""Every scenario of ci/ renders to objects that four versions of Kubernetes accept and that fit each other."""
+"""Every scenario of ci/ renders to consistent objects that four versions of Kubernetes accept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_kubernetes_accepts_every_object(path: Path, version: str) -> None:
         validate(manifest, version)
 
 
-def test_the_validator_refuses_what_kubernetes_would() -> None:
+def test_the_validator_refuses_invalid_objects() -> None:
     gateway = render().get("Deployment", "gateway")
     gateway["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="redinessProbe"):
@@ -57,7 +57,7 @@ def test_names_are_unique_and_in_the_namespace(path: Path) -> None:
     counts = Counter((m["kind"], m["metadata"]["name"]) for m in objects.manifests)
     assert max(counts.values()) == 1
     assert {m["metadata"]["namespace"] for m in objects.manifests} == {NAMESPACE}
-    # A StatefulSet's name and a hash become a label, which has 63 characters.
+    # The name of a StatefulSet plus a hash becomes a label, which is limited to 63 characters.
     assert all(len(m["metadata"]["name"]) <= 52 for m in objects.all("StatefulSet"))
 
 
@@ -79,14 +79,14 @@ def test_every_selector_finds_its_pods_and_no_others(path: Path) -> None:
 
 
 @every_scenario
-def test_what_scales_and_routes_finds_its_object(path: Path) -> None:
+def test_autoscalers_and_routes_reference_existing_objects(path: Path) -> None:
     objects = render(read_values(path))
     there = {(m["kind"], m["metadata"]["name"]) for m in objects.manifests}
     for scaler in (*objects.all("HorizontalPodAutoscaler"), *objects.all("ScaledObject")):
         target = scaler["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in there
         (scaled,) = (m for m in objects.all(target["kind"]) if m["metadata"]["name"] == target["name"])
-        assert "replicas" not in scaled["spec"], "an upgrade would undo what the autoscaler did"
+        assert "replicas" not in scaled["spec"], "an upgrade would revert the autoscaler"
     ports = {s["metadata"]["name"]: {p["name"]: p["port"] for p in s["spec"]["ports"]} for s in objects.all("Service")}
     for ingress in objects.all("Ingress"):
         for route in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
@@ -139,7 +139,7 @@ def test_every_pod_is_hardened(path: Path) -> None:
     for _, pod in render(read_values(path)).pods():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
-        assert spec["enableServiceLinks"] is False  # QUIRE_GATEWAY_PORT would be taken for a setting
+        assert spec["enableServiceLinks"] is False  # QUIRE_GATEWAY_PORT would be read as a setting
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
@@ -147,7 +147,7 @@ def test_every_pod_is_hardened(path: Path) -> None:
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
-            # Namespaces with a quota refuse pods whose containers do not say what they need.
+            # Namespaces with a ResourceQuota refuse pods with containers without requests.
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
             assert "memory" in container["resources"]["limits"]
             assert not container["image"].endswith(":latest")
@@ -155,13 +155,13 @@ def test_every_pod_is_hardened(path: Path) -> None:
 
 
 @every_scenario
-def test_leaving_fits_into_the_grace_period(path: Path) -> None:
+def test_shutdown_fits_into_the_grace_period(path: Path) -> None:
     for owner, pod in render(read_values(path)).pods():
         if owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker"):
             container = pod["spec"]["containers"][0]
             drain = next(float(a.partition("=")[2]) for a in container["args"] if a.startswith("--drain-timeout-s="))
             pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-            # After the drain a service closes what is open within five seconds.
+            # After the drain a service closes open streams within five seconds.
             assert pause + drain + 5 < pod["spec"]["terminationGracePeriodSeconds"]
 
 
@@ -184,25 +184,25 @@ def test_the_service_monitor_finds_every_pod(path: Path) -> None:
     for owner, pod in objects.pods():
         is_ours = owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker")
         found = [s for s in scraped if selects(s["spec"]["selector"], pod["metadata"]["labels"])]
-        assert len(found) == is_ours  # once, or sums would count it twice
+        assert len(found) == is_ours  # once, otherwise sums count it twice
 
 
-def test_network_policies_let_in_who_must_come() -> None:
+def test_network_policies_allow_required_ingress() -> None:
     objects = render(read_values(CHART / "ci" / "hardened-values.yaml"))
     pods = {
         pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
     }
     who = {part: {other for other in pods if may_enter(objects, pods[part], pods[other])} for part in pods}
     assert who == {
-        "gateway": {"test"},  # and clients of the namespaces that the values name
+        "gateway": {"test"},  # and clients of the namespaces in the values
         "scheduler": {"gateway", "worker"},
         "worker": {"scheduler"},
         "redis": {"gateway", "scheduler"},
-        "test": set(pods),  # no policy concerns it, and it has no port
+        "test": set(pods),  # no policy selects it, and it has no port
     }
 
 
-def test_network_policies_let_out_whom_they_let_in() -> None:
+def test_egress_policies_match_ingress_policies() -> None:
     objects = render(merged(read_values(CHART / "ci" / "hardened-values.yaml"), EGRESS))
     pods = {
         pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
@@ -213,11 +213,11 @@ def test_network_policies_let_out_whom_they_let_in() -> None:
     for part in ("gateway", "scheduler", "worker"):
         rules = objects.get("NetworkPolicy", part)["spec"]["egress"]
         asked = [(port["port"], port["protocol"]) for port in rules[0]["ports"]]
-        assert asked == [(53, "UDP"), (53, "TCP"), (5353, "UDP"), (5353, "TCP")]  # OpenShift's pods listen at 5353
+        assert asked == [(53, "UDP"), (53, "TCP"), (5353, "UDP"), (5353, "TCP")]  # DNS pods of OpenShift listen on 5353
 
 
 def may_leave(objects: Objects, source: dict[str, str], to: dict[str, str]) -> bool:
-    """Whether a pod of this release may call the other one at the port that it serves."""
+    """Whether ingress policies allow a pod of this release to connect to the port of the other one."""
     (policy,) = [p for p in objects.all("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], source)]
     served = {"gateway": 50051, "scheduler": 50052, "worker": 50061, "redis": 6379}[to["app.kubernetes.io/component"]]
     peers = [
@@ -229,7 +229,7 @@ def may_leave(objects: Objects, source: dict[str, str], to: dict[str, str]) -> b
     return any(selects(labels, to) for labels in peers)
 
 
-def test_from_outside_come_requests_but_no_orders() -> None:
+def test_external_routes_exclude_admin_calls() -> None:
     objects = render(merged(INGRESS, ROUTE))
     (rule,) = objects.get("GRPCRoute", "gateway")["spec"]["rules"]
     routed = {match["method"]["service"] for match in rule["matches"]}
@@ -244,7 +244,7 @@ def test_from_outside_come_requests_but_no_orders() -> None:
 
 
 def may_enter(objects: Objects, to: dict[str, str], source: dict[str, str]) -> bool:
-    """Whether a pod of this release reaches the other one's first port."""
+    """Whether egress policies allow a pod of this release to connect to the first port of the other one."""
     policies = [p for p in objects.all("NetworkPolicy") if selects(p["spec"]["podSelector"]["matchLabels"], to)]
     rules = [policy["spec"]["ingress"][0] for policy in policies]
     peers = [peer.get("podSelector", {}).get("matchLabels") for rule in rules for peer in rule.get("from", [])]
@@ -267,7 +267,7 @@ def walk_properties(schema: dict[str, Any], path: str) -> Iterator[tuple[str, di
         yield from walk_properties(value, name)
 
 
-def test_notes_tell_how_to_reach_it() -> None:
+def test_notes_show_how_to_connect() -> None:
     notes = render(read_values(CHART / "ci" / "multi-model-values.yaml")).notes
     assert "meta-llama/Llama-3.1-8B-Instruct, demo" in notes
     assert "port-forward service/r-quire-gateway 50051:50051" in notes
@@ -280,7 +280,7 @@ def test_notes_tell_how_to_reach_it() -> None:
     assert "export QUIRE_TLS_CERT=FILE" in hardened
 
 
-def test_it_packs(tmp_path: Path) -> None:
+def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
     archive = helm.package(CHART, destination=tmp_path)
     with helm.Chart.load(archive) as packed:
         names = {file["name"] for file in packed.files}
@@ -288,14 +288,14 @@ def test_it_packs(tmp_path: Path) -> None:
     assert "README.md" in names
 
 
-def test_what_is_generated_is_up_to_date() -> None:
+def test_generated_files_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, "deploy/k8s/generate.py", "--check"], cwd=CHART.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr + "run python deploy/k8s/generate.py"
 
 
-def test_a_new_chart_with_the_same_images_restarts_nobody(tmp_path: Path) -> None:
+def test_a_new_chart_version_with_the_same_images_restarts_no_pod(tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "chart")
     about = tmp_path / "chart" / "Chart.yaml"
     about.write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 9.9.9", about.read_text()))

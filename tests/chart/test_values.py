@@ -1,4 +1,4 @@
-"""Every value does what its comment says: one case each, and a list of cases that misses none."""
+"""Every value has the effect that its comment describes: one case per value, and no value without a case."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """With `value` set, `path` of the object is `expected`. A path may begin with a short cut (see `look`)."""
+    """With `value` set, `path` of the object is `expected`. A path may begin with a shortcut (see `look`)."""
 
     name: str
     value: Any
@@ -252,7 +252,7 @@ SCHEDULERS = [
     Case("scheduler.extraArgs", ["--aging-s=1"], SCHEDULER, "arg --aging-s", "1"),
 ]
 
-# What gateways, schedulers and pools have in common.
+# Values common to gateways, schedulers and pools.
 PLACEMENT = [
     ("resources", RESOURCES, "container.resources", RESOURCES),
     ("nodeSelector", {"n": "1"}, "pod.nodeSelector", {"n": "1"}),
@@ -509,7 +509,7 @@ REDISES = [
     Case("redis.tolerations", [TOLERATION], REDIS, "pod.tolerations", [TOLERATION]),
 ]
 
-# Defaults and entries of the lists are two ways to say the same.
+# Defaults and list entries accept the same values.
 AS_ENTRY = [case for case in (*POOLS, *PLACED) if case.name.startswith("workerDefaults.")]
 CASES = [*COMMON, *GATEWAYS, *SCHEDULERS, *PLACED, *MODELS, *POOLS, *ENTRY_ONLY, *KEDA, *REDISES]
 NOT_BY_DEFAULT = ("workerDefaults.name", "workerDefaults.model")
@@ -534,7 +534,7 @@ def values_of(case: Case) -> Values:
 
 
 def look(values: Values, where: str, path: str) -> Any:
-    """What `path` of an object is; None where there is nothing."""
+    """The element at `path` of an object; None if it does not exist."""
     kind, _, name = where.partition(" ")
     objects = render(values)
     candidates = {name.removeprefix("="), f"r-quire-{name}"}
@@ -579,7 +579,7 @@ def test_value(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", AS_ENTRY, ids=case_id)
-def test_entry_of_workers_goes_before_the_defaults(case: Case) -> None:
+def test_entries_of_workers_override_the_defaults(case: Case) -> None:
     own = nested(case.name.removeprefix("workerDefaults."), case.value)
     values = case.others | {
         "workers": [{"name": "cpu", "model": "demo"} | merged(case.others.get("workerDefaults", {}), own)]
@@ -587,7 +587,7 @@ def test_entry_of_workers_goes_before_the_defaults(case: Case) -> None:
     assert look(values, case.where, case.path) == case.expected
 
 
-def test_no_value_is_without_a_case() -> None:
+def test_every_value_has_a_case() -> None:
     names = {value.name for value in CASES}
     missing = [v.path for v in all_values() if v.path not in names]
     assert missing == []
@@ -613,7 +613,7 @@ def test_two_pools_of_one_model_differ() -> None:
     assert look(values, "StatefulSet scheduler-demo", "spec.replicas") == 1
 
 
-def test_an_entry_takes_keys_of_the_defaults_away() -> None:
+def test_null_in_an_entry_removes_a_key_of_the_defaults() -> None:
     placed = {"nodeSelector": {"accelerator": "a100", "zone": "z"}, "podLabels": {"l": "m"}, "affinity": AFFINITY}
     entry = {
         "nodeSelector": {"accelerator": None, "disk": "ssd"},
@@ -630,13 +630,13 @@ def test_an_entry_takes_keys_of_the_defaults_away() -> None:
         assert look(values, where, "container.resources.requests") == {"memory": memory}
 
 
-def test_a_download_sees_the_volumes_of_its_worker() -> None:
+def test_a_download_has_the_volumes_of_its_worker() -> None:
     mount = {"name": "ca", "mountPath": "/etc/ssl/corporate"}
     values = merged(EMPTY, {"workerDefaults": {"extraVolumeMounts": [mount]}})
     assert mount in look(values, WORKER, "pod.initContainers.0.volumeMounts")
 
 
-def test_model_may_set_only_part_of_its_schedulers() -> None:
+def test_a_model_may_override_some_scheduler_values() -> None:
     values = {
         "models": [{"name": "demo", "scheduler": {"resources": {"requests": {"cpu": "4"}}}}],
         "scheduler": {"replicas": 3},
@@ -655,7 +655,7 @@ EVERYTHING: Values = {
 
 @pytest.mark.parametrize("family", ["IPv4", "IPv6"])
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
-def test_services_take_every_flag_and_variable(part: str, family: str) -> None:
+def test_services_accept_every_flag_and_variable(part: str, family: str) -> None:
     make = {
         "gateway": gateway_svc.server.make_parser,
         "scheduler": scheduler_svc.server.make_arguments,
