@@ -104,7 +104,7 @@ def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[i
     """Launches the steps that are measured to size the pool."""
     compute.warm_up(config.max_num_batched_tokens)
     for bucket in memory._largest(compute.buckets()):
-        compute.compute_nothing(bucket)
+        compute.run_empty(bucket)
     return 0, 1
 
 

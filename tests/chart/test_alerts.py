@@ -101,9 +101,9 @@ def firing_labels(name: str) -> list[set[str]]:
 
 def test_the_runbook_has_all_alerts() -> None:
     here = f'namespace="{NAMESPACE}"'
-    told = {name: (expression.replace("\\|", "|"), wait) for name, expression, wait in ROW.findall(RUNBOOK)}
+    documented = {name: (expression.replace("\\|", "|"), wait) for name, expression, wait in ROW.findall(RUNBOOK)}
     wanted = {
         name: (rule["expr"].replace(f"{{{here}, ", "{").replace(f"{{{here}}}", ""), rule["for"])
         for name, rule in rules().items()
     }
-    assert told == wanted
+    assert documented == wanted

@@ -85,8 +85,8 @@ def test_images_match_the_chart() -> None:
     built = set(re.findall(r"--tag (\S+)", "".join(path.read_text() for path in DOCKERFILES)))
     gpu = {"workers": [{"name": "gpu", "model": "demo", "gpuCount": 1}]}
     pods = [pod for values in ({}, gpu) for _, pod in render(values).pods()]
-    asked = {container["image"] for pod in pods for container in pod["spec"]["containers"]}
-    assert {image for image in asked if image.startswith("quire-")} == built
+    used = {container["image"] for pod in pods for container in pod["spec"]["containers"]}
+    assert {image for image in used if image.startswith("quire-")} == built
 
 
 # -- clean environments, made by the Dockerfiles' own commands ---------------------------------------------------------

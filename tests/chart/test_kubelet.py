@@ -31,7 +31,7 @@ from tests.promql import History, merge, read_scrape
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives every process 127.0.0.0/8")
 
 PORTS = {"gateway": 7051, "scheduler": 7052, "worker": 7061, "health": 7090, "metrics": 7091}
-PASSWORD = "tell-nobody"
+PASSWORD = "secret-password"
 API_KEY = "a-team-s-key"
 SERVER_NAME = "quire.example.com"
 LANES = 8

@@ -192,8 +192,8 @@ def test_network_policies_allow_required_ingress() -> None:
     pods = {
         pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
     }
-    who = {part: {other for other in pods if may_enter(objects, pods[part], pods[other])} for part in pods}
-    assert who == {
+    allowed = {part: {other for other in pods if may_enter(objects, pods[part], pods[other])} for part in pods}
+    assert allowed == {
         "gateway": {"test"},  # and clients of the namespaces in the values
         "scheduler": {"gateway", "worker"},
         "worker": {"scheduler"},
@@ -212,8 +212,13 @@ def test_egress_policies_match_ingress_policies() -> None:
     assert {(part, to) for part in parts for to in parts if may_leave(objects, pods[part], pods[to])} == let_in
     for part in ("gateway", "scheduler", "worker"):
         rules = objects.get("NetworkPolicy", part)["spec"]["egress"]
-        asked = [(port["port"], port["protocol"]) for port in rules[0]["ports"]]
-        assert asked == [(53, "UDP"), (53, "TCP"), (5353, "UDP"), (5353, "TCP")]  # DNS pods of OpenShift listen on 5353
+        dns_ports = [(port["port"], port["protocol"]) for port in rules[0]["ports"]]
+        assert dns_ports == [
+            (53, "UDP"),
+            (53, "TCP"),
+            (5353, "UDP"),
+            (5353, "TCP"),
+        ]  # DNS pods of OpenShift listen on 5353
 
 
 def may_leave(objects: Objects, source: dict[str, str], to: dict[str, str]) -> bool:

@@ -37,5 +37,5 @@ class Rank(Group):
     def all_reduce(self, x):
         return self.meeting.reduce(x, lambda all: all.sum(0))
 
-    def largest(self, x):
+    def all_reduce_max(self, x):
         return self.meeting.reduce(x, lambda all: all.amax(0))

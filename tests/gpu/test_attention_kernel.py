@@ -26,11 +26,12 @@ def run(case, *passes, num_programs=3):
     """Attention in one launch per (tiles, min_queries, max_queries)."""
     out = torch.full_like(case.q, float("nan"))
     longest = int((case.queries.contexts + 64).max())
-    for tiles, least, most in passes:
+    for tiles, min_queries, max_queries in passes:
         work, parts = case.empty_work(), case.empty_parts(-(-longest // tiles.split) if tiles.split else 1)
         make_work_list(
             case.queries, case.num_rows, work,
-            queries_per_tile=tiles.queries(case.shape), split=tiles.split, min_queries=least, max_queries=most,
+            queries_per_tile=tiles.queries(case.shape), split=tiles.split,
+            min_queries=min_queries, max_queries=max_queries,
         )  # fmt: skip
         attention.paged_attention(
             case.q, case.cache, case.queries, work, parts, out, case.shape, tiles, num_programs, case.scales
@@ -112,12 +113,12 @@ def test_an_empty_batch_writes_nothing():
     assert torch.isnan(fast(case)).all()
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 1), (2, MAX_QUERIES), (1, MAX_QUERIES)])
+@pytest.mark.parametrize(("min_queries", "max_queries"), [(1, 1), (2, MAX_QUERIES), (1, MAX_QUERIES)])
 @pytest.mark.parametrize("split", [0, 16])
-def test_work_list(least, most, split):
+def test_work_list(min_queries, max_queries, split):
     case = AttentionCase.make(PAIRS, [*MIXED, (3, 300)], dtype=torch.float32, block_size=16, padding=5)
     work = case.empty_work()
-    options = {"queries_per_tile": 4, "split": split, "min_queries": least, "max_queries": most}
+    options = {"queries_per_tile": 4, "split": split, "min_queries": min_queries, "max_queries": max_queries}
     make_work_list(case.queries, case.num_rows, work, **options)
     num_rows = int(case.num_rows)
     starts, contexts = case.queries.starts.tolist(), case.queries.contexts.tolist()

@@ -83,14 +83,16 @@ def test_too_little_memory_names_the_settings_to_change(divide):
         ValueError, match=r"^0 bytes are left for the KV cache, but one block takes .*raise gpu_memory_utilization"
     ):
         divide(Device(), gpu_memory_utilization=0.3)
-    says = "too little memory for a step of max_num_batched_tokens 8192, max_num_seqs 64; lower one.*Tried to allocate"
-    with pytest.raises(ValueError, match=says) as caught:
+    message = (
+        "too little memory for a step of max_num_batched_tokens 8192, max_num_seqs 64; lower one.*Tried to allocate"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
         divide(Device(weights=3900 * MIB), max_num_batched_tokens=8192)
     assert "more words" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("part", "says"),
+    ("part", "message"),
     [
         (
             "DeviceDecoder",
@@ -99,10 +101,10 @@ def test_too_little_memory_names_the_settings_to_change(divide):
         ("make_pool", "has too little memory for 64 blocks; lower num_blocks or kv_cache_memory"),
     ],
 )
-def test_weights_and_pools_that_do_not_fit_name_the_settings_to_change(folder, monkeypatch, part, says):
+def test_weights_and_pools_that_do_not_fit_name_the_settings_to_change(folder, monkeypatch, part, message):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(runner, part, fail)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         load(folder)

@@ -96,51 +96,51 @@ def hurt_a_rank(folder, tmp_path):
         script.write_text(HURT_A_RANK)
         root = Path(__file__).resolve().parents[2]
         environment = {**os.environ, "PYTHONPATH": f"{root}:{root}/protos:{root}/client"}
-        said = tmp_path / "said"
-        with said.open("w") as file:  # no pipe: a surviving follower would keep it open
+        log = tmp_path / "log"
+        with log.open("w") as file:  # no pipe: a surviving follower would keep it open
             done = subprocess.run(
                 [sys.executable, script, folder, which], cwd=root, stdout=file, stderr=file, timeout=120,
                 env=environment,
             )  # fmt: skip
-        pid = re.search(r"^follower (\d+)$", said.read_text(), re.MULTILINE)
-        assert pid is not None, said.read_text()
-        return done.returncode, int(pid[1]), said.read_text()
+        pid = re.search(r"^follower (\d+)$", log.read_text(), re.MULTILINE)
+        assert pid is not None, log.read_text()
+        return done.returncode, int(pid[1]), log.read_text()
 
     return hurt
 
 
 def test_a_stuck_rank_ends_the_worker(hurt_a_rank):
     """Rank 1 is suspended in a step in which rank 0 waits for it; both processes end."""
-    exit_code, follower, said = hurt_a_rank("follower")
-    assert exit_code == EXIT_RANK_LOST, said
-    assert "a step did not finish within 1 s: a rank is stuck; this worker exits" in said
+    exit_code, follower, log = hurt_a_rank("follower")
+    assert exit_code == EXIT_RANK_LOST, log
+    assert "a step did not finish within 1 s: a rank is stuck; this worker exits" in log
     wait_gone(follower)
 
 
 @pytest.mark.parametrize(
-    ("told", "exit_code", "says"),
+    ("refusal", "exit_code", "message"),
     [
         ("the GPU is too small", EXIT_BAD_SETTING, "rank-1: the GPU is too small; this worker exits with code 2"),
         (None, EXIT_RANK_LOST, "rank-1 ended (exit code -9); this worker exits with code 70"),
     ],
 )
-def test_the_error_of_a_rank_is_the_logged_reason(monkeypatch, caplog, told, exit_code, says):
+def test_the_error_of_a_rank_is_the_logged_reason(monkeypatch, caplog, refusal, exit_code, message):
     runner = object.__new__(ParallelRunner)
     runner._store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     runner._is_closing = threading.Event()
     runner._followers = [SimpleNamespace(name="rank-1", exitcode=-9, join=lambda: None, kill=lambda: None)]
-    if told:
-        runner._store.set("rank-1", told)
+    if refusal:
+        runner._store.set("rank-1", refusal)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as left:
         runner._end_with(runner._followers)
     assert left.value.code == exit_code
-    assert says in caplog.text
+    assert message in caplog.text
 
 
 def test_no_rank_outlives_rank_0(hurt_a_rank):
-    exit_code, follower, said = hurt_a_rank("lead")
-    assert exit_code == -signal.SIGKILL, said
+    exit_code, follower, log = hurt_a_rank("lead")
+    assert exit_code == -signal.SIGKILL, log
     wait_gone(follower)
 
 

@@ -99,10 +99,11 @@ class TritonAttention:
         if not columns.bucket.is_decode:
             self._attend(q, cache, columns, self._many_work, self._many, out)
 
-    def _list(self, columns: StepColumns, work: WorkList, tiles: Tiles, least: int, most: int) -> None:
+    def _list(self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int, max_queries: int) -> None:
         make_work_list(
             columns.queries, columns.num_rows, work,
-            queries_per_tile=tiles.queries(self._shape), split=tiles.split, min_queries=least, max_queries=most,
+            queries_per_tile=tiles.queries(self._shape), split=tiles.split,
+            min_queries=min_queries, max_queries=max_queries,
         )  # fmt: skip
 
     def _attend(
@@ -137,7 +138,7 @@ class TorchAttention:
         pass
 
     def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
-        host, queries = known_to_host(columns), columns.queries
+        host, queries = host_lengths(columns), columns.queries
         block_size = cache.keys.shape[1]
         for i, context in enumerate(host.contexts.tolist()):
             first, last = int(host.starts[i]), int(host.starts[i + 1])
@@ -162,7 +163,7 @@ def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return pool[blocks] if pool.itemsize > 1 else pool.view(torch.uint8)[blocks].view(pool.dtype)
 
 
-def known_to_host(columns: StepColumns) -> HostStep:
+def host_lengths(columns: StepColumns) -> HostStep:
     """Lengths on the host. Raises RuntimeError in a step that is a graph."""
     if columns.host is None:
         raise RuntimeError("this attention needs lengths on the host, so it cannot run in a CUDA graph")

@@ -165,9 +165,9 @@ class StepCompute:
         apply_deltas(self._state, self._state.new_zeros(1, 2))
         for is_filtered in (False, True):
             rows = self._max_rows
-            self.compute_nothing(Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered))
+            self.run_empty(Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered))
 
-    def compute_nothing(self, bucket: Bucket) -> None:
+    def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""
         none = np.zeros(1, np.int64)
         self._compute(bucket, HostStep(none, none[:0]))

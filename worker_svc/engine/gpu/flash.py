@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu.attention import LayerCache, known_to_host
+from worker_svc.engine.gpu.attention import LayerCache, host_lengths
 from worker_svc.engine.gpu.step_buffer import StepColumns
 
 
@@ -44,7 +44,7 @@ class FlashAttention:
             )  # fmt: skip
             out.copy_(found[:, 0])
             return
-        host = known_to_host(columns)
+        host = host_lengths(columns)
         lens = host.starts[1:] - host.starts[:-1]
         found = self._varlen(
             q, *cache.pools, cu_seqlens_q=columns.queries.starts, cu_seqlens_k=self._key_starts,

@@ -157,7 +157,7 @@ class Graphs:
 
     def _may_record(self, has_time: bool) -> bool:
         may = has_time and self._recorder.bytes_taken() < self._limit
-        return bool(self._group.least(int(may)))
+        return bool(self._group.all_reduce_min(int(may)))
 
 
 def _largest_of_each_kind(buckets: Sequence[Bucket]) -> list[Bucket]:

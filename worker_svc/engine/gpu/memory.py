@@ -79,7 +79,7 @@ def _measure(config: EngineConfig, compute: StepCompute, device: torch.device) -
         return 0, BYTES_PER_GRAPH * len(buckets)  # the interpreter compiles nothing and takes no device memory
     compute.warm_up(config.max_num_batched_tokens)
     peak = _peak(lambda: compute.warm_up(config.max_num_batched_tokens), device)
-    shared = max((_peak(partial(compute.compute_nothing, bucket), device) for bucket in _largest(buckets)), default=0)
+    shared = max((_peak(partial(compute.run_empty, bucket), device) for bucket in _largest(buckets)), default=0)
     torch.cuda.empty_cache()
     return peak, shared + BYTES_PER_GRAPH * len(buckets)
 

@@ -44,8 +44,8 @@ class Group:
             total += part
         return total
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """The maximum over ranks, in place."""
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
@@ -76,7 +76,7 @@ class Group:
             dist.broadcast(pieces[1], 0, self._control)
         return b"".join(piece.numpy().tobytes() for piece in pieces)[LENGTH.size : end]
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest value of all ranks."""
         found = torch.tensor([value])
         if self.size > 1:

@@ -67,13 +67,13 @@ class ParallelRunner(DeviceRunner):
         self._is_loaded = False
         for process in self._followers:
             process.start()
-        atexit.register(self._abandon)
+        atexit.register(self._kill_followers)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         try:
             super().__init__(config, progress, _join(config, 0, store))
             self._is_loaded = True
         except BaseException:
-            self._abandon()
+            self._kill_followers()
             raise
 
     def launch(self, batch: StepBatch) -> PendingStep:
@@ -93,10 +93,10 @@ class ParallelRunner(DeviceRunner):
         self._group.send(STOP)
         for process in self._followers:
             process.join(JOIN_TIMEOUT_S)
-        self._abandon()
+        self._kill_followers()
         _leave_group()
 
-    def _abandon(self) -> None:
+    def _kill_followers(self) -> None:
         """Kills followers: one that is suspended or waits in a collective cannot be stopped otherwise."""
         self._is_closing.set()
         for process in self._followers:
@@ -141,7 +141,7 @@ class ParallelRunner(DeviceRunner):
         logger.critical("%s; this worker exits with code %d", reason, exit_code)
         for handler in logging.getLogger().handlers:
             handler.flush()
-        self._abandon()
+        self._kill_followers()
         os._exit(exit_code)
 
 

@@ -167,7 +167,7 @@ class DeviceRunner:
             )  # fmt: skip
             kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else DTYPES[dtype]
             shares = divide_memory(config, model, kv_dtype, self._compute, self._device)
-            num_blocks = self._group.least(shares.num_blocks)
+            num_blocks = self._group.all_reduce_min(shares.num_blocks)
             with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
                 self._pool = make_pool(num_blocks, config.block_size, model, kv_dtype, self._device)
             self._compute.use_cache(self._pool)

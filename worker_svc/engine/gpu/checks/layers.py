@@ -124,7 +124,7 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
         f"{'with' if norms else 'without'} norms, {setup.dtype}, block_size {setup.block_size}, cache {keys.dtype}",
         range(count + 1),
         run,
-        {"queries": q, "keys": keys, "values": values, "stores beside the slots": torch.zeros(count)},
+        {"queries": q, "keys": keys, "values": values, "stores outside the slots": torch.zeros(count)},
         {"queries": TOLERANCES[setup.dtype], "keys": TOLERANCES[keys.dtype]},
     )
 
@@ -163,4 +163,4 @@ class _Pools:
         for flat in as_bytes:
             flat[slots[slots >= self._block_size]] = 0
         num_stray = sum(int(flat.count_nonzero()) for flat in as_bytes)
-        return {"keys": keys, "values": values, "stores beside the slots": torch.full((last - first,), num_stray)}
+        return {"keys": keys, "values": values, "stores outside the slots": torch.full((last - first,), num_stray)}

@@ -161,7 +161,7 @@ def sample(
     )  # fmt: skip
     if is_part:
         read_keys_kernel[(triton.cdiv(num_samples, KEYS),)](
-            group.largest(keys), state, state.stride(0), rows, *out, num_samples, BLOCK=KEYS, num_warps=4
+            group.all_reduce_max(keys), state, state.stride(0), rows, *out, num_samples, BLOCK=KEYS, num_warps=4
         )
 
 

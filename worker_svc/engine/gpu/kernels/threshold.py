@@ -199,7 +199,7 @@ def find_thresholds(
     chunk_top_kernel[grid](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=8)
     if group.size > 1:
         top = scratch.top[:num_samples]
-        top[:, 0] = group.largest(top.amax(1))
+        top[:, 0] = group.all_reduce_max(top.amax(1))
     start_kernel[(num_samples,)](*common, scratch.top, scratch.lowest, chunks, CHUNKS=lines, num_warps=1)
     for kind in (COUNT, WEIGH):
         for shift in range(TOP_SHIFT.value, -1, -4):
