@@ -21,15 +21,13 @@ from worker_svc.engine.machine import available_cores
 
 logger = logging.getLogger(__name__)
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("attention.cpp", "cpu.cpp", "forward.cpp", "linear.cpp", "team.cpp")
-)
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "products.h", "rows.h", "team.h", "vec.h"))
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 ABI_VERSION = 8
 COMPILE_TIMEOUT_S = 300
 
-# Sums keep their order and a multiply-add is fused only where the source says so: results must not depend on how a
-# loop was unrolled or inlined. The last two drop errno and trap bookkeeping, which changes no result.
+# Sums keep their order, and a multiply-add is fused only where the source says so: results must not depend on how a
+# loop was unrolled or inlined. -fno-math-errno and -fno-trapping-math change no result.
 STRICT_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -47,7 +45,7 @@ class KernelBuildError(RuntimeError):
 
 
 def load_kernels() -> ctypes.CDLL:
-    """The kernels as a loaded library, compiled first if this machine has no fitting copy yet.
+    """The kernels as a loaded library, compiled first if this machine has no matching copy.
 
     Raises KernelBuildError when there is no compiler or it fails.
     """
@@ -67,7 +65,7 @@ def load_kernels_built_with(*flags: str) -> ctypes.CDLL:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: QUIRE_CACHE_DIR, or the user's cache folder."""
+    """The folder of compiled kernels: QUIRE_CACHE_DIR, or the user's cache folder."""
     chosen = os.environ.get("QUIRE_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -86,7 +84,7 @@ def _find_compiler() -> str:
 
 
 def _flag_sets() -> list[tuple[str, ...]]:
-    """Best first; the last ones make do with less."""
+    """The fastest first; a compiler that does not know its flags gets the next one."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     native = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
     return list(dict.fromkeys([(*STRICT_FLAGS, *native), (*STRICT_FLAGS, *native[:1]), STRICT_FLAGS]))
@@ -112,8 +110,8 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Workers of one machine that start together wait for the first one's kernels. The lock is the folder's own, and
-    ends with its process; a file system without locks lets each build for itself."""
+    """Workers that start together on one machine wait for the first one's kernels. The folder is locked, until this
+    process ends at the latest; on a file system without locks each worker compiles its own."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -133,7 +131,7 @@ def _compile(compiler: str, flags: tuple[str, ...], scratch: Path, target: Path)
         commands = ([compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(SOURCES, objects, strict=True))
         list(pool.map(_run, commands))
     _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
-    os.replace(library, target)  # whole or not at all
+    os.replace(library, target)  # atomic
 
 
 def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
@@ -144,7 +142,7 @@ def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on, as far as the system tells."""
+    """What -march=native depends on, as far as the system shows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 // A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
-// the order of model.py; what is saved is the way back to Python between them, which costs a small model more than the
-// operations do, and waking the helpers for each of them.
+// the order of model.py. One call saves the return to Python between them, which costs a small model more than the
+// operations, and waking the helpers for each of them.
 #include <cstring>
 
 #include "kernels.h"
@@ -29,11 +29,11 @@ struct Batch {
   const int32_t* positions;
   const int64_t* slots;
   const int32_t *tables, *rows, *query_starts, *context_lens;
-  const int64_t* heads;  // tokens that are read after the last layer, ascending
+  const int64_t* heads;  // tokens whose logits are wanted, ascending
   int64_t num_tokens, num_rows, num_heads, table_stride;
 };
 
-// The workspace of a step: one part after the other, each of num_tokens rows.
+// The workspace of a step: contiguous parts, each of num_tokens rows.
 struct Parts {
   char *x, *residual, *qkv, *q, *attended, *activated;
 
@@ -76,7 +76,7 @@ struct Forward {
       memcpy(p.x + t * bytes, (const char*)m.embedding + b.token_ids[t] * bytes, bytes);
   }
 
-  // `added`: what the layer before has left for x; null: nothing.
+  // `added`: the residual of the previous layer, to be added to x; null: none.
   void attend(const Layer& layer, const void* added) {
     const int is_bf16 = int(m.is_bf16);
     linear_of_norm(pass, is_bf16, layer.qkv, {p.x, added, layer.input_norm, m.eps}, p.qkv, b.num_tokens);

@@ -1,4 +1,4 @@
-// What one kernel file calls of another. Each function is one or more phases of a pass; `is_bf16` chooses the storage
+// Functions that kernel files call in each other. Each is one or more phases of a pass; `is_bf16` selects the storage
 // type of every untyped pointer.
 #pragma once
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Linear {
   int64_t in, out;
 };
 
-// x += residual (null: nothing), and the rows of x that are read are normed and weighted.
+// x += residual (null: no residual), then RMSNorm of x times weight.
 struct Norm {
   void* x;
   const void* residual;
@@ -33,7 +33,7 @@ struct QkvShape {
 struct AttentionTask {
   int32_t row, head, first;  // the first query vector
   int32_t queries;
-  int64_t num_keys;  // that the last of them sees
+  int64_t num_keys;  // visible to the last of them
 };
 
 void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n);

@@ -22,10 +22,10 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / kWidth;
-constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // two or more vectors of outputs times these rows are kSums sums
+constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // x at least two vectors of outputs: kSums sums
 constexpr int kLine = 64;
-constexpr int64_t kBlockBytes = 512 << 10;  // of packed x that is used over and over: half a second-level cache
-constexpr int64_t kBlockTiles = 16;         // and no more, so that threads end together
+constexpr int64_t kBlockBytes = 512 << 10;  // of packed x that all panels reuse: half of a second-level cache
+constexpr int64_t kBlockTiles = 16;         // at most, so that threads finish together
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }
@@ -42,7 +42,7 @@ template <typename T> float quantize_weight(const T* weight, int64_t in, uint8_t
   return top / kInt8Max;
 }
 
-// One panel from `outs` rows of W; the outputs that are missing to a whole panel stay 0.
+// One panel from `outs` rows of W; the outputs beyond those stay 0.
 template <typename T>
 void pack_panel(int kind, const T* weight, int64_t outs, int64_t in, float* scales, char* panel) {
   const int64_t groups = ceil_div(in, group_of(kind));
@@ -132,8 +132,8 @@ template <typename T> INLINE void store_part(T* out, v16 y, int64_t count) {
 }
 
 template <typename T> struct Call {
-  const T* x;       // rows that are read as they are, or
-  const Norm* norm; // rows that are normed first
+  const T* x;       // rows without a norm, or
+  const Norm* norm; // rows to be normed first
   const char* weight;
   const float* scales;  // [out rounded up to kPanel]
   const T* bias;        // [out] or null
@@ -145,8 +145,8 @@ template <typename T> struct Call {
 template <typename T> struct Target {
   T* y;            // of row 0
   int64_t stride;  // from row to row
-  int64_t count;   // outputs that there are, at most kPanel
-  const T* gates;  // [rows, kPanel], what multiplies y once it is activated; null: nothing
+  int64_t count;   // number of outputs, at most kPanel
+  const T* gates;  // [rows, kPanel]: y is multiplied by their activation; null: no gates
   Activation activation;
 };
 
@@ -196,7 +196,7 @@ void multiply_panel(const Call<T>& c, const Tiles& tiles, int64_t first_tile, in
   }
 }
 
-// A thread's memory that lasts from call to call: to allocate is to fault in fresh pages.
+// Memory of a thread, kept between calls: allocating would fault in fresh pages.
 template <typename T> T* buffer_of_thread(int64_t count) {
   thread_local std::vector<T> buffer;
   if (int64_t(buffer.size()) < count) buffer.resize(count);
@@ -212,7 +212,7 @@ template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
   return normed;
 }
 
-// Packed rows, and how they are cut.
+// Packed rows and their tiles.
 struct Packed {
   Tiles tiles;
   int64_t words;  // of a row
@@ -235,7 +235,7 @@ template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c)
   return packed;
 }
 
-// run(first_tile, last_tile, panel) for all panels over one block of rows after the other.
+// Calls run(first_tile, last_tile, panel) for all panels, block of rows by block of rows.
 template <typename Run> void over_panels(Pass& pass, const Packed& packed, int64_t panels, const Run& run) {
   const int64_t fitting = kBlockBytes / (packed.words * int64_t(sizeof(int32_t)) * kTileRows);
   const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);
@@ -258,7 +258,7 @@ template <typename K, typename T> void multiply_all(Pass& pass, const Call<T>& c
   });
 }
 
-// Outputs [gate | up] become activation(gate) * up.
+// Combines outputs [gate | up] into activation(gate) * up.
 template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>& c, Activation activation) {
   const Packed packed = pack_rows<K>(pass, c);
   const int64_t inner = c.out / 2, panels = inner / kPanel;
@@ -274,7 +274,7 @@ template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>&
   });
 }
 
-// run(kind, type) with the kind and the storage type that the numbers stand for.
+// Calls run(kind, type) with the types of that kind and storage.
 template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run) {
   if (kind == kFloat32) return run(Float32(), float());
   if (kind == kBfloat16) return run(Bfloat16(), uint16_t());
@@ -289,7 +289,7 @@ Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, void* y,
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------
-// What forward.cpp calls.
+// Called by forward.cpp.
 
 void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
@@ -311,7 +311,7 @@ void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const No
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32. `is_bf16` chooses the storage type of weight, x, bias and y.
+// The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32. `is_bf16` selects the storage type of weight, x, bias and y.
 
 extern "C" {
 

@@ -1,8 +1,8 @@
-// What a linear layer does with one group of inputs, for each kind of number: how x is packed, how a vector of outputs
-// adds one group, and how a sum becomes a result.
+// Arithmetic of linear layers for each kind of number: how x is packed, how a vector of outputs adds one group of inputs,
+// and how a sum becomes a result.
 //
-// A vector is as wide as the processor's registers (`kWidth` lanes). Its width decides nothing: a lane is one output, and
-// adds its inputs strictly in order. What decides a result is listed by `quire_arithmetic` (cpu.cpp): whether
+// A vector is as wide as the processor's registers (`kWidth` lanes). Its width changes no result: a lane is one output,
+// and adds its inputs strictly in order. `quire_arithmetic` (cpu.cpp) lists what does change results: whether
 // multiply-adds are fused, and whether one instruction multiplies pairs of bfloat16. int8 sums are exact.
 #pragma once
 #include <algorithm>
@@ -21,7 +21,7 @@ INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE float int8_steps_per_unit(float largest) { return largest > kInt8Smallest ? kInt8Max / largest : 0.f; }
 
-// kSums: sums of one vector each that fit the registers beside weights and inputs.
+// kSums: vectors of sums that fit the registers beside weights and inputs.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16, kSums = 24;
 #elif defined(__AVX2__)
@@ -68,10 +68,10 @@ INLINE Ints multiply_halves(Ints a, Ints b) {
 #endif
 }
 
-// What a row of x needs at the end.
+// How the sums of a row of x become results.
 struct RowScale {
   float scale;
-  int32_t offset;  // what 128 in every weight has added
+  int32_t offset;  // the excess of 128 in every weight
 };
 
 // Each kind K has
@@ -96,7 +96,7 @@ struct Float32 {
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// Pairs, multiplied by one instruction.
+// One instruction multiplies pairs.
 struct Bfloat16 {
   typedef Floats Sum;
   typedef Words Weights;

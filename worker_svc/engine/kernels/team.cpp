@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int64_t kMaxParts = 0xffff;
-constexpr std::chrono::microseconds kAwake{50};  // about what it takes to wake a thread
+constexpr std::chrono::microseconds kAwake{50};  // about the time to wake a thread
 constexpr int kPausesPerLook = 16;
 
 int64_t parts_of(uint64_t ticket) { return int64_t(ticket >> 16 & 0xffff); }
@@ -25,7 +25,7 @@ void pause() {
 #endif
 }
 
-// Whether `is_true` became true within kAwake, while `is_wanted` is.
+// Waits at most kAwake, and only while `is_wanted`; returns whether `is_true` became true.
 template <typename Condition, typename Wanted> bool spin_until(const Condition& is_true, const Wanted& is_wanted) {
   const auto deadline = std::chrono::steady_clock::now() + kAwake;
   do {
@@ -47,7 +47,7 @@ Team::Team(int threads) {
 Team::~Team() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    is_over_ = true;
+    is_ending_ = true;
   }
   helpers_called_.notify_all();
   for (std::thread& helper : helpers_) helper.join();
@@ -108,7 +108,7 @@ void Team::help() {
   while (await_part()) take_parts();
 }
 
-// False when the team is over.
+// Returns false when the team ends.
 bool Team::await_part() {
   const auto has_any = [this] { return has_part(ticket_.load()); };
   const auto is_open = [this] { return is_open_.load(std::memory_order_relaxed); };
@@ -116,8 +116,8 @@ bool Team::await_part() {
     std::unique_lock<std::mutex> lock(mutex_);
     num_asleep_++;
     const uint64_t seen = num_calls_;
-    helpers_called_.wait(lock, [&] { return num_calls_ != seen || has_any() || is_over_; });
-    if (is_over_) return false;
+    helpers_called_.wait(lock, [&] { return num_calls_ != seen || has_any() || is_ending_; });
+    if (is_ending_) return false;
   }
   return true;
 }

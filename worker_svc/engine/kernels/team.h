@@ -1,9 +1,9 @@
 // A thread and the helpers that share its work, one phase after another.
 //
-// A phase is a number of tasks that may run in any order. Whoever is awake takes the next one, so nobody waits for a
-// thread that sleeps or whose core another process has; a phase is over when all tasks that were taken are done, and the
-// caller takes all of them if nobody else comes. Helpers wait for the next phase of a pass awake, but only for a moment,
-// and sleep between passes: the cores belong to other processes too.
+// A phase is a number of tasks that may run in any order. Each thread that is awake takes the next task, so no thread
+// waits for one that sleeps or has lost its core to another process. A phase ends when all tasks are done; the caller
+// runs all of them if no helper is awake. Between the phases of a pass helpers spin for a moment; between passes they
+// sleep, because other processes need the cores.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -17,7 +17,7 @@ class Team {
   explicit Team(int threads);
   ~Team();
 
-  // The calling thread's team, made anew when it had another size.
+  // The calling thread's team; a team of another size is replaced.
   static Team& of_this_thread(int threads);
 
   void open() { is_open_.store(true, std::memory_order_relaxed); }
@@ -40,22 +40,22 @@ class Team {
   void await_done(int64_t parts);
   void wake_helpers();
 
-  Phase phase_{};  // written while no part is open, read by who has taken one
-  // The phase's number (32 bits), its parts (16), the next part (16): to take a part is to count it up, and fails for
-  // who looked at an earlier phase.
+  Phase phase_{};  // written while no part is open, read by threads that have taken a part
+  // The phase's number (32 bits), its number of parts (16) and the next part (16). A thread takes a part by incrementing
+  // it; the exchange fails if the thread has read an earlier phase.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int64_t> num_done_{0};
   alignas(64) std::atomic<bool> is_open_{false};
-  std::atomic<int> num_asleep_{0};  // helpers that have to be called
+  std::atomic<int> num_asleep_{0};  // helpers that must be woken
   std::atomic<bool> caller_sleeps_{false};
   std::mutex mutex_;
   std::condition_variable helpers_called_, parts_done_;
   uint64_t num_calls_ = 0;  // under the mutex
-  bool is_over_ = false;    // under the mutex
+  bool is_ending_ = false;    // under the mutex
   std::vector<std::thread> helpers_;
 };
 
-// Phases that follow closely on each other. With one thread they run where they are called.
+// A series of phases. With one thread they run in the calling thread.
 class Pass {
  public:
   explicit Pass(int threads) : team_(threads > 1 ? &Team::of_this_thread(threads) : nullptr), threads(threads) {
@@ -83,3 +83,6 @@ class Pass {
  public:
   const int threads;
 };
+
+// Threads for that much work: one if waking others costs more than they save.
+inline int threads_for(int64_t work, int64_t serial_work, int threads) { return work > serial_work ? threads : 1; }

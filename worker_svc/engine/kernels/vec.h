@@ -1,6 +1,6 @@
-// Vectors of 16 floats, and storage as float or bfloat16: what every kernel file works with.
+// Vectors of 16 floats, and their storage as float or bfloat16, for all kernel files.
 //
-// Sums of 16 lanes have one fixed tree, and a multiply-add is fused exactly where `fma16` and `fma1` say so.
+// Sums of 16 lanes have one fixed tree, and a multiply-add is fused only where `fma16` and `fma1` say so.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -69,7 +69,7 @@ template <> INLINE uint16_t from_float<uint16_t>(float x) {
   return x == x ? uint16_t(rounded) : uint16_t(0x7fc0);
 }
 
-// What a value becomes by being stored as T and read back.
+// A value after a store as T and a load.
 template <typename T> INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
 
 INLINE v16 load16(const float* p) {
@@ -102,7 +102,7 @@ template <typename T> INLINE v16 round16(v16 x) {
 // One fixed tree over 16 lanes.
 INLINE float sum_lanes(v16 x) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);  // halves, as below
+  return _mm512_reduce_add_ps((__m512)x);  // the same tree as below
 #else
   float a[kLanes];
   memcpy(a, &x, sizeof a);
@@ -145,7 +145,7 @@ INLINE v16 exp16(v16 x) {
   return (v16)((i16)e & ~is_zero);
 }
 
-// Whether a block of the KV pool is laid out in pairs, for the instruction that multiplies two bfloat16 at once.
+// Whether a block of the KV pool is stored in pairs, for AVX512-BF16.
 template <typename T> INLINE bool is_paired(int64_t block_size) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
   return sizeof(T) == 2 && block_size % kLanes == 0;

@@ -1,0 +1,208 @@
+// Attention in float32 arithmetic, for any processor. A vector holds one dimension of 16 keys, or 16 dimensions of a value.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+
+namespace {
+
+template <typename T> struct Scratch {
+  std::vector<float> q, scores, acc;  // [kQueryTile, head_dim], [kQueryTile, kKeyTile], [kQueryTile, padded_dim]
+  std::vector<T> k_pack, v_pack;      // [head_dim, kKeyTile], [kKeyTile, padded_dim]
+  float row_max[kQueryTile], row_sum[kQueryTile];
+  Scratch(int64_t head_dim, int64_t padded_dim)
+      : q(kQueryTile * head_dim),
+        scores(kQueryTile * kKeyTile),
+        acc(kQueryTile * padded_dim),
+        k_pack(head_dim * kKeyTile),
+        v_pack(kKeyTile * padded_dim) {}
+};
+
+// A tile of keys and values in groups of 16: read in place if the pool's layout allows it, else packed.
+template <typename T> struct KeyTile {
+  const T *keys[kKeyTile / kLanes], *values[kKeyTile / kLanes];
+  int64_t key_stride;    // from one dimension to the next
+  int64_t value_stride;  // from one key to the next
+};
+
+template <typename T>
+void pack_keys(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count, T* pack) {
+  const int64_t bs = int64_t(1) << a.block_shift, plane = a.head_dim * bs;
+  for (int j = 0; j < count; j++) {
+    const int64_t position = start + j;
+    const T* key = a.k_cache + (table[position >> a.block_shift] * a.kv_heads + head) * plane + (position & (bs - 1));
+    for (int64_t d = 0; d < a.head_dim; d++) pack[d * kKeyTile + j] = key[d * bs];
+  }
+}
+
+template <typename T>
+void pack_values(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
+                 int64_t padded_dim, T* pack) {
+  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim;
+  for (int j = 0; j < count; j++) {
+    const int64_t position = start + j;
+    const int64_t plane = (table[position >> a.block_shift] * a.kv_heads + head) * bs;
+    memcpy(pack + j * padded_dim, a.v_cache + (plane + (position & (bs - 1))) * dim, dim * sizeof(T));
+  }
+}
+
+template <typename T>
+void gather_tile(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
+                 int64_t padded_dim, Scratch<T>& scratch, KeyTile<T>& tile) {
+  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim, plane = dim * bs;
+  const bool keys_in_place = bs % kLanes == 0;
+  const bool values_in_place = keys_in_place && padded_dim == dim;
+  T *k_pack = scratch.k_pack.data(), *v_pack = scratch.v_pack.data();
+  if (!keys_in_place) pack_keys(a, table, head, start, count, k_pack);
+  if (!values_in_place) pack_values(a, table, head, start, count, padded_dim, v_pack);
+  tile.key_stride = keys_in_place ? bs : kKeyTile;
+  tile.value_stride = padded_dim;
+  for (int v = 0; v * kLanes < count; v++) {
+    const int64_t position = start + v * kLanes, offset = position & (bs - 1);
+    const int64_t base = (table[position >> a.block_shift] * a.kv_heads + head) * plane;
+    tile.keys[v] = keys_in_place ? a.k_cache + base + offset : k_pack + v * kLanes;
+    tile.values[v] = values_in_place ? a.v_cache + base + offset * dim : v_pack + v * kLanes * padded_dim;
+  }
+}
+
+// scores[r][16 * v ..] = q[r] . key, for R query vectors and V groups of keys, dimensions strictly in order.
+template <typename T, int R, int V>
+INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int first, float* scores) {
+  v16 acc[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) acc[r][v] = v16{};
+  for (int64_t d = 0; d < dim; d++) {
+    v16 key[V];
+    for (int v = 0; v < V; v++) key[v] = load16(tile.keys[first + v] + d * tile.key_stride);
+    for (int r = 0; r < R; r++) {
+      const v16 x = splat(q[r * dim + d]);
+      for (int v = 0; v < V; v++) acc[r][v] = fma16(x, key[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store16(scores + r * kKeyTile + (first + v) * kLanes, acc[r][v]);
+}
+
+template <typename T, int R, int V>
+void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+  int v = 0;
+  for (; v + V <= groups; v += V) score_block<T, R, V>(q, dim, tile, v, scores);
+  for (; v < groups; v++) score_block<T, R, 1>(q, dim, tile, v, scores);
+}
+
+template <typename T>
+void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+  int r = 0;
+  for (; r + 8 <= queries; r += 8) score_rows<T, 8, 2>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r + 4 <= queries; r += 4) score_rows<T, 4, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r + 2 <= queries; r += 2) score_rows<T, 2, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  for (; r < queries; r++) score_rows<T, 1, 8>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+}
+
+// acc[r][first ..] += probs[r][j] * value[j], for R query vectors and 16 * V dimensions, keys strictly in order.
+template <typename T, int R, int V>
+INLINE void value_block(const float* probs, const KeyTile<T>& tile, int count, int64_t first, int64_t stride,
+                        float* out) {
+  v16 acc[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) acc[r][v] = load16(out + r * stride + first + v * kLanes);
+  for (int start = 0; start < count; start += kLanes) {
+    const T* value = tile.values[start / kLanes] + first;
+    const int in_group = std::min(kLanes, count - start);
+    for (int j = 0; j < in_group; j++, value += tile.value_stride) {
+      v16 x[V];
+      for (int v = 0; v < V; v++) x[v] = load16(value + v * kLanes);
+      for (int r = 0; r < R; r++) {
+        const v16 p = splat(probs[r * kKeyTile + start + j]);
+        for (int v = 0; v < V; v++) acc[r][v] = fma16(p, x[v], acc[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store16(out + r * stride + first + v * kLanes, acc[r][v]);
+}
+
+template <typename T, int R>
+void value_rows(const float* probs, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+  constexpr int V = R >= 8 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, count, d, dim, out);
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) value_block<T, R, 2>(probs, tile, count, d, dim, out);
+  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, count, d, dim, out);
+}
+
+template <typename T>
+void value_tile(const float* probs, int queries, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+  int r = 0;
+  for (; r + 8 <= queries; r += 8) value_rows<T, 8>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r + 4 <= queries; r += 4) value_rows<T, 4>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r + 2 <= queries; r += 2) value_rows<T, 2>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+}
+
+// Turns one row of scores into weights. Keys of the tile after the first `visible` get weight 0.
+INLINE void softmax_row(float* scores, int64_t visible, int groups, float& row_max, float& row_sum, float* acc,
+                        int64_t dim) {
+  if (visible <= 0) {
+    for (int v = 0; v < groups; v++) store16(scores + v * kLanes, v16{});
+    return;
+  }
+  const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int limit = int(std::min<int64_t>(visible, kKeyTile));
+  v16 top = splat(row_max);
+  for (int v = 0; v < groups; v++) {
+    v16 s = load16(scores + v * kLanes);
+    s = lane < limit - v * kLanes ? s : splat(kNegInf);
+    store16(scores + v * kLanes, s);
+    top = vmax(s, top);
+  }
+  const float new_max = max_lanes(top);
+  v16 sum{};
+  for (int v = 0; v < groups; v++) {
+    const v16 p = exp16(load16(scores + v * kLanes) - new_max);
+    store16(scores + v * kLanes, p);
+    sum += p;
+  }
+  const float shrink = exp16(splat(row_max - new_max))[0];
+  row_sum = fma1(row_sum, shrink, sum_lanes(sum));
+  row_max = new_max;
+  if (shrink == 1.f) return;
+  for (int64_t d = 0; d < dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
+}
+
+template <typename T>
+void attention_task(const AttentionArgs<T>& a, const Task& task, int64_t padded_dim, Scratch<T>& scratch) {
+  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.context_lens[task.row];
+  const int64_t head = task.head, first = task.first, start = a.query_starts[task.row];
+  const int queries = task.queries;
+  const int32_t* table = a.tables + a.rows[task.row] * a.table_stride;
+  float *q = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
+  auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + head * group + i % group) * dim; };
+  for (int r = 0; r < queries; r++) {
+    const T* x = a.q + offset(first + r);
+    for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scale;
+    scratch.row_max[r] = kNegInf;
+    scratch.row_sum[r] = 0.f;
+  }
+  std::fill(acc, acc + queries * padded_dim, 0.f);
+  KeyTile<T> tile;
+  for (int64_t key = 0; key < task.num_keys; key += kKeyTile) {
+    const int count = int(std::min<int64_t>(kKeyTile, task.num_keys - key));
+    const int groups = (count + kLanes - 1) / kLanes;
+    gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
+    score_tile(q, queries, dim, tile, groups, scores);
+    for (int r = 0; r < queries; r++)
+      softmax_row(scores + r * kKeyTile, context + (first + r) / group + 1 - key, groups, scratch.row_max[r],
+                  scratch.row_sum[r], acc + r * padded_dim, padded_dim);
+    value_tile(scores, queries, tile, count, padded_dim, acc);
+  }
+  for (int r = 0; r < queries; r++) {
+    T* out = a.out + offset(first + r);
+    const float scale = 1.f / scratch.row_sum[r];
+    for (int64_t d = 0; d < dim; d++) out[d] = from_float<T>(acc[r * padded_dim + d] * scale);
+  }
+}
+
+}  // namespace
