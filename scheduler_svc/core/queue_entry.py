@@ -46,7 +46,7 @@ class QueueEntry:
 
     @property
     def num_rows(self) -> int:
-        """Rows that it takes with the samples that will fork from it."""
+        """Rows for it and all samples that can fork from it."""
         return 1 + len(self.seq.forks)
 
     @property

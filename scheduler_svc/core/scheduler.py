@@ -253,10 +253,13 @@ class Scheduler:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 break
             if smallest is None or entry.num_needed_tokens < smallest[0]:
-                found = worker.find_room(entry, self.config.watermark, self._measures.mean_output)
+                found = worker.find_room(entry.seq, self.config.watermark, self._measures.mean_output)
                 if not isinstance(found, Refusal):
-                    planner.admit(entry.seq, found, plan)
+                    late = entry.seq.forks[found.num_forks :]
+                    entry.seq.forks = entry.seq.forks[: found.num_forks]
+                    planner.admit(entry.seq, found.hits, plan)
                     self._note_admitted(worker, entry.seq, now)
+                    self._requests.enqueue_samples(late)
                     continue
                 smallest = entry.num_needed_tokens, found
                 num_refused += 1

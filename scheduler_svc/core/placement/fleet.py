@@ -79,11 +79,9 @@ class Fleet:
         sizes = [worker.capacity for worker in workers]
         self._max_model_len = max((c.max_model_len for c in sizes), default=0)  # the same for all
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
-        self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
-        self.most_rows = int(self._max_rows.max(initial=0))
+        self.most_rows = max((c.max_num_seqs for c in sizes), default=0)
         self._smallest_pool = min(self._pool_tokens.tolist(), default=0)
-        self._fewest_rows = min(self._max_rows.tolist(), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -192,9 +190,9 @@ class Fleet:
         if num_prompt + max_tokens > self._max_model_len:
             return np.zeros(len(self._workers), dtype=np.bool_)
         able = self._is_open
-        held, num_rows = num_prompt + max(1, max_tokens) - 1, 1 + len(seq.forks)
-        if held > self._smallest_pool or num_rows > self._fewest_rows:
-            able = able & (self._pool_tokens >= held) & (self._max_rows >= num_rows)
+        held = num_prompt + max(1, max_tokens) - 1
+        if held > self._smallest_pool:
+            able = able & (self._pool_tokens >= held)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(able) > able[failed]:
             able = able.copy()
@@ -205,7 +203,7 @@ class Fleet:
         """Workers with a row for it, or a less urgent one to preempt, that have not refused it and have little prefill
         pending.
         """
-        room: Bools = self._free_rows >= entry.num_rows
+        room: Bools = self._free_rows > 0
         can_preempt = self._least_urgent > entry.seq.group.priority if self._is_mixed else None
         for name in entry.refusals:
             i = self._position.get(name)

@@ -49,7 +49,7 @@ def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, waterma
     urgent = entry.seq
     if _has_space(urgent, worker) or not _may_displace(urgent, worker):
         return
-    refusal = worker.check_preempting(entry, watermark, mean_output)
+    refusal = worker.check_preempting(urgent, watermark, mean_output)
     if refusal is not None:
         entry.refusals[worker.capacity.worker_id] = refusal
         return
@@ -58,7 +58,7 @@ def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, waterma
 
 
 def _has_space(seq: Sequence, worker: WorkerBooks) -> bool:
-    return worker.has_space(1 + len(seq.forks), ceil_div(seq.data.num_tokens, worker.capacity.block_size))
+    return worker.has_space(1, ceil_div(seq.data.num_tokens, worker.capacity.block_size))
 
 
 def _may_displace(seq: Sequence, worker: WorkerBooks) -> bool:

@@ -155,9 +155,8 @@ class Requests:
             self._leave_queue(seq)
             seq.move_to(SequenceStatus.FINISHED)
         seq.forks = []
-        if forks and keep_forks:
-            forks[0].forks = forks[1:]
-            self._enqueue(forks[0])
+        if keep_forks:
+            self.enqueue_samples(forks)
         self._forget_if_done(seq.group)
         return _finished(seq, reason, stop_token_id, message)
 
@@ -168,12 +167,10 @@ class Requests:
         for leader in seq.group.sequences:  # it waited to fork off another sample
             if seq in leader.forks:
                 leader.forks.remove(seq)
-                if leader.worker_id is None:
-                    self._sort_out(leader)
-                    return
-                worker = self._workers[leader.worker_id]
-                worker.unreserve_row()
-                self._fleet.touch(worker)
+                if leader.worker_id is not None:
+                    worker = self._workers[leader.worker_id]
+                    worker.unreserve_row()
+                    self._fleet.touch(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
@@ -192,6 +189,12 @@ class Requests:
         else:
             self._counts.migrations[migration] += 1
         self._enqueue(seq)
+
+    def enqueue_samples(self, samples: list[Sequence]) -> None:
+        """Queue samples without a row, the others as forks of the first one: it starts from the cached prompt."""
+        if samples:
+            samples[0].forks = samples[1:]
+            self._enqueue(samples[0])
 
     def sort_out(self) -> None:
         """Workers came, left or take nothing any more: what nobody could run makes way, and comes back when somebody

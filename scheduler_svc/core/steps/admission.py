@@ -19,15 +19,20 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
     return (
         num_prompt + max_tokens <= capacity.max_model_len
         and ceil_div(num_held, capacity.block_size) <= capacity.num_blocks
-        and 1 + len(seq.forks) <= capacity.max_num_seqs
     )
 
 
 def excess_blocks(
-    table: RowTable, pool: BlockManager, seq: Sequence, hits: I64, mean_output: float, max_blocks: int
+    table: RowTable,
+    pool: BlockManager,
+    seq: Sequence,
+    hits: I64,
+    num_forks: int,
+    mean_output: float,
+    max_blocks: int,
 ) -> int:
-    """Blocks beyond `max_blocks` at the projected peak of the rows, a new sequence and the samples that will fork
-    from it; 0 if it fits.
+    """Blocks beyond `max_blocks` at the projected peak of the rows, a new sequence and `num_forks` samples that fork
+    from it; 0 if they fit.
 
     `hits` are the cached blocks that the new sequence starts from. Less urgent rows do not count: they would be
     preempted. A sequence that does not fit alone is never queued.
@@ -36,7 +41,7 @@ def excess_blocks(
     rows = rows[table.priority[rows] <= seq.group.priority]
     if not len(rows):
         return 0
-    group, num_new = seq.group, 1 + len(seq.forks)
+    group, num_new = seq.group, 1 + num_forks
     tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
     limit = len(group.prompt) + group.stop.max_tokens
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
@@ -44,13 +49,13 @@ def excess_blocks(
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
     may_stop = np.concatenate((stops, [not group.stop.ignore_eos or bool(group.stop.stop_token_ids)] * num_new))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
-    num_saved = len(hits) - pool.num_unused(hits) + len(seq.forks) * (len(group.prompt) // table.block_size)
+    num_saved = len(hits) - pool.num_unused(hits) + num_forks * (len(group.prompt) // table.block_size)
     num_opened = final_blocks(tokens, remaining, table.block_size) - int(table.num_blocks[rows].sum()) - num_saved
     if pool.num_used + num_opened + _num_copies(table, pool, rows) <= max_blocks:
         return 0
     order = np.argsort(-remaining, kind="stable")
     shared_prompt = len(group.prompt) // table.block_size
-    saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * len(seq.forks))
+    saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * num_forks)
     return max(0, projected_peak(tokens[order], remaining[order], saved[order], table.block_size) - max_blocks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,13 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import I64, U32, RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
+
+
+class Room(NamedTuple):
+    """What a worker can give a waiting sequence."""
+
+    hits: I64  # cached blocks that it starts from
+    num_forks: int  # of its forks, as many have a row too
 
 
 class WorkerBooks:
@@ -120,41 +128,43 @@ class WorkerBooks:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def find_room(self, entry: QueueEntry, watermark: float, mean_output: float) -> I64 | Refusal:
-        """The cached blocks that a waiting sequence starts from, possibly none, or why there is no room for it."""
-        seq, bs = entry.seq, self.capacity.block_size
-        if self.num_free_rows < entry.num_rows:
+    def find_room(self, seq: Sequence, watermark: float, mean_output: float) -> Room | Refusal:
+        """Room for a waiting sequence and as many of its forks as there are rows, or for the sequence alone."""
+        bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
+        if num_forks < 0:
             return self.refuse()
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
         num_saved = len(hits) - self.pool.num_unused(hits)
         if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
             return self.refuse()
-        num_excess = self._excess_blocks(seq, hits, watermark, mean_output)
-        return self._refuse_for(num_excess, entry) if num_excess else hits
+        num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
+        if num_excess and num_forks:
+            num_forks, num_excess = 0, self._excess_blocks(seq, hits, 0, watermark, mean_output)
+        return self._refuse_for(num_excess) if num_excess else Room(hits, num_forks)
 
-    def check_preempting(self, entry: QueueEntry, watermark: float, mean_output: float) -> Refusal | None:
-        """A refusal if the sequence would not fit even after preempting all less urgent rows."""
-        r, seq, token_ids = self.rows, entry.seq, entry.seq.data.token_ids()
+    def check_preempting(self, seq: Sequence, watermark: float, mean_output: float) -> Refusal | None:
+        """A refusal if the sequence, without its forks, would not fit even after preempting all less urgent rows."""
+        r, token_ids = self.rows, seq.data.token_ids()
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.are_held(rows, self.capacity.num_blocks)
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self.capacity.block_size)
         num_saved = int(np.count_nonzero(is_held[hits]))
         num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - num_saved + int(np.count_nonzero(is_held))
-        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist()) + entry.num_rows
-        if num_rows > self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
+        num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
+        if num_rows >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
             return self.refuse(can_preempt=False)
-        num_excess = self._excess_blocks(seq, hits, watermark, mean_output)
-        return self._refuse_for(num_excess, entry) if num_excess else None
+        num_excess = self._excess_blocks(seq, hits, 0, watermark, mean_output)
+        return self._refuse_for(num_excess) if num_excess else None
 
-    def _excess_blocks(self, seq: Sequence, hits: I64, watermark: float, mean_output: float) -> int:
+    def _excess_blocks(self, seq: Sequence, hits: I64, num_forks: int, watermark: float, mean_output: float) -> int:
         num_blocks = self.capacity.num_blocks
         max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
-        return excess_blocks(self.rows, self.pool, seq, hits, mean_output, max_blocks)
+        return excess_blocks(self.rows, self.pool, seq, hits, num_forks, mean_output, max_blocks)
 
-    def _refuse_for(self, num_excess: int, entry: QueueEntry) -> Refusal:
-        num_growing = entry.num_rows + len(self.prefilling)
+    def _refuse_for(self, num_excess: int) -> Refusal:
+        num_growing = 1 + len(self.prefilling)
         num_steps = steps_to_retry(num_excess, num_growing, self.capacity.block_size)
         return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False)
 

@@ -43,7 +43,7 @@ def test_a_refused_sequence_cannot_fit_before_the_block_in_which_it_is_asked_aga
             open_row(table, pool, sequence(rng))
         seq, max_blocks = sequence(rng), rng.randint(30, 100)
         hits = table.table[sharer, : rng.randint(0, min(10, seq.data.num_tokens // BLOCK_SIZE))].astype(np.int64)
-        if not (num_excess := excess_blocks(table, pool, seq, hits, 20.0, max_blocks)):
+        if not (num_excess := excess_blocks(table, pool, seq, hits, 0, 20.0, max_blocks)):
             continue
         num_refused += 1
         num_certain = steps_to_retry(num_excess, 1, BLOCK_SIZE) - BLOCK_SIZE // 4
@@ -51,7 +51,7 @@ def test_a_refused_sequence_cannot_fit_before_the_block_in_which_it_is_asked_aga
         for _ in range(min(num_certain, int((table.limit[rows] - table.num_tokens[rows]).min()) - 1)):
             table.num_tokens[rows] += 1
             table.num_computed_tokens[rows] += 1
-            assert excess_blocks(table, pool, seq, hits, 20.0, max_blocks)
+            assert excess_blocks(table, pool, seq, hits, 0, 20.0, max_blocks)
     assert num_refused > 20
 
 

@@ -1,0 +1,84 @@
+"""Samples of one request: admitted as rows become free, and equal in everything but their first step."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.messages import Finished
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.test_scheduler import answer
+
+STEP_S = 0.05
+
+
+def first_steps(scheduler: Scheduler, arrivals: dict[int, list[str]]) -> dict[tuple[int, int], int]:
+    """The step that sampled the first token of each (handle, sample). Small requests arrive before some steps."""
+    first: dict[tuple[int, int], int] = {}
+    step = 0
+    while scheduler.has_work:
+        step += 1
+        for i, name in enumerate(arrivals.get(step, [])):
+            prompt = range(1000 + 10 * i, 1004 + 10 * i)
+            scheduler.add_group(make_group(prompt, name, max_tokens=4, ignore_eos=True, handle=10 + i), step * STEP_S)
+        for batch in scheduler.schedule(step * STEP_S):
+            deltas = scheduler.update(answer(batch), step * STEP_S)
+            for handle, sample in zip(deltas.handles.tolist(), deltas.sample_indices.tolist(), strict=True):
+                first.setdefault((handle, sample), step)
+        scheduler.check_invariants()
+    return first
+
+
+def test_samples_are_admitted_as_rows_become_free_and_small_requests_run_beside_them() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=1000, max_num_seqs=4, max_model_len=1000))
+    scheduler.add_group(make_group(8, "long", max_tokens=400, ignore_eos=True, handle=0), 0.0)
+    scheduler.add_group(make_group(range(100, 110), "group", n=4, max_tokens=100, ignore_eos=True, handle=1), 0.0)
+    first = first_steps(scheduler, {120: [f"small{i}" for i in range(12)]})
+    assert [first[1, sample] for sample in range(4)] == [1, 1, 1, 101]
+    assert [first[handle, 0] for handle in range(10, 22)] == [120 + 4 * (i // 2) for i in range(12)]
+
+
+def answer_all(scheduler: Scheduler, num_steps: int = 1000) -> list[Finished]:
+    """Answer so many steps, or all; returns the samples that ended."""
+    ended: list[Finished] = []
+    for _ in range(num_steps):
+        for batch in scheduler.schedule(0.0):
+            ended += scheduler.update(answer(batch), 0.0).finished
+        scheduler.check_invariants()
+        if not scheduler.has_work:
+            break
+    return ended
+
+
+def test_a_sample_that_was_late_starts_from_the_cached_prompt() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=3))
+    scheduler.add_group(make_group(range(100, 104), "pair", n=2, max_tokens=40, ignore_eos=True), 0.0)
+    answer_all(scheduler, 1)
+    scheduler.add_group(make_group(10, "group", n=3, max_tokens=2, ignore_eos=True), 0.0)
+    ended = [end for end in answer_all(scheduler) if end.group.request_id == "group"]
+    assert [(end.sample_index, end.num_cached_tokens) for end in ended] == [(0, 0), (1, 8), (2, 8)]
+
+
+def test_samples_that_do_not_fit_together_run_one_after_the_other() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=8), watermark=0.0)
+    scheduler.add_group(make_group(range(50, 54), "other", max_tokens=12, ignore_eos=True), 0.0)
+    answer_all(scheduler, 1)
+    scheduler.add_group(make_group(range(100, 104), "group", n=3, max_tokens=12, ignore_eos=True), 0.0)
+    answer_all(scheduler, 2)
+    assert (scheduler.load().num_running, scheduler.load().num_waiting) == (2, 1)
+    answer_all(scheduler)
+    assert not scheduler.has_work
+    assert scheduler.stats().counts.num_preemptions == 0
+
+
+def test_a_request_can_end_while_some_samples_wait() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=5))
+    scheduler.add_group(make_group(range(100, 104), "others", n=3, max_tokens=40, ignore_eos=True), 0.0)
+    answer_all(scheduler, 1)
+    scheduler.add_group(make_group(10, "group", n=5, max_tokens=20, ignore_eos=True), 0.0)
+    answer_all(scheduler, 1)
+    assert (scheduler.load().num_running, scheduler.load().num_waiting) == (5, 1)
+    scheduler.finish_sample("group", 4, FinishReason.STOP)
+    scheduler.check_invariants()
+    assert len(scheduler.abort_group("group", FinishReason.ABORTED).finished) == 4
+    scheduler.check_invariants()
+    assert scheduler.load().num_waiting == 0
