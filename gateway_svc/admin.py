@@ -1,4 +1,4 @@
-"""AdminService: operations on what stands behind this gateway."""
+"""AdminService: operations on the workers behind this gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = tuple[SchedulerClient, pb.WorkerInfo]
 
 
 class AdminServicer(AdminServiceServicer):
-    """Finds the scheduler in charge and hands the wish on."""
+    """Finds the worker's scheduler and forwards the call."""
 
     def __init__(self, directory: ModelDirectory) -> None:
         self._directory = directory
@@ -32,7 +32,7 @@ class AdminServicer(AdminServiceServicer):
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DrainWorkerResponse:
-        """Let a worker go. Raises InvalidRequestError, NotFoundError, or what its scheduler answers."""
+        """Drain a worker. Raises InvalidRequestError, NotFoundError, or the scheduler's error."""
         if not request.worker_id:
             raise InvalidRequestError("worker_id is empty; `quire status` lists the workers", field="worker_id")
         if not math.isfinite(request.timeout_s) or not 0 <= request.timeout_s <= MAX_DRAIN_S:
@@ -40,11 +40,11 @@ class AdminServicer(AdminServiceServicer):
             raise InvalidRequestError(words, field="timeout_s")
         client, worker = await self._find(request.worker_id, request.model)
         num_moved = await client.release_worker(worker.worker_id, request.timeout_s)
-        log.info("worker %s of scheduler %s drains; it ran %d sequences", worker.worker_id, client.address, num_moved)
+        log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)
 
     async def _find(self, worker_id: str, model: str) -> Found:
-        """The scheduler that has the worker; of several, one for which it is alive."""
+        """The worker and its scheduler. If several schedulers list it, prefer one that has not lost it."""
         clients = self._directory.clients
         statuses = await asyncio.gather(*(client.get_status() for client in clients))
         workers = [
@@ -55,12 +55,12 @@ class AdminServicer(AdminServiceServicer):
         ]
         found = [(client, worker) for client, worker in workers if worker.worker_id == worker_id]
         if not found:
-            raise NotFoundError(_nobody(worker_id, model, workers), field="worker_id")
+            raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")
         return min(found, key=lambda pair: pair[1].state == "lost")
 
 
-def _nobody(worker_id: str, model: str, workers: list[Found]) -> str:
+def _not_found(worker_id: str, model: str, workers: list[Found]) -> str:
     ids = sorted({worker.worker_id for _, worker in workers})
-    there = ", ".join(ids[:MAX_IDS_SHOWN]) + (" and more" if len(ids) > MAX_IDS_SHOWN else "")
+    known = ", ".join(ids[:MAX_IDS_SHOWN]) + (" and more" if len(ids) > MAX_IDS_SHOWN else "")
     of_model = f" of model {model[:200]!r}" if model else ""
-    return f"no worker{of_model} has id {worker_id[:200]!r}; there is {there or 'none'}"
+    return f"no worker{of_model} has id {worker_id[:200]!r}; known workers: {known or 'none'}"

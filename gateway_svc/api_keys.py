@@ -1,9 +1,9 @@
-"""Who may ask: clients whose bearer token is one of the keys in a folder, one file for each.
+"""API keys: clients authenticate with a bearer token. Accepted keys are the files of a folder, one key per file.
 
-    gateway.apiKeys of the chart   a Secret mounted as the folder: its entries are the keys
-    by hand                        printf %s "$KEY" > keys/team-a
+    chart (gateway.apiKeys)   a Secret mounted as the folder; each entry is a key
+    by hand                   printf %s "$KEY" > keys/team-a
 
-A file's name says whose key it is. Files may come and go while the gateway runs.
+The file's name is the key's owner. Files may be added, changed and removed while the gateway runs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 REREAD_S = 5.0
 SCHEME = "bearer "
-# Probes and generic tools may look whether a gateway is there; what it serves needs a key.
+# Health probes and generic tools need no key; everything else does.
 OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
 
 class ApiKeysError(ValueError):
-    """There is no key to begin with."""
+    """The folder cannot be read or holds no key at start."""
 
 
 class ApiKeys:
-    """The keys in force, as digests; read again at most every `REREAD_S`."""
+    """The accepted keys, as digests. Read again at most every `REREAD_S`."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -43,11 +43,11 @@ class ApiKeys:
         except OSError as error:
             raise ApiKeysError(f"--api-keys {folder}: {error.strerror or error}") from None
         if not self._owners:
-            raise ApiKeysError(f"--api-keys {folder}: there is no key; put each into a file of its own")
+            raise ApiKeysError(f"--api-keys {folder}: the folder holds no key; add one file per key")
         log.info("%d API keys", len(self._owners))
 
     def owner_of(self, key: str) -> str | None:
-        """Whose key it is, None: nobody's."""
+        """The owner of a key; None if the key is not accepted."""
         if self._clock() - self._read_at >= REREAD_S:
             self._read_again()
         return self._owners.get(_digest(key.encode()))
@@ -57,27 +57,27 @@ class ApiKeys:
         try:
             owners = _read(self._folder)
         except OSError as error:
-            log.error("the former API keys stay in force: %s: %s", self._folder, error.strerror or error)
+            log.error("cannot read API keys, keeping the previous ones: %s: %s", self._folder, error.strerror or error)
             return
         if owners != self._owners:
-            log.info("%d API keys, after a change", len(owners))
+            log.info("API keys changed: %d keys", len(owners))
         self._owners = owners
 
 
 def _read(folder: Path) -> dict[bytes, str]:
-    """Names by digest. Hidden names are a kubelet's own."""
+    """Owners by key digest. Hidden files are skipped: a kubelet creates them beside mounted Secrets."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file()]
     keys = {path.name: path.read_bytes().strip() for path in files}
     return {_digest(key): name for name, key in keys.items() if key}
 
 
 def _digest(key: bytes) -> bytes:
-    """So that a look-up takes as long for a key that is nearly right as for any other."""
+    """Keys are compared by digest, so that the time of a look-up reveals nothing about a key."""
     return hashlib.sha256(key).digest()
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without a known key with UNAUTHENTICATED. Inside of ErrorInterceptor, which tells and counts it."""
+    """Ends calls without an accepted key with UNAUTHENTICATED. Runs inside ErrorInterceptor, which counts the error."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -92,16 +92,16 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
             return handler
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
         if not isinstance(given, str) or given[: len(SCHEME)].lower() != SCHEME:
-            return _refusing(handler, "this gateway wants an API key; set QUIRE_API_KEY, or api_key=... of the client")
+            return _refusing(handler, "an API key is required; set QUIRE_API_KEY, or api_key=... of the client")
         if self._keys.owner_of(given[len(SCHEME) :].strip()) is None:
-            return _refusing(handler, "this gateway does not know the API key that was sent")
+            return _refusing(handler, "the API key is not accepted by this gateway")
         return handler
 
 
 def _refusing(handler: Handler, words: str) -> Handler:
-    """A handler of the same kind that refuses. No service of ours that needs a key takes a stream of requests.
+    """A handler of the same kind that refuses the call. No RPC that needs a key has a stream of requests.
 
-    It has no deserializer: who has no key makes this process read no body, which would stop every stream meanwhile.
+    It has no deserializer: parsing a large body for a client without a key would block all streams of this process.
     """
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

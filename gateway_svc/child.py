@@ -1,6 +1,6 @@
-"""One gateway of several behind one port: `python -m gateway_svc.child PARENT INDEX ADDRESS LIFE [SETTINGS ...]`.
+"""One of several gateway processes on one port: `python -m gateway_svc.child PARENT INDEX ADDRESS LIFE [SETTINGS ...]`.
 
-Started by gateway_svc.processes, never by people: the settings are those of quire-gateway, the address is shared.
+Started by gateway_svc.processes only. The settings are those of quire-gateway; ADDRESS is the shared port.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ READY_WITHIN_S = 5.0
 
 
 def main() -> None:
-    """Parse as quire-gateway does, then take the own part of every address."""
+    """Parse as quire-gateway does, then use the addresses of this process."""
     parent, index, address, life = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     args = config.parse(make_parser(), sys.argv[5:])
     args.listen = address
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
     end_with_parent(parent)
-    # Started again beside others that serve: connections should not come before it can serve them too.
+    # After a restart, the other processes serve: accept connections only once this one can serve them too.
     try:
         run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
     except SystemExit as end:
@@ -37,11 +37,11 @@ def main() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Drain when the parent dies, however it does."""
+    """Drain when the parent process dies for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit("quire-gateway: the process that watches over this one is gone")
+        sys.exit("quire-gateway: the parent process has ended")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which models there are. Which scheduler takes a request is the dispatcher's to choose."""
+"""The models that this gateway serves. The dispatcher chooses the scheduler of a request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableErr
 
 
 class ModelDirectory:
-    """The models behind this gateway, by name. Schedulers with one model are replicas of each other."""
+    """The models behind this gateway, by name. Schedulers of one model are replicas of each other."""
 
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
         self.clients = list(clients)
 
     @property
     def is_ready(self) -> bool:
-        """At least one model can be asked for now."""
+        """At least one model can take requests now."""
         return any(client.is_ready for client in self.clients)
 
     def models(self) -> list[tuple[ServedModel, int]]:
-        """Every known model with the number of ready workers of all its replicas, in order of names."""
+        """Every known model with the number of ready workers of all its replicas, sorted by name."""
         known = self._known()
         return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
@@ -35,19 +35,19 @@ class ModelDirectory:
         of_revision = self._known(revision)
         if resolved not in of_revision:
             raise UnavailableError(
-                f"model {resolved!r} is served here as revision {known[resolved][1].info.revision}, and this request "
-                f"began with {revision[:200]}, whose tokens may be others; try another gateway, or start again",
+                f"model {resolved!r} is served here as revision {known[resolved][1].info.revision}, but this request "
+                f"began with {revision[:200]}, which may give other tokens; retry on another gateway, or start again",
                 retry_after_s=RETRY_AFTER_S,
             )
         client, model = of_revision[resolved]
         if not client.is_ready:
             raise UnavailableError(
-                f"scheduler {client.address} is not ready: {client.problem}; try again", retry_after_s=RETRY_AFTER_S
+                f"scheduler {client.address} is not ready: {client.problem}; retry later", retry_after_s=RETRY_AFTER_S
             )
         return model
 
     def find_text(self, name: str) -> ServedModel:
-        """The model, also while its schedulers are away. Raises like `find`."""
+        """The model, even while its schedulers are disconnected. Raises like `find`."""
         known = self._known()
         return known[self._resolve(name, known)][1]
 
@@ -55,18 +55,18 @@ class ModelDirectory:
         have = ", ".join(repr(model) for model in sorted(known))
         if not known:
             problems = "; ".join(f"{client.address}: {client.problem}" for client in self.clients)
-            raise UnavailableError(f"no model is ready yet ({problems}); try again", retry_after_s=RETRY_AFTER_S)
+            raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
             if len(known) > 1:
-                raise InvalidRequestError(f"model is empty; this gateway serves several: {have}", field="model")
+                raise InvalidRequestError(f"model is empty, and this gateway serves several: {have}", field="model")
             return next(iter(known))
         if name not in known:
-            raise NotFoundError(f"model {name[:200]!r} is not served here; there is {have}", field="model")
+            raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}", field="model")
         return name
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
-        """Per model the replica whose facts count: one that can run requests before one that cannot, then the one
-        that takes the longest, then the first.
+        """Per model, the replica whose ModelInfo is used: prefer one that can run requests, then the one that accepts
+        the longest requests, then the first.
         """
         best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
         for client in self.clients:

@@ -1,14 +1,14 @@
-"""Open requests and the schedulers that have them. Schedulers with one model are replicas of each other.
+"""Open requests and the schedulers that run them. Schedulers of one model are replicas of each other.
 
-                 +--- refused for a moment: the next replica ---+
+                 +--- refused: try the next replica ------------+
                  v                                              |
     submit --> placed at a replica --accepted--> runs there ----+--> finished, or released by its handler
                  ^                                 |
-                 |    stream broken or silent, or no worker there while another replica has some
+                 |    stream broken or silent, or its scheduler has no worker while another replica has one
                  |                                 |
                  +-- another replica is ready <----+--> waits for one, at most `patience_s`
 
-A request that moves takes its Continuation along; its old scheduler is never listened to again.
+A request that moves carries its output as a Continuation. Messages of its old scheduler are ignored.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, U
 log = logging.getLogger(__name__)
 
 RESUBMIT_DELAY_S = 0.2
-MOVE_AFTER_S = 0.5  # a replica may be without workers for this long before its requests go where some are
+MOVE_AFTER_S = 0.5  # time that a replica may be without workers before its requests move to others
 
-ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may see it differently
-# A scheduler that is just back may say these for a moment: its workers, or the end of our old stream, come later.
+ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may accept the request
+# Temporary refusals: after a restart, a scheduler waits for its workers and for the end of our old stream.
 PASSING = (*ELSEWHERE, AlreadyExistsError)
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What helps to choose a replica for a prompt."""
+    """Hints for choosing a replica."""
 
-    affinity: bytes = b""  # names what it begins with
+    affinity: bytes = b""  # identifies the start of the prompt
     cached_tokens: Mapping[int, int] = field(default_factory=dict)  # by scheduler_epoch
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Where an open request is: at `client`, or nowhere."""
+    """Where an open request runs: at `client`, or None while it waits for a scheduler."""
 
     model: str
     revision: str
@@ -63,7 +63,7 @@ class Placement:
 
 
 class Dispatcher:
-    """Owns every open request of this gateway: where it is, and where it goes when it cannot stay."""
+    """Owns every open request of this gateway: assigns it to a scheduler, and to another if that one is lost."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_change = on_change
         self._open: dict[SchedulerRequest, Placement] = {}
-        self.num_moves = 0  # times that an open request left a scheduler that had it
-        self._idle_since: dict[SchedulerClient, float] = {}  # attached and without workers
+        self.num_moves = 0  # times that an open request was taken from a scheduler
+        self._idle_since: dict[SchedulerClient, float] = {}  # attached schedulers without workers
         for client in self._clients:
             client.events = self
 
@@ -89,24 +89,24 @@ class Dispatcher:
         """Several replicas could take a request for this model now."""
         return len(self._serving(info.model, info.revision)) > 1
 
-    # -- what handlers do ---------------------------------------------------------------------------------------------
+    # -- called by handlers -------------------------------------------------------------------------------------------
 
     def submit(self, request: SchedulerRequest, info: types.ModelInfo, hints: Hints) -> None:
-        """Send a request to a replica of its model; its own waits tell what becomes of it.
+        """Send a request to a replica of its model. Its own `wait` methods report the outcome.
 
-        Raises UnavailableError when none is there.
+        Raises UnavailableError if no replica is ready.
         """
         placement = Placement(info.model, info.revision, hints)
         if not self._place(request, placement):
             raise UnavailableError(
-                f"no scheduler of model {info.model!r} is ready: {self._problems()}; try again",
+                f"no scheduler of model {info.model!r} is ready: {self._problems()}; retry later",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._open[request] = placement
         request.attach(self)
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Tell the scheduler that has the request; False when none has it, so that no answer will come."""
+        """Send a cancel to the request's scheduler. False if it has none, so no answer will come."""
         placement = self._open.get(request)
         return (
             placement is not None
@@ -115,7 +115,7 @@ class Dispatcher:
         )
 
     def release(self, request: SchedulerRequest) -> None:
-        """Nobody reads this request any more: cancel what runs, deliver nothing."""
+        """The handler has ended: cancel what runs and deliver nothing more."""
         placement = self._open.pop(request, None)
         if placement is None:
             return
@@ -124,12 +124,14 @@ class Dispatcher:
             placement.client.withdraw(request)
 
     def close(self) -> None:
-        """The gateway ends: so does every request."""
+        """End every request, because the gateway stops."""
         for request in list(self._open):
             self.release(request)
-            request.fail(UnavailableError("the gateway is shutting down; try again", retry_after_s=RETRY_AFTER_S))
+            request.fail(
+                UnavailableError("the gateway is shutting down; retry on another", retry_after_s=RETRY_AFTER_S)
+            )
 
-    # -- what scheduler clients say -----------------------------------------------------------------------------------
+    # -- called by scheduler clients ----------------------------------------------------------------------------------
 
     def on_changed(self, client: SchedulerClient) -> None:
         self._note_idle(client)
@@ -176,7 +178,7 @@ class Dispatcher:
         return [client for client in self._clients if client.serves(model, revision)]
 
     def _place(self, request: SchedulerRequest, placement: Placement) -> bool:
-        """Send the request to the best replica that has not refused it; False when there is none."""
+        """Send the request to the best replica that has not refused it. False if there is none."""
         serving = self._serving(placement.model, placement.revision)
         clients = [client for client in serving if client not in placement.refusals]
         clients = [client for client in clients if client.can_hold(request)] or clients
@@ -187,11 +189,11 @@ class Dispatcher:
         placement.client = clients[choose_replica(replicas, request.num_prompt_tokens, placement.hints.affinity)]
         placement.client.submit(request)
         if request.is_resumed:
-            log.debug("request %s goes on at scheduler %s", request.request_id, placement.client.address)
+            log.debug("request %s resumes at scheduler %s", request.request_id, placement.client.address)
         return True
 
     def _take_back(self, request: SchedulerRequest) -> None:
-        """Its scheduler does not have it any more: on to another, or wait for one."""
+        """Its scheduler lost the request: place it at another, or wait for one."""
         placement = self._open.get(request)
         if placement is None:
             return
@@ -222,14 +224,14 @@ class Dispatcher:
     def _give_up(self, request: SchedulerRequest) -> None:
         placement = self._open[request]
         words = (
-            f"no scheduler of model {placement.model!r} took the request again within {self._patience_s:g} s "
-            f"({self._problems()}); go on with a continuation"
+            f"no scheduler of model {placement.model!r} accepted the request again within {self._patience_s:g} s "
+            f"({self._problems()}); resume with a continuation"
         )
         self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
     def _give_up_on_revision(self, request: SchedulerRequest, placement: Placement) -> None:
         if not any(not client.is_connected or client.info is None for client in self._clients):
-            words = f"model {placement.model!r} came back as another revision; start again"
+            words = f"model {placement.model!r} is now served as another revision; start the request again"
             self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
     def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
@@ -238,13 +240,13 @@ class Dispatcher:
 
     def _problems(self) -> str:
         return "; ".join(f"{client.address}: {client.problem}" for client in self._clients if not client.is_ready) or (
-            "all refused it"
+            "all of them refused it"
         )
 
     # -- replicas without workers -------------------------------------------------------------------------------------
 
     def _note_idle(self, client: SchedulerClient) -> None:
-        """Remember since when it has no workers; those of its requests that could run elsewhere are moved then."""
+        """Track since when a scheduler has no workers; after MOVE_AFTER_S, its requests move where they can run."""
         if not client.is_connected or client.ready_workers:
             self._idle_since.pop(client, None)
             if client.ready_workers:
@@ -255,7 +257,7 @@ class Dispatcher:
             loop.call_later(MOVE_AFTER_S, self._watch_idle, client, self._idle_since[client])
 
     def _watch_idle(self, client: SchedulerClient, since: float) -> None:
-        """As long as it has no workers: it may still get requests, those that every other replica refuses just then."""
+        """Check again while the scheduler has no workers: it still gets requests that all other replicas refuse."""
         if self._idle_since.get(client) == since:
             self._move_from_idle()
             asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._watch_idle, client, since)
@@ -264,7 +266,7 @@ class Dispatcher:
         now = asyncio.get_running_loop().time()
         for client, since in self._idle_since.items():
             if now - since >= MOVE_AFTER_S and (movable := self._movable(client)):
-                log.info("scheduler %s has no worker; %d requests go elsewhere", client.address, len(movable))
+                log.info("scheduler %s has no worker; moving %d requests", client.address, len(movable))
                 for request in movable:
                     client.withdraw(request)
                     self._take_back(request)
@@ -286,5 +288,5 @@ def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
 
 
 def _how_bad(error: QuireError) -> tuple[bool, float]:
-    """Of several refusals the client hears one with advice: full before away, sooner before later."""
+    """Order of refusals; the client gets the first: overloaded before unavailable, then the earliest retry."""
     return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

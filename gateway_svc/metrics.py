@@ -1,4 +1,4 @@
-"""The gateway's numbers: what clients see of their requests, and what stands behind this gateway."""
+"""Metrics of the gateway: latencies and tokens as clients see them, and the schedulers behind the gateway."""
 
 from __future__ import annotations
 
@@ -31,48 +31,60 @@ SPECS = (
     Spec(
         "requests_total",
         "counter",
-        "generations that ended, by finish reason (of several samples, the last one's); cancelled: the client left, "
-        "failed: an error status instead",
+        "generations that ended, by finish reason (with several samples, that of the last); cancelled: by the client; "
+        "failed: ended with an error status",
         "",
         ("model_name", "finished_reason"),
         ("request_success_total",),
     ),
-    Spec("requests_resumed_total", "counter", "those of them that went on with a continuation", "", MODEL),
-    Spec("request_moves_total", "counter", "open requests that went to another scheduler, or again to the same"),
-    Spec("prompt_tokens_total", "counter", "prompts accepted", "tokens", MODEL, ("prompt_tokens_total",)),
-    Spec("generation_tokens_total", "counter", "output sent", "tokens", MODEL, ("generation_tokens_total",)),
+    Spec("requests_resumed_total", "counter", "accepted generations that resumed with a continuation", "", MODEL),
+    Spec(
+        "request_moves_total", "counter", "times that an open request was sent again, to another scheduler or the same"
+    ),
+    Spec("prompt_tokens_total", "counter", "tokens of accepted prompts", "tokens", MODEL, ("prompt_tokens_total",)),
+    Spec(
+        "generation_tokens_total",
+        "counter",
+        "output tokens sent to clients",
+        "tokens",
+        MODEL,
+        ("generation_tokens_total",),
+    ),
     _latency("time_to_first_token_seconds", "time from a request's arrival to its first token"),
     _latency(
         "inter_token_latency_seconds",
-        "time between tokens of a sample; those that arrive together share it",
+        "time between tokens of a sample; tokens that arrive together share it equally",
         "time_per_output_token_seconds",
     ),
     _latency("e2e_request_latency_seconds", "time from a request's arrival to its end"),
     _latency(
-        "request_time_per_output_token_seconds", "of a whole request: time from first to last token, per further token"
+        "request_time_per_output_token_seconds",
+        "per request: time from first to last token, divided by the tokens after the first",
     ),
-    Spec("request_prompt_tokens", "histogram", "prompt of a request", "tokens", MODEL, ("request_prompt_tokens",)),
+    Spec(
+        "request_prompt_tokens", "histogram", "prompt tokens of a request", "tokens", MODEL, ("request_prompt_tokens",)
+    ),
     Spec(
         "request_generation_tokens",
         "histogram",
-        "output of a request, all samples",
+        "output tokens of a request, all samples together",
         "tokens",
         MODEL,
         ("request_generation_tokens",),
     ),
-    Spec("gateway_streams", "gauge", "generations open now"),
-    Spec("gateway_streams_limit", "gauge", "generations that may be open (--max-streams)"),
-    Spec("gateway_request_bytes", "gauge", "requests open now, all together", "bytes"),
+    Spec("gateway_streams", "gauge", "open generations"),
+    Spec("gateway_streams_limit", "gauge", "most open generations (--max-streams)"),
+    Spec("gateway_request_bytes", "gauge", "size of all open requests", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
-    Spec("gateway_ready_workers", "gauge", "workers that schedulers have ready", "", MODEL),
-    Spec("redis_up", "gauge", "1 if Redis answered when it was last asked; absent without --redis"),
-    Spec("redis_errors_total", "counter", "calls to Redis that failed; absent without --redis"),
+    Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
+    Spec("redis_up", "gauge", "1 if the last call to Redis succeeded; absent without --redis"),
+    Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
 )
 
 
 @dataclass(slots=True)
 class ModelTimes:
-    """What requests for one model took."""
+    """Measurements of the requests for one model."""
 
     ttft: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
     itl: Buckets = field(default_factory=lambda: Buckets(LATENCIES_S))
@@ -99,7 +111,7 @@ class RequestMeter:
         self._last_at: dict[int, float] = {}
         self._num_prompt = 0
         self._num_output = 0
-        self._reason = "stop"  # of a continuation that has everything already
+        self._reason = "stop"  # for a continuation that is already complete
 
     def on_accepted(self, num_prompt: int, *, resumes: bool) -> None:
         self._num_prompt = num_prompt
@@ -112,7 +124,7 @@ class RequestMeter:
         )
 
     def on_tokens(self, sample: int, count: int, now: float) -> None:
-        """`count` new tokens of a sample arrived together; tens of thousands of calls a second."""
+        """`count` new tokens of a sample arrived together. Called tens of thousands of times per second."""
         last_at = self._last_at.get(sample)
         self._last_at[sample] = now
         self._num_output += count
@@ -129,7 +141,7 @@ class RequestMeter:
         self._reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
     def end(self, reason: str | None = None) -> None:
-        """The request is over, for this reason or its samples'. Called once."""
+        """The request ended, for this reason or that of its last sample. Called once."""
         reason, times, now = reason or self._reason, self._times, self._now()
         times.ends[reason] += 1
         times.e2e.observe(now - self._started_at)
@@ -166,14 +178,14 @@ class RequestMeter:
 
 
 class GatewayMetrics:
-    """What this gateway has measured, by model."""
+    """Measurements of this gateway, by model."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelTimes] = {}
 
     @contextmanager
     def request(self, request_id: str, model: str) -> Iterator[RequestMeter]:
-        """Around one generation."""
+        """Measure one generation."""
         times = self.models.setdefault(model, ModelTimes())
         meter = RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
         try:
@@ -188,7 +200,7 @@ class GatewayMetrics:
 
 
 class Gateway(Protocol):
-    """What is read of the servicer."""
+    """The properties of the servicer that metrics read."""
 
     max_streams: int
 
@@ -199,7 +211,7 @@ class Gateway(Protocol):
 
 
 class GatewayReader:
-    """All rows of SPECS, as they are now."""
+    """The current values of all SPECS."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the gateway knows of a model: its facts, its text side, and the limits that follow from them."""
+"""A served model: its properties, its tokenizer and chat template, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from svc_common.errors import InvalidRequestError
 log = logging.getLogger(__name__)
 
 MAX_CACHED_BUNDLES = 16
-SMALL_PROMPT_BYTES = 4096  # no model is so short that a prompt this small need be refused unread
+SMALL_PROMPT_BYTES = 4096  # prompts up to this size are tokenized before their length is checked
 
 
 def size_limits_of(info: types.ModelInfo) -> SizeLimits:
-    """What the largest worker of a scheduler holds of one sequence. A scheduler without workers knows no pool yet."""
+    """Limits of the largest worker of a scheduler. Before a worker has registered, the pool size is unknown."""
     return SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size or info.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model as its scheduler announced it, with the tokenizer from its bundle."""
+    """One model as announced by its scheduler, with the tokenizer of its bundle."""
 
     info: types.ModelInfo
     text: ModelText
@@ -39,36 +39,36 @@ class ServedModel:
 
     @property
     def limits(self) -> SizeLimits:
-        """What the largest worker holds of one sequence."""
+        """Size limits of one sequence."""
         return size_limits_of(self.info)
 
     @property
     def max_prompt_bytes(self) -> int:
-        """More text than this has more tokens than the model takes, whatever the text is."""
+        """A text with more bytes has more tokens than the model accepts, for any text."""
         if self.text.tokenizer is None:
             return SMALL_PROMPT_BYTES
         return max(SMALL_PROMPT_BYTES, self.info.max_model_len * self.text.tokenizer.max_token_bytes)
 
     def require_tokenizer(self, field: str) -> Tokenizer:
-        """The tokenizer; raises InvalidRequestError for a model that has none."""
+        """The tokenizer. Raises InvalidRequestError if the model has none."""
         if self.text.tokenizer is None:
             raise InvalidRequestError(
-                f"{field}: model {self.name!r} was loaded from a folder without tokenizer.json, so it takes and gives "
-                "token ids only; send prompt.tokens and no stop strings",
+                f"{field}: model {self.name!r} has no tokenizer.json, so it accepts and returns token ids only; send "
+                "prompt.tokens and no stop strings",
                 field=field,
             )
         return self.text.tokenizer
 
 
 class BundleCache:
-    """Text sides by bundle digest, shared by all schedulers of this gateway."""
+    """ModelText by bundle digest, shared by all schedulers of this gateway."""
 
     def __init__(self) -> None:
         self._texts: dict[bytes, ModelText] = {b"": ModelText(None)}
         self._locks: dict[bytes, asyncio.Lock] = {}
 
     async def get(self, digest: bytes, fetch: Callable[[], Awaitable[bytes]]) -> ModelText:
-        """The text side with this digest; `fetch` gets the serialized bundle once. Raises BundleError."""
+        """The ModelText of a bundle; `fetch` gets the serialized bundle once. Raises BundleError."""
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._texts:
                 data = await fetch()
@@ -83,30 +83,32 @@ class BundleCache:
 
 
 def read_bundle(data: bytes, digest: bytes) -> ModelText:
-    """Build the text side from a serialized ModelBundle. Raises BundleError when the digest does not fit."""
+    """Build a ModelText from a serialized ModelBundle. Raises BundleError if it does not have this digest."""
     actual = xxhash.xxh3_128_digest(data)
     if actual != digest:
-        raise BundleError(f"the bundle arrived damaged: digest {actual.hex()}, announced {digest.hex()}")
+        raise BundleError(f"the bundle is damaged: its digest is {actual.hex()}, expected {digest.hex()}")
     bundle = types.ModelBundle()
     try:
         bundle.ParseFromString(data)
     except DecodeError as error:
-        raise BundleError(f"the bundle is not a ModelBundle: {error}") from None
+        raise BundleError(f"the bundle is not a valid ModelBundle: {error}") from None
     try:
         return model_text_from_files({file.name: file.data for file in bundle.files})
     except BundleError:
         raise
-    except Exception as error:  # files of anybody: there is always one more way to be wrong
-        raise BundleError(f"its files are not as expected: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the files are user input, and their faults cannot all be foreseen
+        raise BundleError(f"its files cannot be read: {type(error).__name__}: {error}") from error
 
 
 def describe_model(model: ServedModel) -> None:
-    """Say what a model brings, and warn of what it asks for that is not served."""
+    """Log a model's properties, and warn about its settings that are not supported."""
     info, text = model.info, model.text
     log.info("model %r: max_model_len %d, vocab_size %d", model.name, info.max_model_len, info.vocab_size)
     if text.tokenizer is None:
-        log.warning("model %r has no tokenizer.json: it takes and gives token ids only", model.name)
+        log.warning("model %r has no tokenizer.json: it accepts and returns token ids only", model.name)
     elif not text.tokenizer.has_chat_template:
-        log.warning("model %r has no chat template: prompt.chat will be refused", model.name)
+        log.warning("model %r has no chat template: requests with prompt.chat are refused", model.name)
     if text.unserved:
-        log.warning("model %r: not applied from generation_config.json: %s", model.name, ", ".join(text.unserved))
+        log.warning(
+            "model %r: unsupported settings of generation_config.json: %s", model.name, ", ".join(text.unserved)
+        )

@@ -1,4 +1,4 @@
-"""What helps to choose a replica for a prompt: what it begins with, and who holds how much of it."""
+"""Hints for choosing a replica: the prompt's first block, and how many of its tokens each scheduler has cached."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from gateway_svc.validation import GenerationPlan
 from prefix_index.hashing import extend_digests, model_salt, root_digest
 from prefix_index.reader import RedisPrefixReader
 
-MIN_BLOCKS_TO_LOOK_UP = 2  # less is computed sooner than looked up
+MIN_BLOCKS_TO_LOOK_UP = 2  # a shorter prefix is computed faster than it is looked up
 
 
 class PrefixHints:
-    """Asks the index that schedulers publish to, if there is one. Never fails; waits no longer than the reader does."""
+    """Reads the prefix index that schedulers publish to, if there is one. Never raises; waits at most as long as the
+    reader's timeout."""
 
     def __init__(self, prompts: PromptReader, reader: RedisPrefixReader | None) -> None:
         self._prompts = prompts
@@ -30,7 +31,7 @@ class PrefixHints:
 
 
 def chain_of(plan: GenerationPlan) -> list[bytes]:
-    """Digests of the prompt's full blocks, as the model's schedulers compute them."""
+    """Digests of the prompt's full blocks, computed as the model's schedulers do."""
     info = plan.model.info
     digests: list[bytes] = []
     if info.block_size:

@@ -1,10 +1,11 @@
 """Several gateway processes behind one port.
 
-    quire-gateway --processes 4          this process: reserves the port, starts, watches and stops the others
-      gateway_svc.child 0 ... 3          whole gateways that share the port (SO_REUSEPORT)
+    quire-gateway --processes 4          the parent: reserves the port, starts, monitors and stops the others
+      gateway_svc.child 0 ... 3          complete gateways that share the port (SO_REUSEPORT)
 
-The kernel gives every new connection to one of them. They know nothing of each other, as gateways on several machines
-do not: a stream that loses its process is resumed through another, Abort finds any stream by way of the schedulers.
+The kernel assigns every new connection to one of them. They are independent, like gateways on several machines: a
+stream whose process dies is resumed through another one, and Abort reaches streams of other processes through the
+schedulers.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from svc_common.serve import BindError
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_CANNOT_START = 3  # a process that says why it cannot start, however long the machine let it try
-STEADY_S = 5.0  # a process that lived this long had started well
+EXIT_CANNOT_START = 3  # the process reported why it cannot start
+STEADY_S = 5.0  # a process that ran this long has started successfully
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
 
 class ChildFailedError(RuntimeError):
-    """A process could not even start; starting it again would not help."""
+    """A process failed at its first start; a restart would not help."""
 
 
 class SharedPort:
-    """Holds the port without listening, so that all processes get the same and nobody else gets it."""
+    """Reserves the port without listening, so that all processes can bind it and no other program can."""
 
     def __init__(self, listen: str) -> None:
         host, _, port = listen.rpartition(":")
         bare = host.strip("[]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
         try:
-            # Once alone: with SO_REUSEPORT, a port that another gateway has would be shared with it without a word.
+            # First without SO_REUSEPORT: with it, a port that another gateway uses would be shared silently.
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((bare, int(port)))
@@ -56,13 +57,13 @@ class SharedPort:
         self.address = f"{host}:{number}"
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the port."""
         self._socket.close()
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One gateway process, over all its lives. `command_of(life)`: how to start it for the first time (0), or again."""
+    """One gateway process and its restarts. `command_of(life)` is the command line; `life` 0 is the first start."""
 
     index: int
     command_of: Callable[[int], list[str]]
@@ -71,20 +72,20 @@ class Child:
     pause_s: float = FIRST_PAUSE_S
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it, if the process is there."""
+        """Send a signal if the process runs."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
 
 
 class Supervisor:
-    """Owns the processes: starts each again when it dies, and lets all drain when told to stop."""
+    """Owns the processes: restarts each that dies, and drains all on SIGTERM."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         self._children = list(children)
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT, and all processes have ended. Returns the exit status."""
+        """Run until SIGTERM or SIGINT and the end of all processes. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
@@ -101,13 +102,13 @@ class Supervisor:
         return EXIT_FAILED if any(isinstance(end, int) and end > 0 for end in ends) else 0
 
     def _stop(self) -> None:
-        """The first time all drain; a second signal reaches them too and stops them at once."""
+        """Pass the signal on: the first one drains all processes, a second one stops them at once."""
         self._stopping.set()
         for child in self._children:
             child.signal(signal.SIGTERM)
 
     async def _keep(self, child: Child) -> int:
-        """Start a process, and again whenever it dies, until all stop. Raises ChildFailedError."""
+        """Start a process and restart it whenever it dies, until the stop. Raises ChildFailedError."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -116,21 +117,23 @@ class Supervisor:
                 return status
             is_steady = loop.time() - started >= STEADY_S
             if child.num_lives == 1 and (status == EXIT_CANNOT_START or (status > 0 and not is_steady)):
-                raise ChildFailedError(f"process {child.index} ended with status {status} at its start; see above")
+                raise ChildFailedError(
+                    f"process {child.index} failed to start (status {status}); its log has the cause"
+                )
             child.pause_s = FIRST_PAUSE_S if is_steady else min(2 * child.pause_s, MAX_PAUSE_S)
-            log.error("process %d died (status %d); starting it again in %.1f s", child.index, status, child.pause_s)
+            log.error("process %d died (status %d); restarting it in %.1f s", child.index, status, child.pause_s)
             if await self._stops_within(child.pause_s):
                 return 0
 
     async def _live(self, child: Child) -> int:
-        """One life of a process: its exit status, negative for a signal. A life may end before it begins."""
+        """Run a process until it ends. Returns its exit status, negative for a signal."""
         command = child.command_of(child.num_lives)
         child.num_lives += 1
         try:
-            # A session of its own: Ctrl-C reaches this process, which tells the others once.
+            # In a new session, so that Ctrl-C reaches only this process, which then signals the others once.
             child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
-        except OSError as error:  # e.g. no memory or no process ids for now: the other processes go on
-            log.error("process %d cannot be started: %s", child.index, error)
+        except OSError as error:  # e.g. out of memory or process ids: the other processes keep running
+            log.error("cannot start process %d: %s", child.index, error)
             return EXIT_CANNOT_START
         if self._stopping.is_set():
             child.signal(signal.SIGTERM)
@@ -164,7 +167,7 @@ async def _run(num_processes: int, address: str, argv: Sequence[str]) -> int:
 
 
 def port_of_child(listen: str, index: int) -> str:
-    """An operators' port of one process: the given one, counted up; any free one and none stay what they are."""
+    """The metrics or health address of one process: the configured port plus its index. Port 0 and `off` are kept."""
     host, _, port = listen.rpartition(":")
     if listen == OFF or int(port) == 0:
         return listen

@@ -1,4 +1,4 @@
-"""Prompts to token ids and ids to text: what is quick at once, the rest in a thread, so that it stalls no stream."""
+"""Prompts to token ids and ids to text: small inputs on the event loop, large ones in threads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from svc_common.errors import InvalidRequestError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-INLINE_BYTES = 1024  # tokenizing this much takes less than a millisecond
-INLINE_ID_BYTES = 16 << 10  # and so does copying this much of token ids, which a hop to a thread costs as well
+INLINE_BYTES = 1024  # tokenizing this much text takes less than a millisecond
+INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more than using a thread
 
 
 class PromptReader:
-    """Owns the threads that read large inputs; the tokenizer lets other threads run meanwhile."""
+    """Owns the threads that read large inputs. The tokenizer releases the GIL."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(min(8, max(2, os.cpu_count() or 2)), thread_name_prefix="tokenize")
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function here when its input is small (`size` in bytes), else in a thread."""
+        """Call the function directly if its input is small (`size` in bytes), else in a thread."""
         if size <= INLINE_BYTES:
             return function(*args, **kwargs)
         loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class PromptReader:
         return await self.run(size, prompt_token_ids, prompt, model, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -60,7 +60,7 @@ def prompt_token_ids(prompt: pb.Prompt, model: ServedModel, *, add_special_token
     else:
         ids = _chat_token_ids(prompt.chat, model)
     if not ids:
-        raise InvalidRequestError(f"prompt.{kind} becomes no token at all; send more text", field=f"prompt.{kind}")
+        raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
     return ids
 
 
@@ -91,9 +91,9 @@ def _parse_json(field: str, text: str, kind: type, words: str) -> Any:
         return None
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # a lone \ud800 is JSON, but no text
+        json.dumps(value, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{field} is not JSON: {error}", field=field) from None
     if not isinstance(value, kind):
-        raise InvalidRequestError(f"{field} holds a JSON {type(value).__name__}; it must be {words}", field=field)
+        raise InvalidRequestError(f"{field} is a JSON {type(value).__name__}; it must be {words}", field=field)
     return value

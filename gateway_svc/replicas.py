@@ -1,11 +1,11 @@
-"""Which of several schedulers with one model gets a request: a pure function of what is known of each.
+"""Chooses the replica for a request: a pure function of the replicas' loads and cached prefixes.
 
-    cost = load per ready worker + ALPHA * prompt tokens that it would have to compute
+    cost = load per ready worker + ALPHA * prompt tokens to compute
 
-The lowest cost wins. Costs that differ by less than a tie's width are equal for all we know (loads are a heartbeat
-old), and among those the prompt's affinity decides: a rendezvous hash of its first block. So requests that begin alike
-meet where their prefix is cached, when one replica dies only its own prompts move, and affinity can put at most a tie's
-width of extra work on one replica.
+The lowest cost wins. Costs within TIE_TOKENS of the lowest count as equal, because loads are as old as a heartbeat.
+Among equal replicas a rendezvous hash of the prompt's first block decides. So requests with a common prefix meet where
+it is cached, the loss of a replica moves only that replica's prompts, and affinity adds at most TIE_TOKENS to one
+replica.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-# A cached token saves its computation and the room of its block: the weight that placement on workers gives it too.
+# A cached token saves its computation and space in the pool. Placement on workers uses the same weight.
 ALPHA = 3.0
-# A request that runs or waits, beside its prompt: it takes a row of every step and blocks for its answer.
+# Load of a request besides its prompt: it takes a row of every step and blocks for its output.
 REQUEST_TOKENS = 32
 TIE_TOKENS = 256.0
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What is known of one scheduler that could take the request."""
+    """One scheduler that could take the request."""
 
-    name: str  # stable over restarts: its address
-    load_tokens: int  # tokens that wait there, those of our own requests since its last heartbeat included
+    name: str  # its address, which is the same after a restart
+    load_tokens: int  # tokens waiting there, with those of the requests that we sent since its last heartbeat
     ready_workers: int
-    cached_tokens: int = 0  # of this prompt, by the prefix index
+    cached_tokens: int = 0  # tokens of this prompt that are cached there, according to the prefix index
 
 
 def choose_replica(replicas: Sequence[Replica], num_prompt_tokens: int, affinity: bytes) -> int:
-    """Index of the replica that should take a prompt; one without workers only if all are. Raises ValueError for none.
+    """Index of the replica for a prompt. One without workers is chosen only if no replica has workers.
 
-    `affinity` names what the prompt begins with.
+    `affinity` identifies the start of the prompt. Raises ValueError for an empty list.
     """
     if not replicas:
         raise ValueError("no replica to choose from")

@@ -1,8 +1,8 @@
-"""The gateway's side of one scheduler: one Attach stream, every request multiplexed on it by a handle.
+"""The connection to one scheduler: one Attach stream that carries all requests, each identified by a handle.
 
 detached --Attach, Hello--> attached --Welcome with info, GetBundle--> model known
     ^                          |
-    +-- broken or silent ------+   its open requests are handed to the dispatcher at once
+    +-- broken or silent ------+   its open requests go to the dispatcher at once
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ STATUS_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
-STABLE_AFTER_S = 5.0  # a stream that lived this long is dialled again at once
+STABLE_AFTER_S = 5.0  # after a stream that lasted this long, reconnect without backoff
 RETRY_AFTER_S = 1.0
-SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests go elsewhere
+SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests move to another
 MAX_HANDLE = 2**32
-# A larger message than gRPC allows would end the stream, and so move everybody's requests.
+# A message above gRPC's limit would end the stream, and so move all its requests.
 MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 
 
 class SchedulerEvents(Protocol):
-    """Who decides what becomes of requests."""
+    """Callbacks of the dispatcher, which decides where requests go."""
 
     def on_changed(self, client: SchedulerClient) -> None:
-        """It is attached or not, has a model or not, or has another number of ready workers."""
+        """The connection, the model or the number of ready workers changed."""
 
     def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
-        """The stream ended with these open; the scheduler gives them up. Nothing more comes for them from here."""
+        """The stream ended with these requests open. The scheduler aborts them; this client delivers nothing more."""
 
     def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
-        """The scheduler does not take it."""
+        """The scheduler refused the request."""
 
     def on_accepted(self, request: SchedulerRequest) -> None:
-        """The scheduler has it."""
+        """The scheduler queued the request."""
 
     def on_finished(self, request: SchedulerRequest) -> None:
-        """All its samples have ended."""
+        """All samples of the request ended."""
 
 
 class SchedulerClient:
-    """Owns the channel to one scheduler and knows the requests that are open there. `events` is set before `run`.
+    """Owns the channel to one scheduler and the requests that are open there. `events` is set before `run`.
 
-    `deltas_interval_s`: further tokens need not come more often.
+    `deltas_interval_s`: least time between messages that hold only further tokens.
     """
 
     events: SchedulerEvents
@@ -94,7 +94,7 @@ class SchedulerClient:
         self._limit: asyncio.Timeout | None = None  # of the current stream
         self._watcher: asyncio.Task[None] | None = None
         self._silence: SilenceWatch | None = None  # of the current stream, once heartbeats are agreed on
-        self._timeout_reason = ""  # what it means when `_limit` is reached
+        self._timeout_reason = ""  # the problem to report when `_limit` is reached
         self._loader: asyncio.Task[None] | None = None
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
@@ -108,28 +108,28 @@ class SchedulerClient:
 
     @property
     def load_tokens(self) -> int:
-        """Work that waits there: its own last word and what was sent since; without its word, our own requests."""
+        """Tokens waiting there: from its last heartbeat and the requests sent since; before the first, our requests."""
         if self._heartbeat is None:
             return REQUEST_TOKENS * len(self._by_handle)
         beat = self._heartbeat
         return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self._sent_tokens
 
     def serves(self, name: str, revision: str) -> bool:
-        """Requests for this model can be sent now; its bundle may still be on its way."""
+        """Requests for this model can be sent now. Its bundle may not be loaded yet."""
         return self.info is not None and (self.info.model, self.info.revision) == (name, revision)
 
     def can_hold(self, request: SchedulerRequest) -> bool:
-        """Its workers' pools are large enough for the request."""
+        """The pool of its largest worker is large enough for the request."""
         return self.info is not None and size_limits_of(self.info).fits(*request.sizes)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def requests(self) -> list[SchedulerRequest]:
-        """All that are open here."""
+        """All open requests."""
         return list(self._by_handle.values())
 
     def submit(self, request: SchedulerRequest) -> None:
-        """Send a request; the events tell what becomes of it. One that no message can hold fails at once."""
+        """Send a request; `events` reports the outcome. A request too large for a message fails at once."""
         handle = self._new_handle()
         message = pb.AttachRequest(submit=request.next_submit(handle))
         if (size := message.ByteSize()) > MAX_SUBMIT_BYTES:
@@ -147,7 +147,7 @@ class SchedulerClient:
         return self._last_handle
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Tell the scheduler; False when it does not have the request, so that no answer will come."""
+        """Send a cancel. False if the scheduler does not have the request, so no answer will come."""
         if request.handle is None:
             return False
         cancel = pb.Cancel(handle=request.handle, sample_index=sample_index, reason=reason)
@@ -155,7 +155,7 @@ class SchedulerClient:
         return True
 
     def withdraw(self, request: SchedulerRequest) -> None:
-        """Take a request away: what still runs is cancelled, and nothing more comes for it from here."""
+        """Remove a request: cancel what still runs, and deliver nothing more for it."""
         if request.handle is None:
             return
         if not request.is_finished:
@@ -166,7 +166,7 @@ class SchedulerClient:
     # -- the stream ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the stream up until cancelled."""
+        """Keep the stream open until cancelled."""
         loop = asyncio.get_running_loop()
         backoff = BACKOFF_FIRST_S / 2
         try:
@@ -218,9 +218,9 @@ class SchedulerClient:
                 self._silence.heard(loop.time())
             self._on_response(response)
             response = await call.read()
-        if response is not grpc.aio.EOF:  # None: grpc could not decode it, and the stream goes on
-            raise ProtocolError("bytes that are no AttachResponse in an Attach stream")
-        return f"the scheduler ended the stream: {await call.details() or 'it stops'}"
+        if response is not grpc.aio.EOF:  # None: grpc could not decode the message but keeps the stream open
+            raise ProtocolError("received bytes that are not a valid AttachResponse")
+        return f"the scheduler ended the stream: {await call.details() or 'no reason given'}"
 
     async def _watch(self, silence: SilenceWatch, interval_s: float) -> None:
         """Send heartbeats, and end the stream when the scheduler has been silent for too long."""
@@ -242,9 +242,9 @@ class SchedulerClient:
     def _on_detached(self, problem: str) -> None:
         requests = self.requests()
         if self.is_connected:
-            log.warning("scheduler %s is gone: %s; %d requests go elsewhere", self.address, problem, len(requests))
+            log.warning("lost scheduler %s: %s; moving %d requests", self.address, problem, len(requests))
         elif problem != self.problem:
-            log.info("scheduler %s cannot be reached yet: %s", self.address, problem)
+            log.info("cannot reach scheduler %s yet: %s", self.address, problem)
         self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
         self._heartbeat, self._sent_tokens = None, 0
         self._stop_loading()
@@ -254,7 +254,7 @@ class SchedulerClient:
         self.events.on_lost(self, requests)
         self.events.on_changed(self)
 
-    # -- what the scheduler says --------------------------------------------------------------------------------------
+    # -- messages from the scheduler ----------------------------------------------------------------------------------
 
     def _on_response(self, response: pb.AttachResponse) -> None:
         kind = response.WhichOneof("message")
@@ -267,13 +267,13 @@ class SchedulerClient:
         elif kind == "heartbeat":
             self._on_heartbeat(response.heartbeat)
         else:
-            raise ProtocolError(f"a message of kind {kind} in an Attach stream")
+            raise ProtocolError(f"received an Attach message of unknown kind {kind}")
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
         for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
             request = requests.get(handle)
-            if request is not None:  # else it was taken away here while this was under way
+            if request is not None:  # else it was withdrawn while this message was on its way
                 request.on_token(sample_index, offset, token_id)
         for finish in deltas.finished:
             request = requests.get(finish.handle)
@@ -325,11 +325,11 @@ class SchedulerClient:
         if self.model is not None and self.model.info.revision != info.revision:
             self.model = None
         self._stop_loading()
-        self.problem = f"the bundle of model {info.model!r} is on its way"
+        self.problem = f"loading the bundle of model {info.model!r}"
         self._loader = asyncio.create_task(self._load_model(info))
 
     def _stop_loading(self) -> None:
-        """The next Welcome starts anew. A replica of the same model that waits for this bundle fetches it itself."""
+        """Cancel the loading; the next Welcome restarts it. Another replica that waits for the bundle fetches it."""
         if self._loader is not None:
             self._loader.cancel()
         self._loader = None
@@ -342,7 +342,7 @@ class SchedulerClient:
                 break
             except (grpc.aio.AioRpcError, BundleError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                self.problem = f"the bundle of model {info.model!r} cannot be used: {reason}"
+                self.problem = f"cannot load the bundle of model {info.model!r}: {reason}"
                 log.error("scheduler %s: %s", self.address, self.problem)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 10 * BACKOFF_MOST_S)
@@ -354,13 +354,13 @@ class SchedulerClient:
         call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
         parts = [part async for part in call]
         if None in parts:  # grpc could not decode one
-            raise BundleError("the bundle arrived damaged: one of its parts is no GetBundleResponse")
+            raise BundleError("the bundle is damaged: one of its parts is not a valid GetBundleResponse")
         return b"".join(part.data for part in parts)
 
     # -- other calls --------------------------------------------------------------------------------------------------
 
     async def get_status(self) -> public.SchedulerStatus:
-        """What the scheduler says of itself; only address and connected=False when it does not answer in time."""
+        """The scheduler's state; only its address and connected=False if it does not answer in time."""
         try:
             response = await self._stub.GetSchedulerStatus(pb.GetSchedulerStatusRequest(), timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
@@ -370,17 +370,17 @@ class SchedulerClient:
         return response.status
 
     async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
-        """End requests by id, whichever gateway has them. Returns those that were there; none if it does not answer."""
+        """End requests by id, from any gateway. Returns the ids that the scheduler had; none if it does not answer."""
         request = pb.AbortRequestsRequest(request_ids=request_ids)
         try:
             response = await self._stub.AbortRequests(request, timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            log.warning("scheduler %s was asked to abort requests: %s", self.address, error.details())
+            log.warning("scheduler %s failed to abort requests: %s", self.address, error.details())
             return ()
         return response.aborted_ids
 
     async def release_worker(self, worker_id: str, timeout_s: float) -> int:
-        """Let a worker go, within `timeout_s` (0: its own limit). Returns the sequences it ran. Raises QuireError."""
+        """Drain a worker within `timeout_s` (0: its own limit). Returns the sequences it ran. Raises QuireError."""
         request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
         try:
             response = await self._stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
@@ -394,8 +394,8 @@ class SchedulerClient:
 
 def _too_large(size: int) -> QuireError:
     words = (
-        f"sampling.n: prompt and output so far of all samples take {size} bytes, and a scheduler is sent at most "
-        f"{MAX_SUBMIT_BYTES}: ask for fewer or shorter samples"
+        f"sampling.n: the prompt and the output so far of all samples have {size} bytes; at most {MAX_SUBMIT_BYTES} "
+        "can be sent to a scheduler: ask for fewer or shorter samples"
     )
     return InvalidRequestError(words, field="sampling.n")
 
@@ -406,10 +406,10 @@ async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> N
 
 
 def _leave_if_cancelled() -> None:
-    """Raise the CancelledError that a stream has kept to itself.
+    """Raise a CancelledError that grpc.aio has swallowed.
 
-    grpc.aio passes the cancellation of a reading task on to its call. If that ends by itself at the same moment, the
-    task gets the call's error instead, and takes it for one more broken connection.
+    grpc.aio passes the cancellation of a reading task on to its call. If the call ends by itself at the same moment,
+    the task gets the call's error instead, which looks like a broken connection.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,7 +1,7 @@
-"""One request at some scheduler: the journal that survives a lost one, and the inbox its handler reads.
+"""One request at a scheduler: the journal of its output, which survives a lost scheduler.
 
-The journal is the inbox: tokens are appended per sample, and the handler keeps a cursor of its own. A client that
-does not read makes nothing grow beyond its max_tokens, and what piled up leaves as one chunk.
+The journal is also the handler's inbox: tokens are appended per sample, and the handler keeps its own cursor. So a
+client that does not read uses memory for at most max_tokens, and gets all pending tokens as one chunk.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from svc_common.errors import QuireError
 
 log = logging.getLogger(__name__)
 
-MAX_DEADLINE_MS = 2**32 - 1  # 49 days; more is no deadline
-CANCEL_PATIENCE_S = 5.0  # a scheduler that answers a cancel later than this is not waited for
+MAX_DEADLINE_MS = 2**32 - 1  # 49 days; a later deadline is not sent
+CANCEL_PATIENCE_S = 5.0  # longest wait for a scheduler's answer to a cancel
 
 
 class RequestOwner(Protocol):
-    """Who knows which scheduler has the request."""
+    """Knows which scheduler has the request."""
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Tell the scheduler; False when it does not have the request, so that no answer will come."""
+        """Send a cancel to the scheduler. False if none has the request, so no answer will come."""
 
     def release(self, request: SchedulerRequest) -> None:
-        """Nobody reads this request any more: cancel what runs, deliver nothing."""
+        """The handler has ended: cancel what runs and deliver nothing more."""
 
 
 class SampleJournal:
@@ -43,15 +43,15 @@ class SampleJournal:
     def __init__(self, outputs: array[int]) -> None:
         self.outputs = outputs
         self.finish: pb.SampleFinished | None = None
-        self.is_closed = False  # a stop string is complete: later tokens are not output, only the end is awaited
+        self.is_closed = False  # a stop string matched: later tokens are not output; only the end is awaited
 
 
 class SchedulerRequest:
     """The handler awaits `wait_accepted` once, then `wait` for news, and calls `release` at the end.
 
-    The scheduler client delivers. A failure (refusal, patience at an end, internal error) is raised by the waits.
-    `resumes`: a client goes on with a request whose stream it lost. `deadline`: the client's, in the loop's time.
-    `pacer`: who says when the handler hears of new tokens; None: at once.
+    The scheduler client delivers tokens and ends. Both waits raise a failure: refusal, no scheduler in time, internal
+    error. `resumes`: the client resumes a request whose stream it lost. `deadline`: the client's, in the loop's time.
+    `pacer` decides when the handler is woken for new tokens; None: at once.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SchedulerRequest:
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
-        self.handle: int | None = None  # at the scheduler, while it has the request
-        self.is_resumed = resumes  # a stream was lost: whoever still has the request gives it up, and it may wait
+        self.handle: int | None = None  # while a scheduler has the request
+        self.is_resumed = resumes  # a stream was lost: the request takes over from its former stream, and may wait
         self._submit = submit
         self._deadline = deadline
         self._is_accepted = False
@@ -77,7 +77,7 @@ class SchedulerRequest:
         self._error: QuireError | None = None
         self._pacer = pacer
         self._news: set[int] = set()
-        self._is_due = False  # the handler should look at the news
+        self._is_due = False  # the handler should read the news
         self._waiter: asyncio.Future[None] | None = None
         self._owner: RequestOwner | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -97,30 +97,30 @@ class SchedulerRequest:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all samples so far: they are computed again after a move."""
+        """Output tokens of all samples so far; they are recomputed after a move."""
         return sum(len(sample.outputs) for sample in self.samples)
 
     @property
     def is_finished(self) -> bool:
-        """Every sample has its end."""
+        """Every sample has ended."""
         return all(s.finish is not None for s in self.samples)
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is expected of a scheduler."""
+        """Nothing more is expected from a scheduler."""
         return self._error is not None or all(s.is_closed or s.finish is not None for s in self.samples)
 
-    # -- the handler's side -------------------------------------------------------------------------------------------
+    # -- called by the handler ----------------------------------------------------------------------------------------
 
     async def wait_accepted(self) -> None:
-        """Until the request has a place in the queue. Raises the refusal."""
+        """Wait until the request is queued. Raises the refusal."""
         while not self._is_accepted and self._error is None:
             await self._sleep()
         if self._error is not None:
             raise self._error
 
     async def wait(self) -> list[int]:
-        """Until some samples have new tokens or an end; returns their indices in order. Raises a failure."""
+        """Wait until samples have new tokens or ended; returns their indices in order. Raises a failure."""
         while not self._is_due and self._error is None:
             await self._sleep()
         if not self._news and self._error is not None:
@@ -131,20 +131,20 @@ class SchedulerRequest:
         return news
 
     def close_sample(self, index: int) -> None:
-        """A stop string matched: the scheduler is told, and its answer (the usage) ends the sample."""
+        """A stop string matched: cancel the sample. The scheduler's answer, with the usage, ends it."""
         sample = self.samples[index]
         sample.is_closed = True
         if sample.finish is None:
             self._cancel_at_scheduler(index, types.FINISH_REASON_STOP)
 
     def abort(self) -> None:
-        """End all samples with ABORTED, as the Abort call asks."""
+        """End all samples with ABORTED, for the Abort RPC."""
         self._is_accepted = self._is_aborted = True
         self._wake()
         self._cancel_at_scheduler(None, types.FINISH_REASON_ABORTED)
 
     def release(self) -> None:
-        """The handler is done or gone: whatever still runs is cancelled. May be called twice."""
+        """The handler has ended: cancel what still runs. May be called twice."""
         for timer in self._timers:
             timer.cancel()
         if self._owner is not None:
@@ -164,14 +164,14 @@ class SchedulerRequest:
             if self.samples[index].finish is None:
                 self.on_finished(pb.SampleFinished(sample_index=index, reason=reason))
 
-    # -- the scheduler client's side ----------------------------------------------------------------------------------
+    # -- called by the scheduler client -------------------------------------------------------------------------------
 
     def attach(self, owner: RequestOwner) -> None:
-        """Where cancels go from now on."""
+        """Set the receiver of cancels."""
         self._owner = owner
 
     def next_submit(self, handle: int) -> pb.Submit:
-        """The request as it stands: with all output so far as its Continuation."""
+        """The request with all output so far as its Continuation."""
         self.handle = handle
         self._submit.handle = handle
         self._submit.takes_over = self.is_resumed
@@ -182,7 +182,8 @@ class SchedulerRequest:
         return self._submit
 
     def _set_deadline(self) -> None:
-        """What is left of the client's time. Not for a request that was accepted once: it is not refused any more."""
+        """Set the time left until the client's deadline. Not for a request that was accepted before: a scheduler must
+        not refuse it."""
         self._submit.ClearField("deadline_ms")
         if self._deadline is None or self.is_resumed:
             return
@@ -191,10 +192,10 @@ class SchedulerRequest:
             self._submit.deadline_ms = max(0, left_ms)
 
     def on_detached(self) -> None:
-        """The scheduler lost the request, or it is taken away there: ends that it owed us are decided here."""
+        """The request left its scheduler: finish the samples whose cancel that scheduler has not answered."""
         self.handle = None
         self.is_resumed = True
-        if self._is_aborted:  # the cancel is lost with the stream: nobody else may begin to run it
+        if self._is_aborted:  # the cancel is lost with the stream: no other scheduler must start the request
             self._finish_here(range(len(self.samples)), types.FINISH_REASON_ABORTED)
         closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
         self._finish_here(closed, types.FINISH_REASON_STOP)
@@ -204,7 +205,7 @@ class SchedulerRequest:
         self._wake()
 
     def on_token(self, sample_index: int, offset: int, token_id: int) -> None:
-        """One token at its output position. A repeated one is dropped; a gap fails the request."""
+        """One token at its output position. A repeated token is dropped; a gap fails the request."""
         if sample_index >= len(self.samples):
             self.fail(self._internal(f"the scheduler sent sample {sample_index} of {len(self.samples)}"))
             return
@@ -214,7 +215,7 @@ class SchedulerRequest:
         have = len(sample.outputs)
         if offset != have:
             if offset > have:
-                self.fail(self._internal(f"output position {have} is missing, the scheduler sent {offset}"))
+                self.fail(self._internal(f"the scheduler sent output position {offset}, expected {have}"))
             return
         sample.outputs.append(token_id)
         self._note_news(sample_index, is_urgent=not have)
@@ -229,7 +230,7 @@ class SchedulerRequest:
             self._note_news(finish.sample_index, is_urgent=True)
 
     def fail(self, error: QuireError) -> None:
-        """The stream ends with this error, after what has already arrived."""
+        """End the stream with this error, after the tokens received so far."""
         if self._error is None:
             self._error = error
             self._wake()
@@ -239,7 +240,7 @@ class SchedulerRequest:
         return QuireError(f"internal error: {problem}")
 
     def _note_news(self, sample_index: int, *, is_urgent: bool) -> None:
-        """First tokens and ends are waited for, and rare: they need not wait for a round."""
+        """Record news for the handler. First tokens and ends are urgent and rare, so they skip the pacer."""
         self._news.add(sample_index)
         if self._pacer is None or is_urgent:
             self.wake()
@@ -247,7 +248,7 @@ class SchedulerRequest:
             self._pacer.wake(self)
 
     def wake(self) -> None:
-        """The handler should look at the news."""
+        """Wake the handler if there is news."""
         self._is_due = bool(self._news)
         self._wake()
 

@@ -43,8 +43,8 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 EPILOG = """example:
   quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
 
-Schedulers with one model are replicas: each request goes to one of them, and on to another when that one is lost.
-The gateway needs no model files: it learns each model and its tokenizer from the model's scheduler.
+Schedulers of one model are replicas: a request runs on one of them, and moves to another if that one is lost.
+The gateway needs no model files: it gets each model's properties and tokenizer from the model's scheduler.
 """
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_within_s: float = 0.0) -> None:
-    """One gateway, in this process. Exits with a sentence when it cannot start."""
+    """Run one gateway in this process. Exits with a message if it cannot start."""
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
@@ -74,11 +74,9 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of the gateway."""
-    parser = config.make_parser(
-        "gateway", "The public gRPC API of Quire: text in, text out, any number of models.", EPILOG
-    )
+    parser = config.make_parser("gateway", "The public gRPC API of Quire, for any number of models.", EPILOG)
     parser.add_argument(
-        "--listen", type=config.address, default="0.0.0.0:50051", metavar="HOST:PORT", help="where to listen"
+        "--listen", type=config.address, default="0.0.0.0:50051", metavar="HOST:PORT", help="address to listen on"
     )
     parser.add_argument(
         "--scheduler",
@@ -86,88 +84,94 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="a scheduler; repeat it for replicas and for other models (in the environment: separated by commas)",
+        help="address of a scheduler; repeat the flag for replicas and for other models (in the environment: separated "
+        "by commas)",
     )
     parser.add_argument(
         "--processes",
         type=config.in_range(int, 1, 256),
         default=1,
         metavar="N",
-        help="gateway processes that share the port, each with limits of its own; connections are spread over them. "
-        "Operators' ports count up: the second process has --metrics-listen and --health-listen plus 1",
+        help="gateway processes that share the port; the kernel spreads connections over them, and limits apply to "
+        "each. The second process uses the ports of --metrics-listen and --health-listen plus 1, and so on",
     )
     parser.add_argument(
         "--chunk-interval-ms",
         type=config.in_range(float, 0.0, 1000.0),
         default=0.0,
         metavar="MS",
-        help="least time between chunks of a stream: tokens that come sooner leave together, which saves CPU here and "
-        "at clients. 0: as they come, together only as far as this gateway does not keep up",
+        help="least time between two chunks of a stream. Tokens that arrive sooner are sent in one chunk, which saves "
+        "CPU here and in clients. 0: chunks are sent as tokens arrive, and hold several only when the gateway is busy",
     )
     parser.add_argument(
         "--max-streams",
         type=config.in_range(int, 1, 1_000_000),
         default=4096,
-        help="generations open at once; more are refused with RESOURCE_EXHAUSTED",
+        help="most Generate streams open at once; further ones are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--max-request-bytes",
         type=config.size_bytes,
         default="512M",
         metavar="SIZE",
-        help="size of all open requests together; more are refused with RESOURCE_EXHAUSTED",
+        help="most bytes of all open requests together; further ones are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path, as the schedulers': choose replicas by cached prefixes",
+        help="redis://[:password@]host:port/db or unix:///path, the same as the schedulers use: prefer replicas that "
+        "have the prompt's prefix cached",
     )
-    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key, as the schedulers'")
+    parser.add_argument(
+        "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as the schedulers use"
+    )
     parser.add_argument(
         "--max-connection-age-s",
         type=config.in_range(float, 0.0, 86_400.0),
         default=0.0,
-        help="after this time, give or take a tenth, a client is told to connect anew, so that it finds gateways that "
-        "have come since; its open streams finish on the old connection. 0: never",
+        help="age at which a connection is closed, plus or minus 10 percent, so that clients find new gateways; open "
+        "streams finish on the old connection. 0: never",
     )
     parser.add_argument(
         "--api-keys",
         type=Path,
         metavar="DIR",
-        help="only clients with one of these API keys get in: the folder holds a file for each, read again when they "
-        "change. Health and reflection stay open. Unset: everybody",
+        help="folder of accepted API keys, one per file, read again when a file changes. Health and reflection need no "
+        "key. Unset: no API key is needed",
     )
-    tls = parser.add_argument_group("TLS of the port that clients use; files are read again when they change")
+    tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
-    tls.add_argument("--tls-key-file", type=Path, metavar="FILE", help="its key (PEM, without a password)")
+    tls.add_argument(
+        "--tls-key-file", type=Path, metavar="FILE", help="private key of the certificate (PEM, without a password)"
+    )
     tls.add_argument(
         "--tls-client-ca-file",
         type=Path,
         metavar="FILE",
-        help="authorities of clients (PEM): only clients with a certificate of one of them get in; unset: everybody",
+        help="CA certificates (PEM); clients need a certificate signed by one of them. Unset: clients need none",
     )
     parser.add_argument(
         "--scheduler-patience-s",
         type=config.in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="how long an open generation waits for a scheduler to go on at before it ends with UNAVAILABLE",
+        help="how long an open generation waits for a scheduler before it ends with UNAVAILABLE",
     )
     parser.add_argument(
         "--drain-timeout-s",
         type=config.in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="how long open generations may go on after SIGTERM; then they end with UNAVAILABLE and clients resume "
-        "them at another gateway",
+        help="time for open generations to finish after SIGTERM; then they end with UNAVAILABLE, and clients resume "
+        "them through another gateway",
     )
     return parser
 
 
 class RedisUrlError(ValueError):
-    """--redis is no URL of a Redis server."""
+    """--redis is not a valid Redis URL."""
 
 
 def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
-    """The index to choose replicas by, if there is one. Raises RedisUrlError."""
+    """The reader of the prefix index; None without --redis. Raises RedisUrlError."""
     if not args.redis:
         return None
     try:
@@ -181,7 +185,7 @@ async def serve(
 ) -> None:
     """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError, TlsError or ApiKeysError.
 
-    `shares_port`: other gateways listen there too. `ready_within_s`: wait so long for a model before listening.
+    `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
     reader, tls = make_reader(args), tls_files(args)
     credentials = None if tls is None else server_credentials(tls)
@@ -240,11 +244,11 @@ async def serve(
 def _security(files: TlsFiles | None) -> str:
     if files is None:
         return "plaintext"
-    return "TLS" if files.client_ca is None else "TLS, clients show a certificate"
+    return "TLS" if files.client_ca is None else "TLS with client certificates"
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
-    """Metrics, liveness, and readiness: a model can be asked for."""
+    """Metrics, liveness and readiness. Ready: some model can take requests."""
     metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
     return AdminServer(
         metrics_listen=args.metrics_listen,
@@ -256,7 +260,7 @@ def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader
 
 
 async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout_s: float) -> None:
-    """Until a model can be asked for, or the time is over."""
+    """Wait until some model can take requests, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not directory.is_ready:
@@ -266,7 +270,7 @@ async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout
 
 
 async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:
-    """SERVING while at least one model can be asked for."""
+    """Report SERVING while some model can take requests."""
     was_ready = False
     while True:
         await changed.wait()

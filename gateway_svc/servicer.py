@@ -1,4 +1,4 @@
-"""InferenceService: what clients call."""
+"""InferenceService: the RPCs that clients call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _deadline(context: Context) -> float | None:
-    """When the client's time is over, in the loop's time; None: it set no deadline."""
+    """The client's deadline in the loop's time; None if it set none."""
     left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
     return None if left_s is None else asyncio.get_running_loop().time() + left_s
 
@@ -58,7 +58,7 @@ class OpenStream:
         self._error: QuireError | None = None
 
     def set_request(self, request: SchedulerRequest) -> None:
-        """Raises what the stream was ended with meanwhile."""
+        """Attach the request. Raises the error if the stream was ended meanwhile."""
         if self._error is not None:
             raise self._error
         self.request = request
@@ -66,14 +66,14 @@ class OpenStream:
             request.abort()
 
     def end(self, error: QuireError) -> None:
-        """End it with this error after what has already arrived; at once for its scheduler."""
+        """End the stream with this error once the tokens received so far are sent; cancel the request now."""
         self._error = error
         if self.request is not None:
             self.request.fail(error)
             self.request.release()
 
     def abort(self) -> None:
-        """End it with ABORTED."""
+        """End the stream with ABORTED."""
         self.is_aborted = True
         if self.request is not None:
             self.request.abort()
@@ -132,7 +132,7 @@ class InferenceServicer(InferenceServiceServicer):
             resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(plan, resumes=resumes, deadline=deadline)
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
-            # Runs also when the client leaves while an event is being written.
+            # Also runs when the client disconnects while an event is being written.
             context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
             try:
                 stream.set_request(scheduler_request)
@@ -172,7 +172,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     @contextmanager
     def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OpenStream]]:
-        """A place among the open streams. Raises when draining, full, or when the id is in use."""
+        """Count the request among the open streams. Raises if the gateway drains or is full, or the id is in use."""
         num_bytes = request.ByteSize()
         self._check_room(num_bytes)
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
@@ -183,40 +183,42 @@ class InferenceServicer(InferenceServiceServicer):
             yield request_id, stream
         finally:
             self._num_request_bytes -= num_bytes
-            if self._streams.get(request_id) is stream:  # else another has taken over
+            if self._streams.get(request_id) is stream:  # else a resumed stream has taken over
                 del self._streams[request_id]
             if not self._streams:
                 self._all_closed.set()
 
     def _check_room(self, num_bytes: int) -> None:
         if self._is_draining:
-            raise UnavailableError("this gateway is leaving; ask another", retry_after_s=RETRY_DRAINING_S)
+            raise UnavailableError(
+                "this gateway is shutting down; retry on another gateway", retry_after_s=RETRY_DRAINING_S
+            )
         if len(self._streams) >= self.max_streams:
             raise OverloadedError(
-                f"{self.max_streams} streams are open on this gateway, its limit (--max-streams); try again",
+                f"{self.max_streams} streams are open on this gateway, the limit of --max-streams; retry later",
                 retry_after_s=RETRY_FULL_S,
             )
         if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:
             raise OverloadedError(
                 f"open requests on this gateway hold {self._num_request_bytes} bytes and this one has {num_bytes}; "
-                f"the limit is {self._max_request_bytes} (--max-request-bytes); try again",
+                f"the limit is {self._max_request_bytes} (--max-request-bytes); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
 
     def _end_former(self, request: pb.GenerateRequest) -> None:
-        """A client that goes on with a request takes the place of its own former stream, which may look alive here."""
+        """End the former stream of a request that its client resumes; it may still look alive here."""
         former = self._streams.get(request.request_id)
         if former is None:
             return
         request_id = request.request_id
         if not request.HasField("continuation"):
-            words = f"request_id {request_id!r} is in flight on this gateway; choose another or wait for its end"
+            words = f"request_id {request_id!r} is in use on this gateway; choose another or wait until it ends"
             raise AlreadyExistsError(words, field="request_id")
-        log.info("request %s goes on in another stream", request_id)
-        former.end(TakenOverError(f"request_id {request_id!r} goes on in another stream of its client"))
+        log.info("request %s was resumed in another stream", request_id)
+        former.end(TakenOverError(f"request_id {request_id!r} was resumed in another stream"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End requests by id: those of this process, and through the schedulers those of other gateways."""
+        """End requests by id: those of this process, and those of other gateways through the schedulers."""
         validation.check_abort(request.request_ids)
         asked = list(dict.fromkeys(request.request_ids))
         found = {request_id for request_id in asked if request_id in self._streams}
@@ -232,7 +234,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new streams and wait for the open ones; those still open then end with UNAVAILABLE."""
+        """Refuse new streams and wait for the open ones. Streams still open after `timeout_s` end with UNAVAILABLE."""
         self._is_draining = True
         self._all_closed.clear()
         if not self._streams:
@@ -241,9 +243,9 @@ class InferenceServicer(InferenceServiceServicer):
             async with asyncio.timeout(timeout_s):
                 await self._all_closed.wait()
         except TimeoutError:
-            log.warning("%d streams are still open after %g s; they are ended", len(self._streams), timeout_s)
+            log.warning("ending %d streams that are still open after %g s", len(self._streams), timeout_s)
             for stream in list(self._streams.values()):
-                stream.end(UnavailableError("the gateway is leaving; resume at another one"))
+                stream.end(UnavailableError("the gateway is shutting down; resume on another gateway"))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -279,6 +281,6 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Every scheduler's own word, asked now; one that does not answer is told as not connected."""
+        """The current state of every scheduler; one that does not answer is reported as not connected."""
         schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
         return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self._streams))

@@ -2,8 +2,8 @@
 
     SampleJournal.outputs --cursor--> SampleText --> Chunk (ids, text, offsets) ... Finished (usage, digest)
 
-Events are numbered without gaps. What has piled up since the last event leaves as one Chunk, or as several when it is
-much: a reader that comes back after a long pause delays nobody.
+Events are numbered without gaps. Tokens that arrived since the last event are sent as one Chunk. If there are many,
+they are sent as several, so that a client that reads again after a long pause does not delay other streams.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ REASONS = {
     End.STOP: types.FINISH_REASON_STOP,
     End.LENGTH: types.FINISH_REASON_LENGTH,
 }
-MAX_CHUNK_TOKENS = 1024  # a few milliseconds to turn into text, and far below the 4 MiB that clients accept
+MAX_CHUNK_TOKENS = 1024  # detokenizing takes a few milliseconds, and the message is far below clients' limit of 4 MiB
 
 
 class SampleStream:
-    """What one sample has delivered so far, and what comes next."""
+    """The stream of one sample: what was sent so far, and the events for new tokens."""
 
     def __init__(self, index: int, plan: GenerationPlan, text: SampleText | None) -> None:
         self.index = index
         self.is_done = plan.finished[index]
-        self.is_stopped = False  # a stop string is complete
+        self.is_stopped = False  # a stop string matched
         self.num_output = 0
-        self.reason = types.FINISH_REASON_UNSPECIFIED  # why it is done
+        self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
         self._text = text
         self._cursor = 0
@@ -50,16 +50,16 @@ class SampleStream:
         self._digest = xxhash.xxh3_64()
 
     def prime(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """Take output that the client already has. Returns its end when it is complete.
+        """Read output that the client already has. Returns the sample's end if it is complete.
 
-        Raises InvalidRequestError when it goes on past a stop string.
+        Raises InvalidRequestError if the output continues past a stop string.
         """
         finish = None if self.is_done else self._end_of(output)
         text, count = self._read(output, finish)
         if count < len(output) and not self.is_done:
             raise InvalidRequestError(
-                f"continuation: output_token_ids of sample {self.index} go on past the stop string "
-                f"{self._stop!r}, which is complete with the token at position {count - 1}",
+                f"continuation: output_token_ids of sample {self.index} continue past the stop string "
+                f"{self._stop!r}, which is complete with the token at position {count - 1}: leave the later ids out",
                 field="continuation.samples",
             )
         self._note(output, text)
@@ -70,7 +70,7 @@ class SampleStream:
         return finish
 
     def advance(self, journal: SampleJournal) -> Iterator[pb.GenerateResponse]:
-        """Events for what is new in the journal."""
+        """Events for new tokens of the journal."""
         while not self.is_stopped and len(journal.outputs) - self._cursor > MAX_CHUNK_TOKENS:
             yield from self._take(journal.outputs[self._cursor : self._cursor + MAX_CHUNK_TOKENS], None)
         finish = journal.finish
@@ -81,7 +81,7 @@ class SampleStream:
             yield pb.GenerateResponse(finished=self._finished(finish))
 
     def _take(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> Iterator[pb.GenerateResponse]:
-        """The next ids of the journal, up to its end when there is a `finish`."""
+        """Send the next ids of the journal; with a `finish`, they are the last."""
         self._cursor += len(ids)
         text, count = self._read(ids, finish)
         ids = ids[:count]
@@ -98,7 +98,7 @@ class SampleStream:
         return None if self._text is None else self._text.stop
 
     def _read(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> tuple[str, int]:
-        """Text of the ids and how many of them are output; an id that ended the sample has no text."""
+        """Text of the ids, and how many of them are output. The id that ended the sample gives no text."""
         if self._text is None or not ids:
             return "", len(ids)
         if finish is None or not _is_ended_by_token(finish):
@@ -112,7 +112,7 @@ class SampleStream:
         if not shown and not (ids and plan.wants_token_ids):
             return None
         event = pb.GenerateResponse()
-        chunk = event.chunk  # filled in place: half the cost of building and copying, on the path of every token
+        chunk = event.chunk  # filled in place, which costs half as much as building a Chunk and copying it
         chunk.index = self.index
         chunk.offset = self.num_output
         chunk.text = shown
@@ -149,7 +149,7 @@ class SampleStream:
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """The end that this output already reached, by the rule that schedulers apply; None: it continues."""
+        """The end that this output has reached, by the same rule as in the scheduler; None: it continues."""
         if not output:
             return None
         plan = self._plan
@@ -167,7 +167,7 @@ def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:
 
 
 class GenerationStream:
-    """All samples of one request. Building it replays a continuation, which takes time for a long one."""
+    """All samples of one request. The constructor replays a continuation, which takes time if it is long."""
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
@@ -176,7 +176,7 @@ class GenerationStream:
         self._event_seq = 0
 
     async def events(self, request: SchedulerRequest, meter: RequestMeter) -> AsyncIterator[pb.GenerateResponse]:
-        """Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
+        """Accepted, Chunks, and one Finished per sample that was not finished before. Raises QuireError."""
         loop = asyncio.get_running_loop()
         await request.wait_accepted()
         meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
@@ -215,7 +215,7 @@ class GenerationStream:
 
 
 def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
-    """One per sample; None where nobody needs the text."""
+    """One per sample; None if neither the client nor a stop string needs the text."""
     tokenizer = plan.model.text.tokenizer
     needs_text = plan.wants_text or bool(plan.stop.stop)
     if tokenizer is None or not needs_text:

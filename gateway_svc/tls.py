@@ -1,8 +1,8 @@
-"""TLS of the public port. Files are read again whenever a client connects: a renewed certificate needs no restart.
+"""TLS of the public port. The files are read again whenever a client connects, so renewals need no restart.
 
     credentials = server_credentials(TlsFiles(cert, key, client_ca))      # raises TlsError
 
-Only the port for clients speaks it (docs/adr/0016-tls-at-the-gateway.md).
+Only the port for clients uses TLS (docs/adr/0016-tls-at-the-gateway.md).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class TlsError(ValueError):
-    """The files cannot be served with; says which setting and why."""
+    """The TLS files cannot be used; the message names the setting and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where certificate chain, key and, for mutual TLS, the clients' authority are, as PEM."""
+    """Paths of the certificate chain, its key and, for mutual TLS, the CA of clients. All PEM."""
 
     cert: Path
     key: Path
@@ -42,29 +42,29 @@ class _Contents:
 
 
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:
-    """The files of --tls-cert-file and its companions; None where the port is to be plaintext. Raises TlsError."""
+    """The files of the --tls-* flags; None for a plaintext port. Raises TlsError."""
     cert, key, client_ca = args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file
     if cert and key:
         return TlsFiles(cert, key, client_ca)
     if cert or key:
-        raise TlsError("--tls-cert-file and --tls-key-file belong together: set both, or none")
+        raise TlsError("--tls-cert-file and --tls-key-file must be set together")
     if client_ca:
-        raise TlsError("--tls-client-ca-file is for TLS: set --tls-cert-file and --tls-key-file too")
+        raise TlsError("--tls-client-ca-file needs TLS: set --tls-cert-file and --tls-key-file too")
     return None
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files. With an authority of clients, only those with a certificate of it get in."""
+    """Credentials that are updated when the files change. With a client CA, clients must present a certificate."""
     reader = _Reader(files)
     return grpc.dynamic_ssl_server_credentials(
         reader.served.to_grpc(),
-        reader.fetch,  # type: ignore[arg-type]  # that None is an answer is documented, not typed
+        reader.fetch,  # type: ignore[arg-type]  # grpc documents None as a result but does not declare it
         require_client_authentication=files.client_ca is not None,
     )
 
 
 class _Reader:
-    """What is served now. A change that cannot be served with is logged, and the former files stay in force."""
+    """The certificate in use. If changed files are invalid, logs an error and keeps the previous certificate."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -73,7 +73,7 @@ class _Reader:
         _check(files)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks on a thread of its own, before each handshake; None: as before."""
+        """Called by gRPC on its own thread before each handshake. None: no change."""
         try:
             contents = _read(self._files)
             if contents == self.served:
@@ -83,13 +83,13 @@ class _Reader:
             self._complain(str(error))
             return None
         self.served = contents
-        log.info("serving with a new certificate from %s", self._files.cert)
+        log.info("loaded a new certificate from %s", self._files.cert)
         return contents.to_grpc()
 
     def _complain(self, words: str) -> None:
-        """Once, not for every client."""
+        """Log an error once, not for every connection."""
         if words != self._complaint:
-            log.error("the former certificate stays in force: %s", words)
+            log.error("cannot load the certificate, keeping the previous one: %s", words)
         self._complaint = words
 
 
@@ -107,7 +107,7 @@ def _bytes_of(setting: str, path: Path) -> bytes:
 
 
 def _check(files: TlsFiles) -> None:
-    """gRPC itself only says that it cannot listen. Raises TlsError."""
+    """Check the files, because gRPC would only report that it cannot listen. Raises TlsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
@@ -122,8 +122,8 @@ def _check(files: TlsFiles) -> None:
 
 
 class _PasswordError(Exception):
-    """A key that asks for a password."""
+    """The private key is encrypted."""
 
 
 def _no_password() -> str:
-    raise _PasswordError("the key is encrypted; give one without a password")
+    raise _PasswordError("the private key is encrypted; use one without a password")

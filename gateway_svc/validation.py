@@ -27,7 +27,7 @@ MAX_CONTINUATION_IDS = 4 << 20  # of all samples together
 MAX_TOKENIZE_BYTES = 4 << 20
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_ABORT_IDS = 10_000
-MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size says less about its tokens
+MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size does not bound its tokens
 MAX_ID_CHARS_SHOWN = 80
 
 
@@ -58,13 +58,13 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-    """An id that a client chose; empty is fine."""
+    """Check an id that the client chose; it may be empty."""
     if request_id:
         _check_id("request_id", request_id)
 
 
 def check_abort(request_ids: Sequence[str]) -> None:
-    """The ids of an Abort."""
+    """Check the ids of an Abort."""
     if len(request_ids) > MAX_ABORT_IDS:
         words = f"has {len(request_ids)} ids; at most {MAX_ABORT_IDS} are allowed: send them in parts"
         raise _invalid("request_ids", words)
@@ -73,21 +73,23 @@ def check_abort(request_ids: Sequence[str]) -> None:
 
 
 def check_tokenize(prompt: pb.Prompt) -> None:
-    """What Tokenize takes."""
+    """Check the size and the form of a Tokenize prompt."""
     size = prompt.ByteSize()
     if size > MAX_TOKENIZE_BYTES:
-        raise _invalid("prompt", f"has {size} bytes; Tokenize takes at most {MAX_TOKENIZE_BYTES}: send it in parts")
+        raise _invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
     check_prompt(prompt)
 
 
 def check_detokenize(ids: Sequence[int]) -> None:
-    """What Detokenize takes."""
+    """Check the number of ids of a Detokenize."""
     if len(ids) > MAX_DETOKENIZE_IDS:
-        raise _invalid("ids", f"has {len(ids)} ids; Detokenize takes at most {MAX_DETOKENIZE_IDS}: send them in parts")
+        raise _invalid(
+            "ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts"
+        )
 
 
 def check_prompt(prompt: pb.Prompt) -> None:
-    """The shape of an input: one kind, not empty, known roles."""
+    """Check the form of an input: one kind, not empty, known roles."""
     kind = prompt.WhichOneof("kind")
     if kind is None:
         raise _invalid("prompt", "is not set; send prompt.text, prompt.tokens or prompt.chat")
@@ -102,13 +104,15 @@ def check_prompt(prompt: pb.Prompt) -> None:
 def plan_generation(
     request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int], *, request_id: str, drawn_seed: int
 ) -> GenerationPlan:
-    """Check a request against its model and apply defaults. `drawn_seed` is used when the request has none.
+    """Check a request against its model and apply defaults. `drawn_seed` is used if the request has no seed.
 
-    Raises InvalidRequestError with the field at fault.
+    Raises InvalidRequestError with the invalid field.
     """
     sampling = resolve_sampling(request.sampling, model, drawn_seed=drawn_seed)
     if sampling.n > model.info.max_num_seqs:
-        raise _invalid("sampling.n", f"is {sampling.n}; this model runs at most {model.info.max_num_seqs} at once")
+        raise _invalid(
+            "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
+        )
     _check_determinism(request.scheduling.determinism, model)
     check_token_ids("prompt", prompt_ids, model)
     check_token_ids("stop.stop_token_ids", request.stop.stop_token_ids, model)
@@ -145,13 +149,13 @@ def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_s
 
 
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
-    """Output tokens at most, checked against the model's length and the pool."""
+    """The limit on output tokens, checked against the model's length and the pool."""
     with _field_errors():
         return model.limits.resolve(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
 
 
 def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
-    """All ids are below vocab_size."""
+    """Check that all ids are below vocab_size."""
     vocab_size = model.info.vocab_size
     if len(ids) == 0 or max(ids) < vocab_size:
         return
@@ -160,7 +164,7 @@ def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
 
 
 def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
-    """Refuse what is certainly too long before any work is done on it."""
+    """Refuse a prompt that is certainly too long, before it is tokenized."""
     kind = prompt.WhichOneof("kind")
     if kind == "tokens":
         if len(prompt.tokens.ids) > model.limits.max_tokens:
@@ -212,7 +216,7 @@ def _check_determinism(asked: int, model: ServedModel) -> None:
     if asked == types.DETERMINISM_EXACT and model.info.determinism != types.DETERMINISM_EXACT:
         raise _invalid(
             "scheduling.determinism",
-            f"is EXACT, and the workers of model {model.name!r} run BEST_EFFORT; "
+            f"is EXACT, but the workers of model {model.name!r} run BEST_EFFORT; "
             "leave it unset, or start the workers with --determinism exact",
         )
 
@@ -238,9 +242,7 @@ def _read_continuation(
         outputs[sample.index].extend(sample.output_token_ids)
         finished[sample.index] = sample.finished
     if _has_output(outputs) and sampling.temperature > 0 and not request.sampling.HasField("seed"):
-        raise _invalid(
-            "sampling.seed", "is not set; a continuation of sampled output needs the seed that Accepted told"
-        )
+        raise _invalid("sampling.seed", "is not set; a continuation of sampled output needs the seed from Accepted")
     return tuple(outputs), tuple(finished)
 
 
@@ -249,7 +251,7 @@ def _check_continuation_size(samples: Sequence[types.SampleState], n: int) -> No
         raise _invalid("continuation.samples", f"has {len(samples)} entries; sampling.n is {n}")
     num_ids = sum(len(sample.output_token_ids) for sample in samples)
     if num_ids > MAX_CONTINUATION_IDS:
-        words = f"hold {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} can go on: start again"
+        words = f"hold {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} are allowed: start again"
         raise _invalid("continuation.samples", words)
 
 

@@ -15,11 +15,11 @@ from svc_common.errors import QuireError, error_from_code
 
 
 class ProtocolError(RuntimeError):
-    """The peer sent something that this protocol does not allow: the stream is given up."""
+    """The scheduler violated the protocol: its stream is closed."""
 
 
 def u32_to_bytes(ids: array[int]) -> bytes:
-    """Little-endian uint32 column."""
+    """Ids as a little-endian uint32 column."""
     if sys.byteorder == "big":
         ids = ids[:]
         ids.byteswap()
@@ -27,12 +27,12 @@ def u32_to_bytes(ids: array[int]) -> bytes:
 
 
 def u32_from_bytes(data: bytes) -> array[int]:
-    """The numbers of a little-endian uint32 column. Raises ProtocolError for a torn one."""
+    """The numbers of a little-endian uint32 column. Raises ProtocolError if its length is not a multiple of 4."""
     ids = array("I")
     try:
         ids.frombytes(data)
     except ValueError:
-        raise ProtocolError(f"a uint32 column has {len(data)} bytes, which is no multiple of 4") from None
+        raise ProtocolError(f"a uint32 column has {len(data)} bytes; expected a multiple of 4") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
@@ -52,7 +52,7 @@ def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]
 
 
 def submit_from_plan(plan: GenerationPlan) -> pb.Submit:
-    """The request as a scheduler takes it, without handle and continuation. Stop strings stay here."""
+    """The request for a scheduler, without handle, continuation and stop strings."""
     return pb.Submit(
         request_id=plan.request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
@@ -74,7 +74,7 @@ def _without_strings(stop: types.StopParams) -> types.StopParams:
 
 
 def continuation_from_outputs(samples: Iterable[tuple[array[int], bool]]) -> types.Continuation:
-    """Output so far and finished, per sample in order of their index."""
+    """A Continuation from the samples in order: output so far, and whether the sample has finished."""
     continuation = types.Continuation()
     for index, (output, is_finished) in enumerate(samples):
         if output or is_finished:
@@ -83,6 +83,6 @@ def continuation_from_outputs(samples: Iterable[tuple[array[int], bool]]) -> typ
 
 
 def error_from_refusal(refusal: pb.Refusal) -> QuireError:
-    """What a scheduler refused, with its code, field and retry advice."""
+    """A scheduler's refusal as an error with the same code, field and retry delay."""
     retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
     return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)

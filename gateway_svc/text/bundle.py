@@ -1,13 +1,13 @@
-"""The text side of a model, built from the files of its bundle.
+"""The tokenizer and chat template of a model, built from the files of its bundle.
 
-    tokenizer.json               required for text; without it a model still takes and gives token ids
+    tokenizer.json               needed for text; without it a model accepts and returns token ids only
     tokenizer_config.json        special tokens, add_bos_token, chat_template
     special_tokens_map.json      special tokens of older checkpoints
-    chat_template.jinja          wins over the one in tokenizer_config.json
+    chat_template.jinja          preferred to the one in tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
-    generation_config.json       settings that are not served; the worker reads the sampling defaults
+    generation_config.json       settings that are not supported; the worker reads the sampling defaults
 
-Everything is read as transformers reads it, so that ids are the same.
+Files are read as transformers reads them, so that token ids are the same.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ TEMPLATE_FOLDER = "additional_chat_templates/"
 
 
 class BundleError(ValueError):
-    """A file of the bundle cannot be used; the message names it."""
+    """A file of the bundle is invalid; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What a bundle holds. `tokenizer` is None for a checkpoint without tokenizer.json."""
+    """The content of a bundle. `tokenizer` is None for a checkpoint without tokenizer.json."""
 
     tokenizer: Tokenizer | None
-    unserved: tuple[str, ...] = ()  # settings of generation_config.json that ask for a field that is not served
+    unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
 
 
 def model_text_from_files(files: Mapping[str, bytes]) -> ModelText:
-    """Build everything from file names and bytes. Raises BundleError."""
+    """Build a ModelText from file names and contents. Raises BundleError."""
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
     return ModelText(tokenizer, tuple(unserved_settings(_json_object(files, "generation_config.json"))))
 
 
 class Tokenizer:
-    """Text to ids and back for one model. Safe to use from several threads."""
+    """Converts between text and token ids for one model. Thread-safe."""
 
     def __init__(self, backend: Backend, templates: Mapping[str, ChatTemplate]) -> None:
         self._backend = backend
@@ -80,12 +80,12 @@ class Tokenizer:
         return bool(self._templates)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens written in the text become their ids, as in transformers."""
-        # Of the library's calls only those for batches release the GIL, and a long text takes seconds.
+        """Token ids of a text. Special tokens in the text become their ids, as in transformers."""
+        # Only the library's batch calls release the GIL, and a long text takes seconds.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids; incomplete characters become U+FFFD, ids without a token nothing."""
+        """Text of token ids. Incomplete characters become U+FFFD; ids without a token are skipped."""
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def encode_chat(
@@ -150,7 +150,7 @@ def _token_text(value: Any) -> str:
 
 
 def _add_missing_tokens(backend: Backend, named: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Special tokens that only the configuration knows, and those it marks special."""
+    """Add special tokens that only the configuration has, and mark those that it calls special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     listed = [(int(id_), entry) for id_, entry in decoder.items() if isinstance(entry, dict)]
@@ -173,7 +173,7 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
 
 def _update_post_processor(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """add_bos_token and add_eos_token, where the configuration names them, win over tokenizer.json."""
+    """Apply add_bos_token and add_eos_token of the configuration, which take precedence over tokenizer.json."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     bos = named.get("bos_token") if config.get("add_bos_token") else None

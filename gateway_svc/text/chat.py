@@ -1,7 +1,7 @@
-"""Chat templates: the checkpoint's Jinja source rendered in a sandbox, as transformers renders it.
+"""Chat templates: renders a checkpoint's Jinja template as transformers does.
 
-A template is data of a checkpoint, so it runs sandboxed and immutable, and whatever it raises becomes a
-ChatTemplateError with the template's own words.
+A template is untrusted data, so it runs in an immutable sandbox. Everything it raises becomes a ChatTemplateError with
+the template's message.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jinja2.utils import Namespace
 ChatMessages: TypeAlias = Sequence[Mapping[str, Any]]
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space: shows whether the template strips the content
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether the template strips the content
 
 
 class ChatTemplateError(ValueError):
-    """A conversation cannot be rendered; the message says why, in the template's words where it has some."""
+    """A conversation cannot be rendered; the message has the cause, from the template if it gives one."""
 
 
 class ChatTemplate:
-    """One compiled template. A broken source raises only when a chat is asked for: token prompts still work."""
+    """One compiled template. An invalid source raises only in `render`, so prompts of text or tokens still work."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
@@ -38,8 +38,8 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            self._problem = f"the model's chat template is broken at line {error.lineno}: {error.message}"
-        except Exception as error:  # Python's own compiler: nested too deeply, too long
+            self._problem = f"the model's chat template has a syntax error in line {error.lineno}: {error.message}"
+        except Exception as error:  # of Python's compiler: nested too deeply, too long
             self._problem = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
     def render(
@@ -50,7 +50,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The conversation as text: ready for an assistant turn, or with the last message left open.
+        """The conversation as text: ready for an assistant turn, or with the last message left incomplete.
 
         Messages are mappings with role and content. Raises ChatTemplateError.
         """
@@ -71,9 +71,11 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(m) for m in messages], tools=tools, **variables, **flags)
         except jinja2.exceptions.SecurityError as error:
-            raise ChatTemplateError(f"the model's chat template does something forbidden: {error}") from None
+            raise ChatTemplateError(
+                f"the model's chat template does something that the sandbox forbids: {error}"
+            ) from None
         except jinja2.exceptions.UndefinedError as error:
-            raise ChatTemplateError(f"the model's chat template misses a value: {error}") from None
+            raise ChatTemplateError(f"the model's chat template uses an undefined value: {error}") from None
         except jinja2.exceptions.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses this chat: {error}") from None
         except Exception as error:  # templates call arbitrary string and list methods
@@ -81,7 +83,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template failed with {kind}: {error}") from None
 
     def _render_open(self, messages: ChatMessages, tools: Sequence[Any] | None, variables: dict[str, Any]) -> str:
-        """Render with a tag behind the last content and cut there, so that the template's closing words go."""
+        """Render with a tag after the last content and cut there, which removes the template's end of the message."""
         final = str(messages[-1].get("content", ""))
         tagged = [*messages[:-1], {**messages[-1], "content": final + CONTINUE_TAG}]
         text = self._render(tagged, tools, variables, add_generation_prompt=False)
@@ -89,7 +91,7 @@ class ChatTemplate:
         if bare_tag not in text or final.strip() not in text:
             raise ChatTemplateError(
                 "continue_final_message: the model's chat template changes or drops the last message's content, "
-                "so it cannot be left open"
+                "so that message cannot be continued"
             )
         cut = text.rindex(bare_tag)
         is_spacing_kept = text[cut : cut + len(CONTINUE_TAG)] == CONTINUE_TAG
@@ -123,12 +125,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own tojson escapes HTML, which would change the prompt."""
+    """tojson without Jinja's HTML escapes, which would change the prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _TemplateDict:
-    """`dict` without the class object, whose attributes lead out of the sandbox."""
+    """`dict` without the class object, whose attributes would allow to leave the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -138,7 +140,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace` that keeps no underscore names, for the same reason."""
+    """`namespace` that refuses names with a leading underscore, for the same reason."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -158,7 +160,7 @@ def _check_name(name: Any) -> None:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; for serving it is transparent."""
+    """`{% generation %}` marks assistant text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
 

@@ -1,11 +1,11 @@
 """Incremental detokenization: ids in, whole characters out, at a constant cost per token.
 
-For every stream: the concatenation of all deltas and the flush equals `decode` of all ids at once. How much must
-be held back for that depends on the tokenizer's decoder:
+For every stream, all deltas and the flush together equal `decode` of all ids. How much text must be held back for that
+depends on the tokenizer's decoder:
 
     ByteLevel              bytes of one incomplete character (at most 3)
-    ByteFallback family    the current run of byte tokens: decode shows a run whole or as U+FFFD, never in part
-    anything else          a window of ids that is decoded again, as far as the text still may change
+    ByteFallback family    the current run of byte tokens: a run is decoded as a whole, or becomes U+FFFD
+    anything else          a window of ids that is decoded again, as long as its text may still change
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
-WINDOW = 32  # ids that the generic detokenizer keeps at most before it lets a text go
+WINDOW = 32  # most ids whose text the generic detokenizer holds back
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
-    """One stream's text."""
+    """Detokenizes one stream."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Take new ids, return the text that they complete."""
 
     def flush(self) -> str:
-        """The end: what was held back, with U+FFFD for an incomplete character."""
+        """End the stream: return the text held back, with U+FFFD for an incomplete character."""
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer; what is known of single tokens is computed once and shared."""
+    """Makes the detokenizers of one tokenizer. They share the text of single tokens, which is computed once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -64,7 +64,7 @@ class DetokenizerFactory:
 
 
 class _Pieces:
-    """What single ids contribute, remembered in a dict that all streams of a tokenizer share."""
+    """The text or bytes of single ids, cached in a dict that all streams of a tokenizer share."""
 
     __slots__ = ("_cache", "_read")
 
@@ -84,7 +84,7 @@ class _Pieces:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """GPT-2's printable characters for the 256 bytes."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(kept)]
     table = {chr(byte): byte for byte in kept}
@@ -103,7 +103,7 @@ def _bytes_of_token(token: str) -> bytes:
 
 
 class _ByteLevel:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen, Tekken): a stream of bytes that are UTF-8 where they can be."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, Tekken): tokens are bytes, decoded as UTF-8."""
 
     __slots__ = ("_decoder", "_pieces")
 
@@ -119,7 +119,7 @@ class _ByteLevel:
 
 
 class _Plan:
-    """A decoder of per-token steps: Replace, Metaspace, ByteFallback, Fuse, and a Strip of the text's start."""
+    """A decoder of steps per token: Replace, Metaspace, ByteFallback, Fuse, and Strip at the start of the text."""
 
     def __init__(self, steps: list[dict[str, Any]]) -> None:
         kinds = [step["type"] for step in steps]
@@ -134,14 +134,14 @@ class _Plan:
         self.strip_count = int(strip["start"])
 
     def piece(self, token: str) -> str | int:
-        """A token as text, or as the byte it stands for."""
+        """A token's text, or its byte if it is a byte token."""
         for step in self._before:
             token = step(token)
         match = BYTE_TOKEN.fullmatch(token) if self.has_byte_fallback else None
         return int(match[1], 16) if match else self.finish(token)
 
     def finish(self, text: str) -> str:
-        """The steps behind ByteFallback."""
+        """Apply the steps after ByteFallback."""
         for step in self._after:
             text = step(text)
         return text
@@ -153,7 +153,7 @@ def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 def _pipeline_plan(decoder: dict[str, Any] | None) -> _Plan | None:
-    """The plan of a decoder that works token by token, or None."""
+    """The plan of a decoder that works token by token; None for any other decoder."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -228,15 +228,15 @@ class _Pipeline:
 
 
 class _Window:
-    """Any other decoder: decode a few recent ids with and without the new ones; the difference is new text."""
+    """Any other decoder: decodes recent ids with and without the new ones; the difference is the new text."""
 
     __slots__ = ("_backend", "_ids", "_num_read", "_skipped")
 
     def __init__(self, backend: Backend, skipped: set[int]) -> None:
         self._backend = backend
         self._skipped = skipped
-        self._ids: list[int] = []  # context whose text is out, then ids whose text is not
-        self._num_read = 0  # length of that context
+        self._ids: list[int] = []  # context whose text was returned, then ids whose text was not
+        self._num_read = 0  # length of the context
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_one(id_) for id_ in ids)
@@ -245,7 +245,7 @@ class _Window:
         return self._take()
 
     def _push_one(self, id_: int) -> str:
-        # Ids without text must not count as context: a decoder treats the first token of a text specially.
+        # Ids without text must not be context: a decoder treats the first token of a text differently.
         if id_ in self._skipped or self._backend.id_to_token(id_) is None:
             return ""
         self._ids.append(id_)

@@ -1,4 +1,4 @@
-"""The text of one sample: detokenizer and stop strings together, token by token where stops need it."""
+"""The text of one sample: detokenizer and stop strings combined."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gateway_svc.text.stop_strings import StopMatcher
 
 
 class SampleText:
-    """Turns a sample's ids into text. What is released after k tokens depends on those k tokens only, not on how
-    they were grouped, so a stream that is continued elsewhere goes on at exactly the same byte.
+    """Turns a sample's ids into text. The text released after k tokens depends only on these k tokens, not on how they
+    were grouped, so a resumed stream continues at exactly the same byte.
     """
 
     __slots__ = ("_detokenizer", "_first_stop", "_matcher", "_num_tokens")
@@ -24,13 +24,13 @@ class SampleText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that matched."""
+        """The stop string that matched; None: none so far."""
         return None if self._matcher is None else self._matcher.match
 
     def push(self, ids: Sequence[int]) -> tuple[str, int]:
-        """Take ids; returns the text released and how many of the ids belong to the output.
+        """Take ids; return the released text and how many of the ids belong to the output.
 
-        Fewer than given: a stop string is complete with the last of these, the rest was generated past it.
+        Fewer than given: a stop string is complete with the last of them, and the others were generated after it.
         """
         if self._matcher is None:
             return self._detokenizer.push(ids), len(ids)
@@ -44,7 +44,7 @@ class SampleText:
         return "".join(parts), len(ids)
 
     def flush(self) -> str:
-        """The end: everything that was held back. May still complete a stop string."""
+        """End the text: return everything held back. This may still complete a stop string."""
         text = self._detokenizer.flush()
         if self._matcher is None:
             return text

@@ -1,7 +1,7 @@
-"""Stop strings: found across token borders, in output text only, with as little held back as possible.
+"""Stop strings: found across token borders, in output text only, with as little text held back as possible.
 
-An Aho-Corasick automaton reads each character once. The match that completes first wins; of several that complete
-at the same character, the one listed first. Its state says exactly how much of the text may still become a match.
+An Aho-Corasick automaton reads each character once. The match that completes first wins; among matches that complete at
+the same character, the first listed. The automaton's state gives exactly how much text may still become a match.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StopStrings:
         self.edges: list[dict[str, int]] = [{}]
         self.depths = [0]
         self.fails = [0]
-        self.matches: list[int | None] = [None]  # index of the first listed stop that ends here
+        self.matches: list[int | None] = [None]  # index of the first listed stop string that ends here
         for index, stop in enumerate(self.stops):
             self._insert(index, stop)
         self._link()
@@ -29,7 +29,7 @@ class StopStrings:
         return StopMatcher(self, include_stop=include_stop)
 
     def step(self, node: int, char: str) -> int:
-        """The longest suffix of the text that is a prefix of a stop string, after one more character."""
+        """The state after one more character: the longest suffix of the text that is a prefix of a stop string."""
         while char not in self.edges[node]:
             if node == 0:
                 return 0
@@ -66,7 +66,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """One text. `match` is the stop string once it is complete; nothing is released after it."""
+    """Matches one text. `match` is the stop string once it is complete; no text is released after it."""
 
     __slots__ = ("_held", "_include_stop", "_node", "_stops", "match")
 
@@ -78,9 +78,9 @@ class StopMatcher:
         self.match: str | None = None
 
     def push(self, text: str, *, can_match: bool = True) -> str:
-        """Take new text, return what can be released: everything that cannot become part of a match.
+        """Take new text; return the text that can no longer become part of a match.
 
-        Without `can_match`, a stop string that ends in this text is passed over.
+        Without `can_match`, a stop string that ends in this text is ignored.
         """
         if self.match is not None or not text:
             return ""
@@ -96,12 +96,12 @@ class StopMatcher:
         return whole[:cut]
 
     def flush(self) -> str:
-        """The end of the text: what was held back is no match."""
+        """End the text: return the text held back, which did not become a match."""
         held, self._held, self._node = self._held, "", 0
         return held
 
     def _scan(self, text: str, *, can_match: bool) -> int:
-        """Advance to the end of the text or of the first match; returns how many characters were read."""
+        """Read to the end of the text or of the first match; return how many characters were read."""
         for position, char in enumerate(text):
             self._node = self._stops.step(self._node, char)
             index = self._stops.matches[self._node]

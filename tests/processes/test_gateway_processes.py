@@ -171,7 +171,7 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
         )
     assert end.returncode == 1
     assert f"--metrics-listen: cannot listen on {metrics}" in end.stderr
-    assert "process 0 ended with status 3 at its start" in end.stderr
+    assert "process 0 failed to start (status 3)" in end.stderr
 
 
 async def test_a_process_that_cannot_be_restarted_is_retried_while_the_others_run() -> None:

@@ -100,7 +100,7 @@ def check_refusal(gateway: Service, tls: Tls | bool, words: str) -> None:
 def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     cert, key = files.client
     assert models(gateway, Tls(files.ca, cert, key, NAME)) == 0
-    assert "TLS, clients show a certificate" in gateway.log()
+    assert "TLS with client certificates" in gateway.log()
     unknown = trustme.CA()
     unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
     other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
@@ -116,7 +116,7 @@ def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
 
 def test_without_an_api_key_only_health_answers(gateway: Service, files: Files) -> None:
     tls = Tls(files.ca, *files.client, NAME)
-    for key, words in (("", "wants an API key; set QUIRE_API_KEY"), ("my-ke", "does not know the API key")):
+    for key, words in (("", "an API key is required; set QUIRE_API_KEY"), ("my-ke", "the API key is not accepted")):
         with Client.connect(gateway.address, tls=tls, connect_timeout_s=DEADLINE_S, api_key=key) as client:
             assert client.health() is False, "not ready without a scheduler, but no error"
             for call in (client.models, lambda client=client: client.generate("x"), lambda: client.drain_worker("w")):
@@ -155,8 +155,8 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     files.renew(newer)
     assert models(gateway, Tls(files.folder / "newer.crt", *files.client, NAME)) == 0
     check_refusal(gateway, trusted, "the authority of its certificate is unknown here")
-    assert gateway.log().count("the former certificate stays in force: --tls-cert-file") == 1
-    assert "serving with a new certificate" in gateway.log()
+    assert gateway.log().count("cannot load the certificate, keeping the previous one: --tls-cert-file") == 1
+    assert "loaded a new certificate" in gateway.log()
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def test_a_folder_that_is_gone_locks_nobody_out(folder, caplog):
     folder.rename(folder.with_name("elsewhere"))
     now = REREAD_S
     assert keys.owner_of("key-a") == "team-a"
-    assert "the former API keys stay in force" in caplog.text
+    assert "cannot read API keys, keeping the previous ones" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "words"), [("none", "No such file"), ("", "there is no key")])
+@pytest.mark.parametrize(("name", "words"), [("none", "No such file"), ("", "the folder holds no key")])
 def test_the_start_needs_a_key(tmp_path, name, words):
     with pytest.raises(ApiKeysError, match=words):
         ApiKeys(tmp_path / name)

@@ -70,9 +70,9 @@ def test_a_broken_file_is_named(name: str, data: bytes, words: str) -> None:
         ({"add_bos_token": True, "bos_token": "a b"}, "ValueError"),
     ],
 )
-def test_a_setting_of_an_unforeseen_kind_is_told(config: dict[str, Any], words: str) -> None:
+def test_a_setting_of_an_unexpected_type_is_named(config: dict[str, Any], words: str) -> None:
     data = make_bundle(bundle_files(byte_level(), config))
-    with pytest.raises(BundleError, match=f"its files are not as expected: {words}"):
+    with pytest.raises(BundleError, match=f"its files cannot be read: {words}"):
         read_bundle(data, xxhash.xxh3_128_digest(data))
 
 

@@ -362,8 +362,8 @@ async def test_draining_a_worker_finds_its_scheduler(both: TestGateway, pair: li
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [
-        (pb.DrainWorkerRequest(worker_id="w7"), grpc.StatusCode.NOT_FOUND, "'w7'; there is w0, w1"),
-        (pb.DrainWorkerRequest(worker_id="w0", model="x"), grpc.StatusCode.NOT_FOUND, "there is none"),
+        (pb.DrainWorkerRequest(worker_id="w7"), grpc.StatusCode.NOT_FOUND, "'w7'; known workers: w0, w1"),
+        (pb.DrainWorkerRequest(worker_id="w0", model="x"), grpc.StatusCode.NOT_FOUND, "known workers: none"),
         (pb.DrainWorkerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "worker_id is empty"),
         (pb.DrainWorkerRequest(worker_id="w0", timeout_s=-1), grpc.StatusCode.INVALID_ARGUMENT, "timeout_s is -1"),
     ],

@@ -201,7 +201,7 @@ async def test_a_gap_is_an_internal_error_and_cancels(gateway: TestGateway, sche
     scheduler.send(scheduler.submits[0].handle, [10], offset=1)
     error = await refused(call)
     assert error.code() is grpc.StatusCode.INTERNAL
-    assert "position 0 is missing" in error.details()
+    assert "expected 0" in error.details()
     await until(lambda: scheduler.cancels)
 
 
@@ -287,4 +287,4 @@ async def test_draining_ends_what_is_still_open_at_the_timeout(gateway: TestGate
     await gateway.servicer.drain(0.01)
     error = await refused(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "resume at another one" in error.details()
+    assert "resume on another gateway" in error.details()

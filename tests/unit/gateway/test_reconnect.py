@@ -181,7 +181,7 @@ async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler
     other = gateway.generate(continuation=types.Continuation(revision="r0"))
     error = await refused(other)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "served here as revision r1, and this request began with r0" in error.details()
+    assert "served here as revision r1, but this request began with r0" in error.details()
     same = gateway.generate(continuation=types.Continuation(revision="r1"))
     assert (await same.read()).accepted.revision == "r1"
 
@@ -234,7 +234,7 @@ async def test_a_request_that_no_message_can_hold_fails_alone(
     await other.read()
     error = await refused(gateway.generate(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5] * 200))))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "a scheduler is sent at most 500" in error.details()
+    assert "at most 500 can be sent to a scheduler" in error.details()
     scheduler.finish(scheduler.submits[0].handle, ids=[10])
     assert ids_of(await rest(other)) == [10]
     assert (len(scheduler.submits), scheduler.num_attached) == (1, 1)
@@ -289,12 +289,12 @@ class GarblingScheduler:
         yield NO_MESSAGE
 
 
-async def test_bytes_that_are_no_message_end_the_stream_or_are_told() -> None:
+async def test_undecodable_messages_end_the_stream_or_are_reported() -> None:
     garbling = GarblingScheduler(make_info(b"some bundle"))
     await garbling.server.start()
     async with TestGateway([garbling.address]) as gateway:
         await until(lambda: garbling.num_attached == 2)
-        await until(lambda: "no GetBundleResponse" in gateway.clients[0].problem)
+        await until(lambda: "not a valid GetBundleResponse" in gateway.clients[0].problem)
     await garbling.server.stop(None)
 
 

@@ -24,7 +24,7 @@ def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, 
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
     include_stop=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_any_split_gives_what_a_search_in_the_whole_text_gives(
     chunks: list[str], stops: list[str], include_stop: bool
 ) -> None:
@@ -109,7 +109,7 @@ def test_without_a_match_the_flush_releases_what_was_held() -> None:
     first_stop=st.integers(0, 26),
     num_first=st.integers(0, 24),
 )
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_a_stop_string_counts_only_if_it_ends_at_or_after_the_first_stop(
     text: str, stops: list[str], first_stop: int, num_first: int
 ) -> None:

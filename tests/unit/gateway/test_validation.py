@@ -271,10 +271,10 @@ async def test_texts_and_ids_beyond_their_limits_are_refused_unread(
     monkeypatch.setattr(validation, "MAX_DETOKENIZE_IDS", 3)
     monkeypatch.setattr(validation, "MAX_TOKENIZE_BYTES", 10)
     ids_call = gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[500] * 4))
-    assert "ids has 4 ids; Detokenize takes at most 3" in await details_of(ids_call)
+    assert "ids has 4 ids; Detokenize accepts at most 3" in await details_of(ids_call)
     prompt = chat(messages=[pb.ChatMessage(role="no such role")])
     text_call = gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
-    assert "Tokenize takes at most 10: send it in parts" in await details_of(text_call)
+    assert "Tokenize accepts at most 10: send it in parts" in await details_of(text_call)
 
 
 async def test_many_ids_are_read_in_a_thread(
