@@ -1,4 +1,4 @@
-"""How the prefix index lies in Redis (commands of 6.2).
+"""The keys of the prefix index in Redis (commands of 6.2).
 
     <namespace>:generation        string  written by the first scheduler that finds none; gone or changed: data was lost
     <namespace>:scheduler_epoch   string  counter of leases

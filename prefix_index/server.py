@@ -1,4 +1,4 @@
-"""The Redis server as its two clients here see it: how it is called, and whether it answers."""
+"""What both clients of the prefix index share: the connection to Redis, and whether it answers."""
 
 from __future__ import annotations
 

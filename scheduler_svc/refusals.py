@@ -1,4 +1,4 @@
-"""What a refused request is answered: the error, and when to retry."""
+"""The answer to a refused request: the error and when to retry."""
 
 from __future__ import annotations
 

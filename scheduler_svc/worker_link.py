@@ -109,7 +109,7 @@ class LeasedWorker:
             self._closed.set_result(reason)
 
     def note_alive(self) -> None:
-        """A heartbeat came."""
+        """A heartbeat has arrived."""
         self._silence.heard(self._loop.time())
 
     async def run(self, on_output: Callable[[StepOutput], None]) -> str:

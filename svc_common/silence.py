@@ -40,7 +40,7 @@ class SilenceWatch:
         return now >= self.deadline
 
     def pause_s(self, now: float, at_most_s: float = math.inf) -> float:
-        """How long to sleep until the next look: until the deadline, but at most `at_most_s`."""
+        """How long to sleep before the next check: until the deadline, but at most `at_most_s`."""
         pause_s = min(at_most_s, max(0.0, self.deadline - now))
         self._wakes_at = now + pause_s
         return pause_s

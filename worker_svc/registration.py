@@ -328,8 +328,7 @@ async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: 
     # Which of the two grpc raises depends on what ended first, the stream or the wait; the status is the same.
     if isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
         return End(await call.code(), await call.details() or "no details", was_used)
-    assert error is not None  # `_follow` never returns
-    raise error  # a bug
+    raise error or RuntimeError("`_follow` returned")  # a bug
 
 
 def _log_once(candidate: Candidate, level: int, message: str, details: str = "") -> None:
