@@ -11,6 +11,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.sizes import SizeLimits
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
 U32 = npt.NDArray[np.uint32]
@@ -31,6 +32,11 @@ class WorkerCapacity:
     max_num_batched_tokens: int
     max_model_len: int
     pipeline_depth: int = 2
+
+    @property
+    def size_limits(self) -> SizeLimits:
+        """Largest sequence that the worker could run if nothing else ran there."""
+        return SizeLimits(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 I64 = npt.NDArray[np.int64]
@@ -77,11 +79,11 @@ class Fleet:
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
         self._held = [worker.pool.held for worker in workers]
         sizes = [worker.capacity for worker in workers]
-        self._max_model_len = max((c.max_model_len for c in sizes), default=0)  # the same for all
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
         self.most_rows = max((c.max_num_seqs for c in sizes), default=0)
-        self._smallest_pool = min(self._pool_tokens.tolist(), default=0)
+        lengths = [c.max_model_len for c in sizes]
+        self._size_limits = SizeLimits(min(lengths, default=0), min(self._pool_tokens.tolist(), default=0))  # of all
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -186,13 +188,9 @@ class Fleet:
 
     def _able(self, seq: Sequence) -> Bools:
         """Who could run it if nobody else were there."""
-        num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
-        if num_prompt + max_tokens > self._max_model_len:
-            return np.zeros(len(self._workers), dtype=np.bool_)
         able = self._is_open
-        held = num_prompt + max(1, max_tokens) - 1
-        if held > self._smallest_pool:
-            able = able & (self._pool_tokens >= held)
+        if not self._size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens):
+            able = able & np.array([could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(able) > able[failed]:
             able = able.copy()

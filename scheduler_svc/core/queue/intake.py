@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+from request_fields.fields import FieldError
+from request_fields.sizes import SizeLimits
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.errors import (
@@ -89,19 +93,20 @@ class Intake:
             )
 
     def _check_size(self, group: SequenceGroup) -> None:
-        num_prompt, max_tokens = len(group.prompt), group.stop.max_tokens
-        if self._fleet.first and num_prompt + max_tokens > self._fleet.first.max_model_len:
-            max_len = self._fleet.first.max_model_len
-            raise NeverFitsError(f"{_asked(group)} is above max_model_len {max_len}", field="stop.max_tokens")
-        if not self._fleet.workers:
+        first, has_workers = self._fleet.first, bool(self._fleet.workers)
+        if first is None:
             return
-        pool, max_n = self._fleet.largest_pool, self._fleet.most_rows
-        if num_prompt + max(1, max_tokens) - 1 > pool:  # the last token needs no KV
+        limits = SizeLimits(first.max_model_len, self._fleet.largest_pool if has_workers else sys.maxsize)
+        try:
+            limits.resolve(len(group.prompt), group.stop.max_tokens)
+        except FieldError as error:
+            raise NeverFitsError(str(error), field=error.field) from None
+        if has_workers and group.n > self._fleet.most_rows:
             raise NeverFitsError(
-                f"{_asked(group)} is above the {pool} tokens of the largest pool", field="stop.max_tokens"
+                f"sampling.n is {group.n}, above max_num_seqs {self._fleet.most_rows} of the largest worker: "
+                "ask for fewer samples",
+                field="sampling.n",
             )
-        if group.n > max_n:
-            raise NeverFitsError(f"n is {group.n}, above max_num_seqs {max_n}", field="sampling.n")
 
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
         workers = [worker for worker in self._fleet.workers if not worker.is_draining]
@@ -136,10 +141,6 @@ def _gives_way(live: SequenceGroup, group: SequenceGroup) -> bool:
     the request_id in a moment.
     """
     return group.takes_over and (not live.takes_over or live.origin == group.origin)
-
-
-def _asked(group: SequenceGroup) -> str:
-    return f"prompt of {len(group.prompt)} tokens + max_tokens {group.stop.max_tokens}"
 
 
 def _check_same(name: str, capacity: WorkerCapacity, other: WorkerCapacity) -> None:

@@ -129,8 +129,8 @@ class Requests:
         patience_s = self._config.worker_patience_s
         if not self._workers:
             return f"no worker is connected and none joined within {patience_s:g} s; {RETRY_ADVICE}"
-        sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}, n {group.n}"
-        most = f"{self._fleet.largest_pool} tokens in a pool, max_num_seqs {self._fleet.most_rows}"
+        sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}"
+        most = f"{self._fleet.largest_pool} tokens in a pool"
         return (
             f"no present worker can run it ({sizes}; they have up to {most}), and no eligible worker joined within "
             f"{patience_s:g} s; {RETRY_ADVICE}"

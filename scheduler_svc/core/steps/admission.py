@@ -6,20 +6,15 @@ import numpy as np
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import ceil_div, expected_remaining, final_blocks, projected_peak
+from scheduler_svc.core.policy import expected_remaining, final_blocks, projected_peak
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.rows import I64, RowTable
 from scheduler_svc.core.steps.sharing import shared_before
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
-    """The worker could run it if nobody else were there. False too for what was queued before any worker was known."""
-    num_prompt, max_tokens = len(seq.group.prompt), seq.group.stop.max_tokens
-    num_held = num_prompt + max(1, max_tokens) - 1  # the last token needs no KV
-    return (
-        num_prompt + max_tokens <= capacity.max_model_len
-        and ceil_div(num_held, capacity.block_size) <= capacity.num_blocks
-    )
+    """The worker could run the sequence if nothing else ran there."""
+    return capacity.size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens)
 
 
 def excess_blocks(
