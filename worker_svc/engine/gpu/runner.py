@@ -27,6 +27,7 @@ from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.checks.case import Setup
 from worker_svc.engine.gpu.checks.start import check_kernels
 from worker_svc.engine.gpu.choice import choose_attention
@@ -139,39 +140,14 @@ class DeviceRunner:
         loader.check()
         if self._group.rank == 0:  # the only one that announces it
             checkpoint.start_digest(available_cores())
-        most = config.max_model_len or whole.max_position_embeddings
+        setup = Setup(
+            model, whole.vocab_size, DTYPES[dtype], config.block_size,
+            config.max_model_len or whole.max_position_embeddings, self._device, self._group, config.determinism,
+            has_scaled_cache=config.kv_cache_dtype == "fp8",
+        )  # fmt: skip
         with torch.inference_mode():
-            setup = Setup(
-                model, whole.vocab_size, DTYPES[dtype], config.block_size, most, self._device, self._group,
-                config.determinism, has_scaled_cache=config.kv_cache_dtype == "fp8",
-            )  # fmt: skip
-            if config.kv_cache_dtype == "fp8":
-                _check_fp8(self._device)
-            attention = choose_attention(
-                config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
-            )
-            if setup.is_compiled:
-                check_kernels(setup)
-            stages = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
-            with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
-                decoder = DeviceDecoder(
-                    loader, model, self._group, most, self._device, stages.weights,
-                    has_scaled_cache=setup.has_scaled_cache,
-                )  # fmt: skip
-            self._state = make_state(config.max_num_seqs, -(-most // config.block_size), self._device)
-            max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-            self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
-            self._compute = StepCompute(
-                decoder, attention, self._buffer, self._state, config.block_size,
-                self._group.vocab_part(whole.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
-            )  # fmt: skip
-            kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else DTYPES[dtype]
-            shares = divide_memory(config, model, kv_dtype, self._compute, self._device)
-            num_blocks = self._group.all_reduce_min(shares.num_blocks)
-            with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
-                self._pool = make_pool(num_blocks, config.block_size, model, kv_dtype, self._device)
-            self._compute.use_cache(self._pool)
-            self._record_graphs(config, shares, stages)
+            attention = _choose_checked(config, setup)
+            num_blocks = self._load(config, setup, loader, attention, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
@@ -180,13 +156,13 @@ class DeviceRunner:
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # steps in a row
         backend = f"cuda/{attention.name}"
+        numerics = device_numerics(backend, self._device, self._group.size)
         weights_digest = checkpoint.weights_digest()
-        kind = device_numerics(backend, self._device, self._group.size)
-        shared_kind = kind if config.determinism == "exact" else None
+        shared_numerics = numerics if config.determinism == "exact" else None
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
             revision=checkpoint.revision(
-                weights_digest, DTYPES[dtype], numerics=shared_kind, kv_cache_dtype=config.kv_cache_dtype
+                weights_digest, DTYPES[dtype], numerics=shared_numerics, kv_cache_dtype=config.kv_cache_dtype
             ),
             weights_digest=weights_digest,
             max_model_len=max_model_len,
@@ -200,11 +176,42 @@ class DeviceRunner:
             dtype=dtype,
             determinism=config.determinism,
             backend=backend,
-            numerics=kind,
+            numerics=numerics,
             build=build(),
             kv_cache_dtype=config.kv_cache_dtype,
         )
         self._planner = StepPlanner(self._rows, self.info)
+
+    def _load(
+        self,
+        config: EngineConfig,
+        setup: Setup,
+        loader: ShardLoader,
+        attention: Attention,
+        progress: Callable[[float], None] | None,
+    ) -> int:
+        """Loads the weights, divides the memory that is left, and records graphs. Returns the number of blocks."""
+        stages = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
+        with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
+            decoder = DeviceDecoder(
+                loader, setup.model, self._group, setup.max_model_len, self._device, stages.weights,
+                has_scaled_cache=setup.has_scaled_cache,
+            )  # fmt: skip
+        self._state = make_state(config.max_num_seqs, -(-setup.max_model_len // config.block_size), self._device)
+        max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
+        self._compute = StepCompute(
+            decoder, attention, self._buffer, self._state, config.block_size,
+            self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
+        )  # fmt: skip
+        kv_dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
+        shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device)
+        num_blocks = self._group.all_reduce_min(shares.num_blocks)
+        with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
+            self._pool = make_pool(num_blocks, config.block_size, setup.model, kv_dtype, self._device)
+        self._compute.use_cache(self._pool)
+        self._record_graphs(config, shares, stages)
+        return num_blocks
 
     def _record_graphs(self, config: EngineConfig, shares: Shares, stages: _Stages) -> None:
         recorder = make_recorder(self._device) if config.cuda_graphs != "off" else None
@@ -366,6 +373,18 @@ class _Stages:
 
     def end(self) -> None:
         self._progress(1.0)
+
+
+def _choose_checked(config: EngineConfig, setup: Setup) -> Attention:
+    """The attention to use, after the start-up checks of all kernels."""
+    if setup.has_scaled_cache:
+        _check_fp8(setup.device)
+    attention = choose_attention(
+        config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
+    )
+    if setup.is_compiled:
+        check_kernels(setup)
+    return attention
 
 
 def find_device(rank: int = 0) -> torch.device:

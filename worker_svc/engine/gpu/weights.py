@@ -83,7 +83,9 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
             f"tensor_parallel_size {size} must be a divisor or a multiple of num_key_value_heads {heads.num_kv_heads}"
         )
     if not Group(size - 1, size).vocab_part(config.vocab_size):
-        raise BackendUnavailableError(f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}")
+        raise BackendUnavailableError(
+            f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower it"
+        )
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
     return replace(config, heads=shape, intermediate_size=config.intermediate_size // size)
 
