@@ -205,7 +205,7 @@ def is_alive(child: Child) -> bool:
 
 async def test_a_process_that_cannot_be_started_at_all_ends_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     assert await Supervisor([Child(0, lambda life: ["/nowhere/sleep"])]).run() == 1
-    assert "process 0 cannot be started: [Errno 2] No such file or directory: '/nowhere/sleep'" in caplog.text
+    assert "cannot start process 0: [Errno 2] No such file or directory: '/nowhere/sleep'" in caplog.text
 
 
 async def test_sigterm_drains_all_processes(gateway: Service) -> None:

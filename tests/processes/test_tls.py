@@ -162,7 +162,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"cert": "server.crt"}, "--tls-cert-file and --tls-key-file belong together"),
+        ({"cert": "server.crt"}, "--tls-cert-file and --tls-key-file must be set together"),
         ({"client-ca": "ca.crt"}, "set --tls-cert-file and --tls-key-file too"),
         ({"cert": "none.crt", "key": "server.key"}, "none.crt: No such file"),
         ({"cert": "server.crt", "key": "me.key"}, "key values mismatch"),
