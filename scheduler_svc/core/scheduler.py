@@ -319,6 +319,8 @@ class Scheduler:
         if not workers:
             return False
         entries = list(islice(self._waiting, self.config.max_bypass + 1))
+        if not entries[0].refusals:
+            return True
         for worker in workers:
             worker.expire_refusal(entries[0])
         refusals = (worker.refusal(entry) for entry in entries for worker in workers)
