@@ -332,6 +332,10 @@ class StepLoop:
             log.error("worker %s is refused: %s", link.worker_id, error)
             link.close(str(error))
             return
+        except Exception as error:  # MemoryError too: one worker must not end the scheduler
+            log.exception("worker %s is refused: the core failed to add it", link.worker_id)
+            link.close(f"the scheduler failed to add the worker: {type(error).__name__}; see the scheduler's log")
+            return
         self._workers[link.worker_id] = link
         self._index.register_worker(link.worker_id, link.worker_epoch, link.address)
 

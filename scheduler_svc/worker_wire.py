@@ -6,6 +6,8 @@ Hot messages are columns: nothing per sequence in steady decode.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
@@ -94,17 +96,58 @@ def _row_error_text(error: worker_pb2.RowError) -> str:
     return f"{code}: {error.message}" if error.message else code
 
 
+@dataclass(frozen=True, slots=True)
+class CapacityLimit:
+    """A field of WorkerCapacity, which must be from 1 to `most`, and what an operator does when it is not."""
+
+    field: str
+    most: int
+    remedy: str
+
+
+# The scheduler allocates by these sizes, so one Register message must not exhaust its memory. The largest pool that
+# passes takes it about 0.5 GB. Above real workers: the 141 GB of an H200 hold 6 M tokens of a model of 135 M weights.
+MAX_POOL_TOKENS = 1 << 26
+CAPACITY_LIMITS = (
+    CapacityLimit("num_blocks", 1 << 22, "start the worker with a lower --num-blocks or --kv-cache-memory"),
+    CapacityLimit("block_size", 256, "start the worker with another --block-size"),
+    CapacityLimit("max_num_seqs", 1 << 16, "start the worker with another --max-num-seqs"),
+    CapacityLimit("max_num_batched_tokens", 1 << 22, "start the worker with another --max-num-batched-tokens"),
+    CapacityLimit("pipeline_depth", 64, "start the worker with another --pipeline-depth"),
+    CapacityLimit("info.max_model_len", 1 << 25, "start the worker with another --max-model-len"),
+    CapacityLimit("info.vocab_size", 1 << 24, "check vocab_size in the model's config.json"),
+)
+MAX_EOS_TOKEN_IDS = 1024
+
+
+def _check_limits(capacity: scheduler_pb2.WorkerCapacity) -> None:
+    """Raise InvalidRequestError with field, value and limit unless all sizes are within CAPACITY_LIMITS."""
+    for limit in CAPACITY_LIMITS:
+        value = attrgetter(limit.field)(capacity)
+        if not 1 <= value <= limit.most:
+            raise _bad_capacity(limit.field, f"is {value}; must be from 1 to {limit.most}; {limit.remedy}")
+    if capacity.block_size & (capacity.block_size - 1):
+        raise _bad_capacity("block_size", f"is {capacity.block_size}; must be a power of two from 1 to 256")
+    if (num_tokens := capacity.num_blocks * capacity.block_size) > MAX_POOL_TOKENS:
+        raise _bad_capacity(
+            "num_blocks",
+            f"is {capacity.num_blocks}: with block_size {capacity.block_size} the pool holds {num_tokens} tokens; must "
+            f"be at most {MAX_POOL_TOKENS}; {CAPACITY_LIMITS[0].remedy}",
+        )
+    if (num_ids := len(capacity.info.eos_token_ids)) > MAX_EOS_TOKEN_IDS:
+        raise _bad_capacity("info.eos_token_ids", f"has {num_ids} ids; must have at most {MAX_EOS_TOKEN_IDS}")
+
+
+def _bad_capacity(field: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"capacity.{field} {what}", field=f"capacity.{field}")
+
+
 def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacity:
     """The capacity of a READY worker. Raises InvalidRequestError with the invalid field."""
     if not request.HasField("capacity"):
         raise InvalidRequestError("capacity is unset; a worker that is READY must send it", field="capacity")
     capacity = request.capacity
-    for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth"):
-        if getattr(capacity, name) < 1:
-            raise InvalidRequestError(f"capacity.{name} is 0; must be at least 1", field=f"capacity.{name}")
-    for name in ("max_model_len", "vocab_size"):
-        if getattr(capacity.info, name) < 1:
-            raise InvalidRequestError(f"capacity.info.{name} is 0; must be at least 1", field=f"capacity.info.{name}")
+    _check_limits(capacity)
     if capacity.max_num_batched_tokens < capacity.max_num_seqs:
         raise InvalidRequestError(
             f"capacity.max_num_batched_tokens is {capacity.max_num_batched_tokens}; must be at least max_num_seqs "

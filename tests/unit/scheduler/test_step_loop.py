@@ -328,6 +328,29 @@ async def test_a_worker_that_differs_is_closed_with_the_reason() -> None:
         assert "block_size 8" in other.closed
 
 
+@pytest.mark.parametrize("error", [MemoryError("pool"), RuntimeError("bug")])
+async def test_a_worker_that_the_core_fails_to_add_is_closed_and_others_continue(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async with running_loop() as loop:
+        gateway, good, bad = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "bad")
+        good.join()
+        await settle()
+
+        def fail(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "add_worker", fail)
+            bad.join()
+            await settle()
+        assert bad.closed is not None
+        assert type(error).__name__ in bad.closed
+        submit(loop, loop.attach(gateway), 1)
+        await good.answer_all()
+        assert gateway.reasons() == {(1, 0): "length"}
+
+
 async def test_prefixes_are_published_and_withdrawn_with_their_worker() -> None:
     index = FakeIndex()
     async with running_loop(index) as loop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -11,9 +12,10 @@ import pytest
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
 
 from scheduler_svc import worker_pool, worker_wire
+from svc_common.errors import InvalidRequestError
 from tests.unit.scheduler.conftest import MakeStack, Stack
 from tests.unit.scheduler.fakes import until
-from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens
+from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens, make_info
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -567,6 +569,70 @@ async def test_a_registration_with_missing_fields_is_refused_with_their_names(ma
             await read_to_end(call)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert field in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("num_blocks", 2**32 - 1, "4194304"),
+        ("num_blocks", 20_000_000, "4194304"),
+        ("num_blocks", 0, "4194304"),
+        ("block_size", 512, "256"),
+        ("block_size", 12, "power of two"),
+        ("max_num_seqs", 2**32 - 1, "65536"),
+        ("max_num_batched_tokens", 2**32 - 1, "4194304"),
+        ("pipeline_depth", 2**32 - 1, "64"),
+        ("info.max_model_len", 2**32 - 1, "33554432"),
+        ("info.vocab_size", 2**32 - 1, "16777216"),
+    ],
+)
+async def test_an_absurd_capacity_is_refused_and_the_other_workers_serve(
+    make_stack: MakeStack, field: str, value: int, limit: str
+) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await ready(stack)
+    request = make_registration()
+    *path, name = field.split(".")
+    setattr(attrgetter(".".join(["capacity", *path]))(request), name, value)
+    call = gateway.stub.Register()
+    await call.write(request)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = caught.value.details() or ""
+    assert f"capacity.{field} is {value}" in details
+    assert limit in details
+    await gateway.submit(1, PROMPT, max_tokens=3)
+    await finished(gateway, 1)
+
+
+def test_the_largest_capacity_passes_and_more_tokens_than_a_pool_may_hold_do_not() -> None:
+    request = make_registration()
+    request.capacity.num_blocks = 1 << 22
+    assert worker_wire.capacity_from_proto(request).num_blocks == 1 << 22
+    request.capacity.block_size = 32
+    with pytest.raises(InvalidRequestError, match="the pool holds 134217728 tokens; must be at most 67108864"):
+        worker_wire.capacity_from_proto(request)
+
+
+def test_too_many_eos_token_ids_are_refused() -> None:
+    request = make_registration()
+    request.capacity.info.eos_token_ids.extend([1] * 1024)
+    with pytest.raises(InvalidRequestError, match=r"eos_token_ids has 1025 ids; must have at most 1024"):
+        worker_wire.capacity_from_proto(request)
+
+
+def make_registration() -> scheduler_pb2.RegisterRequest:
+    """A valid registration of a READY worker."""
+    capacity = scheduler_pb2.WorkerCapacity(
+        info=make_info(block_size=16), num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=64,
+        pipeline_depth=2,
+    )  # fmt: skip
+    return scheduler_pb2.RegisterRequest(
+        worker_id="absurd", address="a:1", state=scheduler_pb2.WORKER_STATE_READY, worker_epoch=1, capacity=capacity
+    )
 
 
 async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
