@@ -35,12 +35,12 @@ class Bundle:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Without one, only token ids can be served."""
+        """Whether the worker can serve text; else only token ids."""
         return "tokenizer.json" in self.names
 
 
 def read_bundle(model_dir: Path) -> Bundle:
-    """The bundle of a Hugging Face model folder: those of BUNDLE_FILES that it has. Raises ModelFolderError."""
+    """The bundle of a Hugging Face model folder: the BUNDLE_FILES that it has. Raises ModelFolderError."""
     if not model_dir.is_dir():
         problem = "is no folder" if model_dir.exists() else "does not exist"
         raise ModelFolderError(f"--model {model_dir} {problem}; give a folder with config.json and *.safetensors")

@@ -1,9 +1,9 @@
-"""The model's one thread, and the order in which steps enter it.
+"""The model thread, and the order in which steps enter it.
 
     event loop: submit -> fence, step id, columns -> queue -> model thread: execute -> answer
 
 The event loop never computes; the model thread never waits for the network while there is a step in its queue. The
-steps of one message are one job of the thread and wake the event loop once: the two share one interpreter.
+steps of one message are one job of the thread and wake the event loop once, because both share one interpreter.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Outcome = worker_pb2.StepOutput | Exception
 
 NUM_KEPT_ANSWERS = 64
 FIRST_STEP_ID = 1
-EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool cannot be trusted any more
+EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
 
 class StepOrderError(StaleEpochError):
-    """A step that is neither the next one nor one whose answer is still kept."""
+    """A step that is neither the next one nor a repetition of one whose answer is still kept."""
 
 
 class Runner(Protocol):
-    """What the shell needs of `worker_svc.engine.model_runner.ModelRunner`."""
+    """The methods of `worker_svc.engine.model_runner.ModelRunner` that the shell uses."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -53,36 +53,36 @@ class Runner(Protocol):
 
 
 class Launched(Protocol):
-    """A step on its way."""
+    """A started step."""
 
     def result(self) -> StepOutput:
-        """Waits for it; in any thread."""
+        """Waits for its output, in any thread."""
         ...
 
 
 @runtime_checkable
 class PipelinedRunner(Runner, Protocol):
-    """A runner that starts a step while the one before it still runs, on a device of its own."""
+    """A runner that starts a step on its device while the previous one still runs."""
 
     def launch(self, batch: StepBatch) -> Launched: ...
 
 
 def end_process(error: BaseException) -> None:
-    """Leave at once: what failed may have left the KV pool half written, and a restarted worker is a clean one."""
-    log.critical("the KV pool may be corrupt, so this worker ends (exit code %d)", EXIT_CORRUPT, exc_info=error)
+    """Exit at once: the KV pool may be half written, and a restarted worker begins with a new one."""
+    log.critical("the KV pool may be corrupt, so this worker exits (exit code %d)", EXIT_CORRUPT, exc_info=error)
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(EXIT_CORRUPT)
 
 
 class Lease:
-    """One scheduler's hold on this worker: its fence, its step numbers, and its last answers."""
+    """One scheduler's lease of this worker: its fence, step numbers and last answers."""
 
     def __init__(self, epoch: int, worker_epoch: int, scheduler_id: str) -> None:
         self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch)
         self.scheduler_id = scheduler_id
-        self.next_step_id = FIRST_STEP_ID  # to accept; the event loop's
-        self.next_to_run = FIRST_STEP_ID  # the model thread's
+        self.next_step_id = FIRST_STEP_ID  # to accept; owned by the event loop
+        self.next_to_run = FIRST_STEP_ID  # owned by the model thread
         self.end_error: QuireError | None = None
         self._answers: dict[int, Answer] = {}
         self._on_end: set[Callable[[QuireError], None]] = set()
@@ -92,7 +92,7 @@ class Lease:
         return self.fence.scheduler_epoch
 
     def answer_of(self, step_id: int) -> Answer | None:
-        """The kept (or coming) answer of a repeated step id; None if it is the next one. StepOrderError otherwise."""
+        """The kept (or pending) answer to a repeated step id; None for the next step id. StepOrderError otherwise."""
         if step_id == self.next_step_id:
             return None
         if step_id in self._answers:
@@ -101,13 +101,13 @@ class Lease:
         raise StepOrderError(f"expected step {self.next_step_id}, got {step_id}{kept}", field="batch.step_id")
 
     def accept(self, step_id: int, answer: Answer) -> None:
-        """Step `step_id` is queued; keep its answer for repetitions."""
+        """Step `step_id` is queued; its answer is kept for repetitions."""
         self.next_step_id = step_id + 1
         self._answers[step_id] = answer
         self._answers.pop(step_id - NUM_KEPT_ANSWERS, None)
-        answer.add_done_callback(lambda done: self._take_back_if_refused(step_id, done))
+        answer.add_done_callback(lambda done: self._undo_if_refused(step_id, done))
 
-    def _take_back_if_refused(self, step_id: int, answer: Answer) -> None:
+    def _undo_if_refused(self, step_id: int, answer: Answer) -> None:
         is_refused = not answer.cancelled() and answer.exception() is not None
         if not is_refused or self._answers.get(step_id) is not answer:
             return
@@ -115,14 +115,14 @@ class Lease:
         self._answers = {kept: value for kept, value in self._answers.items() if kept < step_id}
 
     def watch(self, on_end: Callable[[QuireError], None]) -> Callable[[], None]:
-        """Call `on_end` once when this lease is over. Returns how to stop watching."""
+        """Call `on_end` once when this lease ends. Returns a function that stops watching."""
         if self.end_error is not None:
             on_end(self.end_error)
         self._on_end.add(on_end)
         return lambda: self._on_end.discard(on_end)
 
     def end(self, error: QuireError) -> None:
-        """The lease is over; its streams are told `error`."""
+        """End the lease; its streams end with `error`."""
         self.end_error = error
         for on_end in list(self._on_end):
             on_end(error)
@@ -130,22 +130,22 @@ class Lease:
 
 @dataclass(slots=True)
 class QueuedStep:
-    """A step that was taken in."""
+    """An accepted step."""
 
     batch: StepBatch
     answer: Answer
     queued_at: float
-    queue_us: int = 0  # how long it waited for the model
+    queue_us: int = 0  # time that it waited for the model
 
     def begin(self) -> None:
         self.queue_us = int((time.monotonic() - self.queued_at) * 1e6)
 
 
 class StepExecutor:
-    """Owns the runner, the thread that alone may touch it, and the lease in force.
+    """Owns the runner, the only thread that may use it, and the current lease.
 
-    A step is refused whole (and nothing has changed) for a wrong fence, order or form; it may then be sent again
-    corrected, under the same id. Any other exception of the runner goes to `on_fatal`, which is not expected to return.
+    A step with a wrong fence, order or form is refused as a whole and changes nothing. It may be corrected and sent
+    again under the same id. Any other exception of the runner goes to `on_fatal`, which is not expected to return.
     """
 
     def __init__(self, *, worker_epoch: int, on_fatal: Callable[[BaseException], None] = end_process) -> None:
@@ -159,7 +159,9 @@ class StepExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # of a pipelined runner, in order
         self._runner: Runner | None = None
-        self._pipelined: PipelinedRunner | None = None  # the same, if it is one: asking a protocol costs 20 us
+        self._pipelined: PipelinedRunner | None = (
+            None  # the same object, if it is one: isinstance with a protocol takes 20 us
+        )
         self._lease: Lease | None = None
         self._last_epoch = 0
         self._in_flight: set[Answer] = set()
@@ -168,13 +170,13 @@ class StepExecutor:
     # -- the model -------------------------------------------------------------------------------------------------
 
     async def load(self, make_runner: Callable[[], Runner]) -> EngineInfo:
-        """Make the runner in the model thread. Raises what `make_runner` raises."""
+        """Make the runner in the model thread. Raises the errors of `make_runner`."""
         self._runner = await self._call(make_runner)
         self._pipelined = self._runner if isinstance(self._runner, PipelinedRunner) else None
         return self._runner.info
 
     def close(self) -> None:
-        """Queued work is dropped; a running step ends by itself."""
+        """Drop queued work; a running step is not interrupted."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._results.shutdown(wait=False, cancel_futures=True)
 
@@ -189,17 +191,17 @@ class StepExecutor:
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def lease(self, epoch: int, scheduler_id: str) -> Lease:
-        """A scheduler takes over: older leases end, all rows are closed, committed blocks stay.
+        """A scheduler leases this worker: the previous lease ends, all rows are closed, committed blocks stay.
 
-        It need not wait for a step that runs: what that one finds is told to nobody, and the rows are closed in the
-        model thread before the first step of the new lease. `epoch` 0 means the last one + 1. Raises StaleEpochError
-        unless it is higher than every one before.
+        It does not wait for a running step, whose result is discarded. The model thread closes the rows before the
+        first step of the new lease. `epoch` 0 means the last one + 1. Raises StaleEpochError unless it is higher
+        than all previous epochs.
         """
         runner = self._loaded()
         epoch = epoch or self._last_epoch + 1
         if epoch <= self._last_epoch:
             raise StaleEpochError(
-                f"scheduler_epoch {epoch} is stale: this worker was leased with {self._last_epoch}; use a higher one",
+                f"scheduler_epoch {epoch} is stale: this worker was leased with {self._last_epoch}; use a higher epoch",
                 field="scheduler_epoch",
             )
         lease = Lease(epoch, self.worker_epoch, scheduler_id)
@@ -214,7 +216,7 @@ class StepExecutor:
         return lease
 
     def release(self, reason: str) -> None:
-        """The lease in force, if there is one, is over; its rows stay until the next one."""
+        """End the current lease, if there is one; its rows stay until the next lease."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.end(UnavailableError(reason))
@@ -227,42 +229,44 @@ class StepExecutor:
             raise
 
     def current_lease(self) -> Lease:
-        """The lease in force; StaleEpochError if there is none."""
+        """The current lease; StaleEpochError if there is none."""
         if self._lease is None:
-            raise StaleEpochError("nobody has leased this worker; call Lease first")
+            raise StaleEpochError("this worker is not leased; call Lease first")
         return self._lease
 
     def check_fence(self, fence: worker_pb2.Fence) -> Lease:
-        """The lease that `fence` names. StaleEpochError unless it is the one in force."""
+        """The lease of `fence`. StaleEpochError unless it is the current lease."""
         if fence.worker_epoch != self.worker_epoch:
             raise StaleEpochError(
-                f"worker_epoch {fence.worker_epoch:#x} is another start of this worker; now it is "
+                f"worker_epoch {fence.worker_epoch:#x} is not this process, which has "
                 f"{self.worker_epoch:#x}; call Lease again",
                 field="fence.worker_epoch",
             )
         lease = self.current_lease()
         if fence.scheduler_epoch != lease.epoch:
             raise StaleEpochError(
-                f"scheduler_epoch {fence.scheduler_epoch} does not hold this worker; {lease.epoch} does",
+                f"scheduler_epoch {fence.scheduler_epoch} does not lease this worker; {lease.epoch} does",
                 field="fence.scheduler_epoch",
             )
         return lease
 
-    def _check_in_force(self, lease: Lease) -> None:
+    def _check_current(self, lease: Lease) -> None:
         current = self._lease
         if current is None:
-            raise StaleEpochError(f"the lease of scheduler_epoch {lease.epoch} is over", field="fence.scheduler_epoch")
+            raise StaleEpochError(
+                f"the lease of scheduler_epoch {lease.epoch} has ended", field="fence.scheduler_epoch"
+            )
         if current is not lease:
             raise _superseded(lease, current)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def submit(self, messages: Sequence[worker_pb2.StepBatch]) -> list[Answer]:
-        """Queue the steps of one message; their answers come together, when the last of them has run. A repeated step
-        id gets the answer that it got, without a run.
+        """Queue the steps of one message. Their answers complete together, after the last step has run. A repeated step
+        id gets its earlier answer and does not run again.
 
-        A step that is refused has StaleEpochError, StepOrderError or InvalidRequestError for an answer. If it is known
-        at once, those after it get none.
+        A refused step completes with StaleEpochError, StepOrderError or InvalidRequestError. If it is refused at once,
+        the steps after it get no answer.
         """
         answers: list[Answer] = []
         queued: list[QueuedStep] = []
@@ -307,12 +311,12 @@ class StepExecutor:
             self._note_run(runner, lease)
         except Exception as error:
             return error
-        return self._told(output, step)
+        return self._to_response(output, step)
 
     def _launch_all(
         self, runner: PipelinedRunner, lease: Lease, steps: Sequence[QueuedStep], done: Future[list[Outcome]]
     ) -> None:
-        """The model thread is free again once the steps are on their way; another one waits for what they find."""
+        """The model thread only starts the steps; the results thread waits for their output."""
         if not done.set_running_or_notify_cancel():
             return
         outcomes: list[Outcome] = []
@@ -335,25 +339,25 @@ class StepExecutor:
         try:
             if isinstance(launched, Exception):
                 raise launched
-            outcomes.append(self._told(self._measured(step, launched.result), step))
+            outcomes.append(self._to_response(self._measured(step, launched.result), step))
         except Exception as error:
             outcomes.append(error)
 
-    def _told(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
-        """The answer. Rows that failed are for the log too: their requests go on elsewhere and may never tell."""
+    def _to_response(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
+        """The answer to a step. Failed rows are also logged, as their requests may succeed elsewhere."""
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
 
     def _check_turn(self, lease: Lease, batch: StepBatch) -> None:
-        self._check_in_force(lease)
+        self._check_current(lease)
         if batch.step_id != lease.next_to_run:
             raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
 
     def _note_run(self, runner: Runner, lease: Lease) -> None:
         lease.next_to_run += 1
         rows_used = runner.rows_used()
-        if self._lease is lease:  # else these rows are about to be closed
+        if self._lease is lease:  # else the rows are about to be closed
             self.rows_used = rows_used
 
     def _measured(self, step: QueuedStep, compute: Callable[[], StepOutput]) -> StepOutput:
@@ -379,16 +383,16 @@ class StepExecutor:
         self._in_flight.discard(answer)
         self._idle_since = time.monotonic()
         if not answer.cancelled():
-            answer.exception()  # seen: whoever asked may have left
+            answer.exception()  # mark as retrieved: the caller may have disconnected
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were taken in and not answered."""
+        """Steps that are accepted and not yet answered."""
         return len(self._in_flight)
 
     @property
     def is_leased(self) -> bool:
-        """A scheduler holds this worker."""
+        """Whether a scheduler leases this worker."""
         return self._lease is not None
 
     @property
@@ -399,24 +403,24 @@ class StepExecutor:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     async def list_blocks(self, fence: worker_pb2.Fence) -> list[worker_pb2.ListBlocksResponse]:
-        """All committed blocks, as they are between two steps."""
+        """All committed blocks, read between two steps."""
         runner = self._loaded()
         lease = self.check_fence(fence)
         blocks = await self._call(lambda: list(_blocks(runner)))
-        self._check_in_force(lease)
+        self._check_current(lease)
         return blocks
 
 
 def _refusal(error: QuireError) -> Answer:
-    """An answer that is known already."""
+    """An answer that is already known."""
     answer: Answer = asyncio.get_running_loop().create_future()
     answer.set_exception(error)
-    answer.exception()  # seen, whether or not somebody waits for it
+    answer.exception()  # mark as retrieved, even if no caller awaits it
     return answer
 
 
 def _settle(steps: Sequence[QueuedStep], done: asyncio.Future[list[Outcome]]) -> None:
-    """Give the steps of one job their answers."""
+    """Set the answers of the steps of one job."""
     outcomes: Sequence[Outcome | None] = [None] * len(steps) if done.cancelled() else done.result()
     for step, outcome in zip(steps, outcomes, strict=True):
         if outcome is None:
@@ -433,7 +437,7 @@ def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:
 
 def _superseded(older: Lease, newer: Lease) -> StaleEpochError:
     return StaleEpochError(
-        f"the lease of scheduler_epoch {older.epoch} is over: {newer.scheduler_id or 'another scheduler'} "
-        f"took this worker with {newer.epoch}",
+        f"the lease of scheduler_epoch {older.epoch} has ended: {newer.scheduler_id or 'another scheduler'} "
+        f"leased this worker with {newer.epoch}",
         field="fence.scheduler_epoch",
     )

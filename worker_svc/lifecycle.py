@@ -1,4 +1,4 @@
-"""What the worker is doing now, as every part of the shell sees it."""
+"""The state of the worker, shared by all parts of the shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 
 @dataclass(slots=True)
 class Lifecycle:
-    """State of this worker; belongs to the event loop. It moves only forward: LOADING, READY, DRAINING.
+    """State of this worker, owned by the event loop. It moves only forward: LOADING, READY, DRAINING.
 
     `changed` is set on every news that a scheduler should hear before the next heartbeat; its one waiter clears it.
     """
@@ -29,18 +29,18 @@ class Lifecycle:
         return self.state == DRAINING
 
     def set_progress(self, part: float) -> None:
-        """`part` of the weights, 0 to 1, is loaded."""
+        """Sets the fraction of the weights that is loaded, 0 to 1."""
         self.load_progress = part
         self.changed.set()
 
     def set_ready(self, capacity: scheduler_pb2.WorkerCapacity) -> None:
-        """The model is loaded. A worker that was told to leave meanwhile stays DRAINING."""
+        """The model is loaded. A worker that is draining already stays DRAINING."""
         self.load_progress, self.capacity = 1.0, capacity
         if not self.is_draining:
             self.state = READY
         self.changed.set()
 
     def set_draining(self) -> None:
-        """No new rows from now on."""
+        """Accept no new rows."""
         self.state = DRAINING
         self.changed.set()

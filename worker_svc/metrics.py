@@ -1,4 +1,4 @@
-"""The worker's numbers: what its model thread does, step by step."""
+"""Metrics of the worker: the work of its model thread, step by step."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ SPECS = (
     Spec(
         "worker_idle_seconds",
         "histogram",
-        "time the model stood still before a step although rows that were open wanted to go on: what scheduling and "
-        "network cost",
+        "idle time of the model before a step while rows were open: the cost of scheduling and network",
         "seconds",
     ),
 )
@@ -57,10 +56,10 @@ class StepMeter:
         self.decode_tokens = 0
         self.idle = Buckets(IDLE_TIMES_S)
         self._running_since: float | None = None
-        self._ended_at: float | None = None  # the last step that computed something
+        self._ended_at: float | None = None  # of the last step with rows
 
     def begin(self, batch: StepBatch, queued_at: float) -> None:
-        """A step leaves the queue. Times are those of time.monotonic. One that computes nothing is part of a pause."""
+        """A step leaves the queue. Times are from time.monotonic. A step without rows counts as idle time."""
         now = time.monotonic()
         self.queue.observe(now - queued_at)
         if self._ended_at is not None and len(batch.rows) > len(batch.opens):
@@ -68,7 +67,7 @@ class StepMeter:
         self._running_since = now
 
     def end(self, batch: StepBatch, *, is_done: bool) -> None:
-        """It ended, or failed."""
+        """The step ended or failed."""
         now = time.monotonic()
         if is_done and self._running_since is not None:
             self._count(batch, now - self._running_since)
@@ -86,13 +85,13 @@ class StepMeter:
         self.prefill_tokens += num_tokens - num_decode
 
     def running_s(self) -> float:
-        """How long the step that runs now has been running; 0 if none does."""
+        """Seconds since the running step began; 0 if none runs."""
         since = self._running_since
         return 0.0 if since is None else time.monotonic() - since
 
 
 class Executor(Protocol):
-    """What is read of the executor."""
+    """The parts of the executor that metrics read."""
 
     meter: StepMeter
     rows_used: int
@@ -103,7 +102,7 @@ class Executor(Protocol):
 
 
 class WorkerReader:
-    """All rows of SPECS, as they are now."""
+    """The current values of all SPECS."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Whose row opens and closes, at debug level: so that one request can be followed into the worker."""
+"""Logs at debug level which request opens and closes each row, to follow a request into the worker."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class RowLog:
-    """Knows the requests of open rows while debug lines are wanted; costs nothing else."""
+    """Keeps the requests of open rows while debug logging is on; costs nothing otherwise."""
 
     def __init__(self) -> None:
         self._request_ids: dict[int, str] = {}
 
     def note(self, message: worker_pb2.StepBatch, batch: StepBatch) -> None:
-        """A step was taken in; `batch` is the same, decoded."""
+        """A step was accepted; `batch` is the decoded message."""
         if not log.isEnabledFor(logging.DEBUG):
             return
         for row in batch.close_rows.tolist():
@@ -27,7 +27,7 @@ class RowLog:
             self._note_opened(row_open, batch.step_id)
 
     def reset(self) -> None:
-        """Another lease: all rows are closed."""
+        """A new lease: all rows are closed."""
         self._request_ids.clear()
 
     def _note_opened(self, row_open: worker_pb2.RowOpen, step_id: int) -> None:

@@ -1,4 +1,4 @@
-"""WorkerService: decode, hand to the executor, encode."""
+"""WorkerService: decodes requests, calls the executor, encodes answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StepInbox:
-    """The answers that one StepStream still owes, in order, those of a burst together.
+    """The answers that one StepStream still owes, in order; a burst is answered together.
 
     Reads at most `depth` messages ahead of what is answered.
     """
@@ -37,7 +37,7 @@ class StepInbox:
         self._answers: asyncio.Queue[list[Answer] | Exception | None] = asyncio.Queue()
 
     async def read(self, requests: AsyncIterator[worker_pb2.StepStreamRequest]) -> None:
-        """Submit what comes, until the caller ends or a step is refused."""
+        """Submit incoming steps until the caller ends the stream or a step is refused."""
         try:
             await self._room.acquire()
             async for request in requests:
@@ -52,7 +52,7 @@ class StepInbox:
         self._answers.put_nowait(error)
 
     async def answers(self) -> AsyncIterator[worker_pb2.StepStreamResponse]:
-        """Answers in the order of the steps. Raises what refused a step or ended the stream."""
+        """Answers in the order of the steps. Raises the error that refused a step or ended the stream."""
         while (item := await self._answers.get()) is not None:
             if isinstance(item, Exception):
                 raise item
@@ -65,11 +65,11 @@ class StepInbox:
 
 
 async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutput], Exception | None]:
-    """Answers to the steps of a message, up to the one that was refused, if one was."""
+    """Answers to the steps of a message, up to a refused step if there is one."""
     outputs = []
     for answer in answers:
         try:
-            # Shielded: a caller that leaves must not cancel a step that another stream may ask for again.
+            # Shielded: a caller that disconnects must not cancel a step whose answer another stream may request.
             outputs.append(answer.result() if answer.done() else await asyncio.shield(answer))
         except Exception as error:
             return outputs, error
@@ -77,7 +77,7 @@ async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutpu
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """The gRPC face of one worker. `drain(timeout_s)` lets it leave and returns the rows that were still open."""
+    """The gRPC service of one worker. `drain(timeout_s)` shuts it down and returns the rows that were still open."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 field="protocol_version",
             )
         if self._lifecycle.is_draining:
-            raise UnavailableError("the worker is draining; lease another one")
+            raise UnavailableError("the worker is draining; lease another worker")
         lease = self._executor.lease(request.scheduler_epoch, request.scheduler_id)
         log.info("leased by scheduler %s, scheduler_epoch %d", lease.scheduler_id or context.peer(), lease.epoch)
         return worker_pb2.LeaseResponse(fence=lease.fence, next_step_id=lease.next_step_id)
@@ -148,7 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.GetWorkerBundleResponse(data=data)
 
     def end_streams(self, error: QuireError) -> None:
-        """End every open StepStream with `error`, after the answers that it is owed; later ones at once."""
+        """End every open StepStream with `error` after the answers that it still owes; end later streams at once."""
         self._end_error = error
         for inbox in self._inboxes:
             inbox.fail(error)

@@ -33,16 +33,16 @@ U64 = npt.NDArray[np.uint64]
 
 DEFAULT_NUM_BLOCKS = 4096
 LIST_CHUNK = 1024
-POISON = np.uint64(GOLDEN)  # what a row with a wrong context writes can be taken for nobody's content
+POISON = np.uint64(GOLDEN)  # written by rows with a wrong context: matches no prefix
 
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """How long a simulated step takes, and how its output ends. Values are checked; ValueError names the field."""
+    """The duration of a simulated step, and how output ends. Values are checked; ValueError names the field."""
 
-    step_ms: float = 5.0  # of every step that computes something
-    prefill_tokens_per_s: float = 50_000.0  # on top: tokens of rows that compute more than one
-    token_us: float = 0.0  # on top: every row that computes one token
+    step_ms: float = 5.0  # of every step with rows
+    prefill_tokens_per_s: float = 50_000.0  # added: for tokens of rows that compute more than one
+    token_us: float = 0.0  # added: for every row that computes one token
     eos_probability: float = 0.0  # of each output token
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SimConfig:
             raise ValueError(f"prefill_tokens_per_s must be above 0, got {self.prefill_tokens_per_s}")
 
     def step_s(self, query_lens: I64) -> float:
-        """Seconds that a step takes whose rows compute `query_lens` tokens."""
+        """Duration of a step whose rows compute `query_lens` tokens."""
         if not len(query_lens):
             return 0.0
         num_decodes = int((query_lens == 1).sum())
@@ -70,14 +70,14 @@ def mix(values: U64) -> U64:
 
 
 def digest_terms(positions: I64, token_ids: I64) -> U64:
-    """What each token at its position adds to the digest of a context."""
+    """The term that each token at its position adds to the digest of a context."""
     return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64))
 
 
 class SimRunner:
-    """Implements `executor.Runner`. Of the model folder it reads config.json and the tokenizer, never weights.
+    """Implements `executor.Runner`. It reads config.json and the tokenizer of the model folder, never weights.
 
-    num_blocks None: 4096. max_model_len may be above the model's own. ValueError for a folder that it cannot use.
+    num_blocks None: 4096. max_model_len may be above the model's own. ValueError for an unusable folder.
     """
 
     def __init__(self, config: EngineConfig, sim: SimConfig) -> None:
@@ -103,7 +103,7 @@ class SimRunner:
         return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their hashes and their tokens [N, block_size] of all committed blocks, in pieces."""
+        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
         return self._pool.committed_blocks()
 
     def reset_rows(self) -> None:
@@ -111,7 +111,7 @@ class SimRunner:
         self._rows.reset()
 
     def rows_used(self) -> int:
-        """Open rows."""
+        """The number of open rows."""
         return self._rows.rows_used()
 
     def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> None:
@@ -137,14 +137,14 @@ class SimRunner:
         is_good = ~is_wrong[plan.sources]
         rows, positions = plan.sampling_rows[is_good], plan.sampled_positions[is_good]
         for row in plan.sampling_rows[~is_good]:
-            errors.add(int(row), "the row that it is forked of has failed", RowErrorCode.INTERNAL)
+            errors.add(int(row), "the parent row of this fork has failed", RowErrorCode.INTERNAL)
         token_ids = self._sample(rows, positions)
         self._rows.append(rows, positions, token_ids)
         self._histories.append(rows, positions, token_ids)
         return rows, token_ids
 
     def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
-        """Rows whose tables hold anything but their own history, and rows that read what these wrote in this step."""
+        """Rows whose tables differ from their history, and rows that read blocks written by such rows in this step."""
         is_wrong = np.zeros(len(plan.rows), np.bool_)
         token_index = np.repeat(np.arange(len(plan.rows)), np.diff(plan.starts))
         while True:
@@ -153,7 +153,7 @@ class SimRunner:
                 return is_wrong
             for i in np.flatnonzero(found):
                 message = self._describe(int(plan.rows[i]), int(plan.ends[i]))
-                log.error("row %d: %s", plan.rows[i], message)  # a scheduler may hide it by trying elsewhere
+                log.error("row %d: %s", plan.rows[i], message)  # a scheduler may hide it by a retry elsewhere
                 errors.add(int(plan.rows[i]), message, RowErrorCode.INTERNAL)
             is_wrong |= found
             spoilt = found[token_index]
@@ -161,8 +161,8 @@ class SimRunner:
             self._pool.write(plan.slots[spoilt], tokens, digests[spoilt] ^ POISON)
 
     def _differs(self, plan: StepPlan) -> Bools:
-        """[B] Whether a row's table, up to its last computed token, differs from its history: whole blocks by their
-        sums, the last one slot by slot."""
+        """[B] Whether a row's table differs from its history up to its last computed token. Full blocks are compared by
+        their sums, the last block slot by slot."""
         size = self.info.block_size
         num_full = plan.ends // size
         width = int(num_full.max(initial=0))
@@ -188,7 +188,7 @@ class SimRunner:
         position, slot = int(wrong[0]), int(slots[wrong[0]])
         block, offset = divmod(slot, self.info.block_size)
         return (
-            f"block {block} holds another prefix than this row's at position {position} (offset {offset}): "
+            f"block {block} differs from this row's prefix at position {position} (offset {offset}): "
             f"{len(wrong)} of {end} positions are wrong"
         )
 
@@ -211,7 +211,7 @@ class SimRunner:
         return token_ids
 
     def _draw_allowed(self, draw: int, banned: I64) -> int:
-        """A printable token that is not banned; any other one if all of these are."""
+        """A printable token that is not banned; any other token if all of them are banned."""
         allowed = np.setdiff1d(self._printable, banned)
         if not len(allowed):
             allowed = np.setdiff1d(np.arange(self.info.vocab_size), banned)
@@ -219,7 +219,7 @@ class SimRunner:
 
 
 def _ids_by_line(banned: tuple[I64, I64] | None) -> dict[int, I64]:
-    """The banned ids of each line that has some."""
+    """The banned ids of each row of logits that has some."""
     if banned is None:
         return {}
     lines, ids = banned
@@ -238,7 +238,7 @@ class Histories:
         self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
 
     def set(self, row: int, token_ids: I64) -> None:
-        """The row's tokens are these from now on."""
+        """Replaces the tokens of a row."""
         num_tokens, size = len(token_ids), self._block_size
         self.digests[row, 1 : num_tokens + 1] = np.cumsum(digest_terms(np.arange(num_tokens), token_ids))
         num_full = num_tokens // size
@@ -246,7 +246,7 @@ class Histories:
         self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
 
     def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
-        """Each row's history continues with this token at this position."""
+        """Appends a token at this position to the history of each row."""
         self.digests[rows, positions + 1] = self.digests[rows, positions] + digest_terms(
             positions, token_ids.astype(np.int64)
         )
@@ -264,13 +264,13 @@ class SimPool:
         self._block_size = block_size
         self._weights = block_weights(block_size)
         self.digests: U64 = np.zeros(num_blocks * block_size, np.uint64)
-        self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, so that exchanged slots show
+        self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, to detect exchanged slots
         self._tokens: U32 = np.zeros((num_blocks, block_size), np.uint32)
         self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
         self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
 
     def write(self, slots: I64, token_ids: I64, digests: U64) -> None:
-        """Stores what was computed."""
+        """Stores the tokens and digests of computed slots."""
         self.digests[slots] = digests
         self._tokens.reshape(-1)[slots] = token_ids
         blocks = np.unique(slots // self._block_size)
@@ -278,7 +278,7 @@ class SimPool:
         self.sums[blocks] = (self.digests.reshape(-1, self._block_size)[blocks] * self._weights).sum(axis=1)
 
     def copy(self, src: U32, dst: U32) -> None:
-        """Copies blocks, pair after pair; the copies are not committed."""
+        """Copies blocks, one pair after the other; the copies are not committed."""
         content = self.digests.reshape(-1, self._block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             content[target] = content[source]
@@ -287,12 +287,12 @@ class SimPool:
             self._is_committed[target] = False
 
     def commit(self, block_ids: U32, hashes: list[bytes]) -> None:
-        """From now on these full blocks are cached prefixes under these hashes."""
+        """Marks full blocks as cached prefixes with these digests."""
         self._is_committed[block_ids] = True
         self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their hashes, and the tokens they hold [N, block_size], in pieces."""
+        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
         ids = np.flatnonzero(self._is_committed).astype(np.uint32)
         for start in range(0, len(ids), LIST_CHUNK):
             part = ids[start : start + LIST_CHUNK]
@@ -305,7 +305,7 @@ def block_weights(block_size: int) -> U64:
 
 
 def _make_info(config: EngineConfig) -> EngineInfo:
-    """What the folder's model would say of itself; its revision is of no real model."""
+    """Facts about the folder's model. Its revision never equals that of a loaded model."""
     folder = config.model_dir
     model = read_json(folder / "config.json")
     given = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}

@@ -1,4 +1,4 @@
-"""What a simulated worker answers, as a specification: plain Python, so that a test or client can compute it by itself.
+"""The specification of a simulated worker's output, in plain Python, so that tests and clients can compute it.
 
     digest of a context      sum over its tokens of mix(position << 32 | token_id), modulo 2**64; 0 for no token
     draw                     mix(digest ^ mix(seed ^ mix(output_position << 32 | sample_index)))
@@ -28,7 +28,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SimVocabulary:
-    """What a simulated model can say. Without an end-of-sequence id or probability, it never ends by itself."""
+    """Vocabulary of a simulated model. Without an end-of-sequence id or probability, output never ends by itself."""
 
     printable_ids: tuple[int, ...]
     eos_token_id: int | None = None
@@ -36,11 +36,11 @@ class SimVocabulary:
 
     def __post_init__(self) -> None:
         if not self.printable_ids:
-            raise ValueError("the tokenizer has no token that can be printed; use another model folder")
+            raise ValueError("the tokenizer has no printable token; use another model folder")
         if not 0 <= self.eos_probability <= 1:
             raise ValueError(f"eos_probability must be from 0 to 1, got {self.eos_probability}")
         if self.eos_probability and self.eos_token_id is None:
-            raise ValueError("eos_probability is set, but the model folder names no eos_token_id")
+            raise ValueError("eos_probability is set, but the model folder has no eos_token_id")
 
     @property
     def eos_below(self) -> int:
@@ -49,7 +49,7 @@ class SimVocabulary:
 
 
 def mix(value: int) -> int:
-    """64 bits to 64 bits, one to one; equal bits in numpy: `sim_executor.mix`."""
+    """A bijection of 64 bits; `sim_executor.mix` is the same in numpy."""
     value = (value + GOLDEN) & MASK
     value = ((value ^ (value >> 30)) * MIX_1) & MASK
     value = ((value ^ (value >> 27)) * MIX_2) & MASK
@@ -57,7 +57,7 @@ def mix(value: int) -> int:
 
 
 def extend_digest(digest: int, position: int, token_id: int) -> int:
-    """Digest of a context of `position` tokens once `token_id` has been appended to it."""
+    """Digest of a context of `position` tokens after appending `token_id`."""
     return (digest + mix(position << 32 | token_id)) & MASK
 
 
@@ -102,7 +102,7 @@ def sim_output(
 
 
 def read_vocabulary(model_dir: Path, *, eos_probability: float = 0.0) -> SimVocabulary:
-    """The ids that the folder's tokenizer can print by themselves, end-of-sequence ids left out.
+    """Ids that the folder's tokenizer can print one by one, without end-of-sequence ids.
 
     Without tokenizer.json: all ids. Raises ValueError for a file that cannot be read.
     """
@@ -119,7 +119,7 @@ def read_vocabulary(model_dir: Path, *, eos_probability: float = 0.0) -> SimVoca
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ValueError names the file that is none."""
+    """A JSON object. ValueError names a file that is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Between the protocol and the engine's plain data. Columns come in without a copy, as read-only views of the message.
+"""Conversions between the protocol and the engine's data. Columns are read-only views of a message, without a copy.
 
 What is checked here is form: lengths that are whole numbers and agree with each other. A batch that fails here has
 touched nothing. Whether a row, block or slot makes sense is the engine's to say.
@@ -41,7 +41,7 @@ DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DE
 
 
 def u32_from_bytes(field: str, data: bytes) -> U32:
-    """A packed little-endian u32[] as a read-only array; InvalidRequestError if it is no whole number of items."""
+    """A packed little-endian u32[] as a read-only array; InvalidRequestError for a partial item."""
     if not data:
         return EMPTY
     if len(data) % 4:
@@ -69,7 +69,7 @@ def _invalid(field: str, problem: str) -> InvalidRequestError:
 
 
 def step_batch_from_proto(batch: worker_pb2.StepBatch) -> StepBatch:
-    """One step as the engine takes it. InvalidRequestError names the column, what it has and what was expected."""
+    """One step for the engine. InvalidRequestError names the column, its value and the expected one."""
     rows = u32_from_bytes("rows", batch.rows)
     query_lens = _query_lens(batch.query_lens, len(rows))
     table_rows = u32_from_bytes("table_rows", batch.table_rows)
@@ -147,7 +147,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
 
 
 def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> worker_pb2.StepOutput:
-    """A step's answer. `queue_us` is how long the step waited for the model."""
+    """The answer to a step. `queue_us` is the time that the step waited for the model."""
     return worker_pb2.StepOutput(
         step_id=output.step_id,
         worker_epoch=worker_epoch,
@@ -164,17 +164,17 @@ def _row_error_to_proto(error: RowError) -> worker_pb2.RowError:
 
 
 def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32) -> worker_pb2.ListBlocksResponse:
-    """Committed blocks. block_ids [N], hashes N of 16 bytes, token_ids [N, block_size]."""
+    """Committed blocks. block_ids [N], N digests of 16 bytes, token_ids [N, block_size]."""
     return worker_pb2.ListBlocksResponse(
         block_ids=u32_to_bytes(block_ids), hashes=b"".join(hashes), token_ids=u32_to_bytes(token_ids)
     )
 
 
-# -- facts out -------------------------------------------------------------------------------------------------------
+# -- model info out --------------------------------------------------------------------------------------------------
 
 
 def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.ModelInfo:
-    """What a gateway must know of the model. `bundle_digest` is empty if the folder has no bundle."""
+    """What a gateway must know about the model. `bundle_digest` is empty if the folder has no bundle."""
     return types_pb2.ModelInfo(
         model=info.model,
         revision=info.revision,
@@ -197,7 +197,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
 
 
 def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:
-    """What this worker can hold, for its registration."""
+    """The capacity of this worker, for its registration."""
     return scheduler_pb2.WorkerCapacity(
         info=model_info_to_proto(info, bundle_digest),
         num_blocks=info.num_blocks,

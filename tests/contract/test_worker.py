@@ -125,9 +125,9 @@ async def test_nothing_runs_without_a_lease(worker: WorkerUnderTest) -> None:
     [
         (
             worker_pb2.Fence(scheduler_epoch=1, worker_epoch=WORKER_EPOCH),
-            "scheduler_epoch 1 does not hold this worker; 2",
+            "scheduler_epoch 1 does not lease this worker; 2",
         ),
-        (worker_pb2.Fence(scheduler_epoch=2, worker_epoch=5), "worker_epoch 0x5 is another start"),
+        (worker_pb2.Fence(scheduler_epoch=2, worker_epoch=5), "worker_epoch 0x5 is not this process"),
     ],
 )
 async def test_a_wrong_fence_is_refused_everywhere(worker: WorkerUnderTest, fence: worker_pb2.Fence, says: str) -> None:
@@ -152,7 +152,7 @@ async def test_a_new_lease_ends_an_idle_stream(worker: WorkerUnderTest) -> None:
     await worker.lease()
     code, details = await stream.end()
     assert code is FAILED_PRECONDITION
-    assert "scheduler_epoch 1 is over" in details
+    assert "scheduler_epoch 1 has ended" in details
 
 
 async def test_a_new_lease_fences_steps_that_wait(worker: WorkerUnderTest) -> None:

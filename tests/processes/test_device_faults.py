@@ -46,7 +46,7 @@ async def test_a_faulty_device_loses_no_stream(tmp_path: Path) -> None:
 def check_logs(worker: Service, scheduler: Service, fault: str) -> None:
     if fault in ("launch", "result"):
         assert worker.wait() == EXIT_CORRUPT
-        assert "the KV pool may be corrupt, so this worker ends (exit code 70)" in worker.log()
+        assert "the KV pool may be corrupt, so this worker exits (exit code 70)" in worker.log()
         assert "CUDA error: an illegal memory access" in worker.log()
         assert f"worker {worker.name} is lost" in scheduler.log()
     else:

@@ -1,7 +1,7 @@
-"""Which architectures are served, and what of config.json each one needs.
+"""The supported architectures, and the fields of config.json that each one needs.
 
-One decoder serves them all: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads.
-The table holds where they differ.
+All are one decoder: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads. The table
+lists their differences.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from worker_svc.engine.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Where one family differs from the others. None: config.json says."""
+    """The differences of one family. None: as config.json says."""
 
     has_qk_norm: bool = False
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
-    is_window_opt_in: bool = True  # the window counts only with `use_sliding_window`
+    is_window_opt_in: bool = True  # the window applies only with `use_sliding_window`
 
 
 ARCHITECTURES = {
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 }
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-DEFAULT_WINDOW = 4096  # of configs that do not mention it, as in transformers
+DEFAULT_WINDOW = 4096  # of configs without the field, as in transformers
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -141,8 +141,8 @@ def _sliding_window(config: dict[str, Any], architecture: Architecture) -> int |
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`. Of
-    fields that a config holds twice, the one counts that transformers reads.
+    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`. If a
+    config has a field twice, the one that transformers reads applies.
     """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if ORIGINAL_LENGTH in config:
@@ -174,7 +174,7 @@ def _scale_linear(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _scale_llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     factor = _rope_number(rope, "factor")
     low = _rope_number(rope, "low_freq_factor")
     high = _rope_number(rope, "high_freq_factor")

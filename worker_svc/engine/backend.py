@@ -1,6 +1,6 @@
-"""What a backend does; backends.py has the ones there are.
+"""The interface of a backend; backends.py makes one.
 
-A backend computes and decides nothing. Every operation works on all tokens of a step at once.
+A backend computes and makes no decisions. Every operation works on all tokens of a step at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import torch  # rows and plans, which need the types of this file, are used without it too
+    import torch  # rows and plans use the types of this file, also where torch is not installed
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 class BackendUnavailableError(RuntimeError):
-    """The backend asked for cannot run here; the message says what can."""
+    """The requested backend cannot run here; the message says which one can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How each of S rows of logits is sampled: a line of the row table's columns for each."""
+    """How each of S rows of logits is sampled: by one element of each of the row table's columns."""
 
     params: Mapping[str, npt.NDArray[Any]]  # one column per field of SamplingParams, and `sample_index`: [max_num_seqs]
-    rows: I64  # [S] lines of these columns
+    rows: I64  # [S] indices into these columns
     positions: U32  # [S] output positions
     banned: tuple[I64, I64] | None = None  # lines of the logits and the token ids that cannot be sampled there
 
@@ -78,15 +78,15 @@ class Linear(Protocol):
 class Backend(Protocol):
     """Operations of the decoder. Tensors are contiguous, of the engine's dtype unless said otherwise.
 
-    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]; in
-    which order a block's numbers lie within these is the backend's own affair.
+    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]. A
+    backend may order the numbers within a block differently.
     """
 
     name: str
-    arithmetic: str  # what decides its roundings, as words for `numerics`
+    arithmetic: str  # what its roundings depend on, as words for `numerics`
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepares a weight [out, in]; may keep it, so the caller must not change it afterwards."""
+        """Prepares a weight [out, in]. It may be kept: the caller must not change it afterwards."""
         ...
 
     def add_rms_norm(
@@ -106,8 +106,8 @@ class Backend(Protocol):
         shape: HeadShape,
         eps: float,
     ) -> None:
-        """Splits fused qkv [T, heads, dim], norms (if any) and rotates q and k; q to q_out [T, q_heads, dim], k and v
-        to the batch's slots."""
+        """Splits fused qkv [T, heads, dim]; norms (if any) and rotates q and k. Writes q to q_out [T, q_heads, dim], k
+        and v to the slots of the batch."""
         ...
 
     def paged_attention(
@@ -126,10 +126,10 @@ class Backend(Protocol):
         ...
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
-        """Copies blocks of pool [layers, num_blocks, ...] in all layers, pair after pair."""
+        """Copies blocks of pool [layers, num_blocks, ...] in all layers, one pair after the other."""
         ...
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
-        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows held no usable number. Banned ids are minus
-        infinity in the logits already."""
+        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows have NaN or no finite number. Banned ids
+        are already minus infinity in the logits."""
         ...

@@ -1,6 +1,6 @@
-"""What goes into a step and what comes out: plain data, no protobuf.
+"""Input and output of a step: plain data, no protobuf.
 
-Arrays are numpy columns. A *row* is a slot of the worker's persistent batch: opened once, then fed by deltas.
+Arrays are numpy columns. A *row* is a place in the worker's persistent batch: opened once, then updated by deltas.
 A slot of the KV pool is block_id * block_size + offset.
 """
 
@@ -26,7 +26,7 @@ class BadBatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RowOpen:
-    """A sequence gets a row: everything the engine must know, once."""
+    """A sequence gets a row: everything that the engine must know of it."""
 
     row: int
     token_ids: U32  # [num_tokens] prompt then output; empty when forked
@@ -42,7 +42,7 @@ class RowOpen:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step: columns of length B over rows, and what changed since the step before.
+    """One step: columns of length B over rows, and the changes since the previous step.
 
     Applied in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
     """
@@ -70,13 +70,13 @@ class RowErrorCode(Enum):
     """Why one row failed in one step."""
 
     NAN = "nan"  # its logits hold NaN, +inf or no finite number
-    BAD_INPUT = "bad_input"  # what the batch says of the row contradicts its table, its history or the pool
+    BAD_INPUT = "bad_input"  # the batch contradicts the row's table, its history or the pool
     INTERNAL = "internal"
 
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """One row failed in one step; the others are not harmed."""
+    """One row failed in one step; the others are not affected."""
 
     row: int
     code: RowErrorCode
@@ -85,10 +85,10 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step produced."""
+    """The output of a step."""
 
     step_id: int
-    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows; failed ones left out
+    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows; without failed rows
     token_ids: U32  # [S]
     errors: list[RowError]
     forward_us: int  # microseconds from batch to tokens

@@ -1,4 +1,4 @@
-"""What is known of the KV pool's content, wherever its memory lies: the token of each slot, and committed prefixes."""
+"""The content of the KV pool, whatever device has its memory: the token of each slot, and committed prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIST_CHUNK = 1024
 
 
 class BlockContents:
-    """Tokens and hashes of `num_blocks` blocks. Any write to a block makes it uncommitted."""
+    """Tokens and digests of `num_blocks` blocks. Any write to a block makes it uncommitted."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -25,31 +25,31 @@ class BlockContents:
         self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
 
     def uncommit(self, block_ids: I64) -> None:
-        """These blocks are about to be written."""
+        """Marks blocks that are about to be written as uncommitted."""
         self._is_committed[block_ids] = False
 
     def write_tokens(self, slots: I64, token_ids: I64) -> None:
-        """Notes the tokens whose keys and values are written now."""
+        """Records the tokens whose keys and values are written now."""
         self.uncommit(slots // self.block_size)
         self.fill_tokens(slots, token_ids)
 
     def fill_tokens(self, slots: I64, token_ids: I64) -> None:
-        """Notes tokens that became known after they were written; what has been committed since stays so."""
+        """Records tokens that became known after they were written; committed blocks stay committed."""
         self._slot_tokens[slots] = token_ids
 
     def copy_tokens(self, src: I64, dst: I64) -> None:
-        """Blocks were copied, pair after pair."""
+        """Copies the tokens of blocks, one pair after the other."""
         tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             tokens[target] = tokens[source]
 
     def commit(self, block_ids: I64, hashes: list[bytes]) -> None:
-        """From now on these full blocks are cached prefixes under these hashes."""
+        """Marks full blocks as cached prefixes with these digests."""
         self._is_committed[block_ids] = True
         self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their hashes, and the tokens they hold [N, block_size], in pieces."""
+        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
         tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
         ids = np.flatnonzero(self._is_committed).astype(np.uint32)
         for start in range(0, len(ids), LIST_CHUNK):

@@ -23,7 +23,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint:
-    """One model folder. Tensors stay on disk until they are asked for.
+    """One model folder. Tensors stay on disk until they are read.
 
     Raises CheckpointError when the folder, a file or the index is missing or broken.
     """
@@ -53,13 +53,13 @@ class Checkpoint:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
-        """The tensor in that dtype, or as it is stored: then nothing of it is read yet. Raises CheckpointError for
+        """The tensor in that dtype, or (None) as it is stored and still memory-mapped. Raises CheckpointError for
         another shape."""
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
                 f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}; "
-                "the weights and config.json are not of the same model"
+                "the weights and config.json belong to different models"
             )
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         if tensor.dtype not in SUPPORTED_DTYPES:
@@ -72,7 +72,7 @@ class Checkpoint:
         return tensor if dtype is None else tensor.to(dtype)
 
     def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
-        """Raises CheckpointError unless the folder holds exactly `expected`; names with an ending in `ignored` pass."""
+        """Raises CheckpointError unless the tensors are exactly `expected`; names ending in `ignored` are allowed."""
         wanted, endings = set(expected), tuple(ignored)
         missing = sorted(wanted - self._file_of.keys())
         if missing:
@@ -85,7 +85,7 @@ class Checkpoint:
             shape = list(self.shape(unexpected[0]))
             raise CheckpointError(
                 f"{len(unexpected)} tensors are unexpected, first {unexpected[0]} {shape}; "
-                "the model has parts that this architecture does not know and would answer wrongly without"
+                "the model has parts that this architecture does not support; without them its answers would be wrong"
             )
 
     def start_digest(self, threads: int) -> None:
@@ -116,7 +116,7 @@ class Checkpoint:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def stored_dtype(self) -> torch.dtype:
-        """Of the first tensor."""
+        """The dtype of the first tensor."""
         name = self.tensor_names[0]
         dtype: torch.dtype = self._file_of[name].get_slice(name)[:0].dtype
         return dtype
@@ -140,9 +140,9 @@ class Checkpoint:
         return content
 
     def _read_index(self) -> dict[str, str]:
-        """Which file holds which tensor, for a checkpoint in several files; empty for a single one."""
+        """The file of each tensor, for a checkpoint in several files; empty for a single file."""
         if (self.folder / SINGLE_FILE).exists():
-            return {}  # it counts, as in transformers, if a folder has both
+            return {}  # it has precedence over an index, as in transformers
         if (self.folder / INDEX_FILE).exists():
             weight_map = self._read_json(INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:

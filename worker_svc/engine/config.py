@@ -1,4 +1,4 @@
-"""What can be set on an engine, and what it says of itself once loaded."""
+"""Settings of an engine, and the facts about a loaded one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class EngineConfig:
     """Settings of one engine. Values are checked at construction; ValueError names the field.
 
     num_blocks None: as many as fit `kv_cache_memory` bytes; that None: 1 GiB, or half of the free RAM if that is less.
-    max_model_len None: the model's own, capped by what the pool can hold.
-    threads None: one per core this process may use.
-    attention, gpu_memory_utilization (of the device, for all it holds) and tensor_parallel_size are of backend cuda.
-    cuda_graphs (recorded at the start, when a size first comes, or never) and cuda_graph_tokens (largest step with
-    prompts that is one; 0: only steps that decode) are too: docs/adr/0013-gpu-engine.md.
-    dtype float16 and kv_cache_dtype (fp8: keys and values in 8 bits, docs/adr/0013-gpu-engine.md) are of cuda as well.
-    quantize None: weights stay in `dtype`; int8: weights and what they are multiplied with are (docs/adr/0009-int8.md).
+    max_model_len None: that of the model, capped by the size of the pool.
+    threads None: one per core that this process may use.
+    quantize None: weights stay in `dtype`; int8: weights and inputs of linear layers (docs/adr/0009-int8.md).
+    Only for backend cuda (docs/adr/0013-gpu-engine.md): attention; gpu_memory_utilization, of the whole device;
+    tensor_parallel_size; cuda_graphs, recorded at the start, when a size first occurs, or never; cuda_graph_tokens, the
+    largest step with prompts that is a graph (0: decode steps only); dtype float16; kv_cache_dtype fp8, keys and values
+    in 8 bits.
     """
 
     model_dir: Path
@@ -93,7 +93,7 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a loaded engine is: announced at registration, and what callers may rely on."""
+    """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
 
     model: str
     revision: str  # hex digest of configuration, weights, dtypes, quantization; in exact mode also of `numerics`
@@ -104,12 +104,12 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams  # what generation_config.json says; seed 0
+    default_sampling: SamplingParams  # of generation_config.json; seed 0
     dtype: ComputeDtype
     determinism: Determinism
     backend: str
-    numerics: str  # the kind of worker: in exact mode, another one may find another token
-    build: str  # what it was built from
+    numerics: str  # the kind of worker; another kind may produce other tokens
+    build: str  # sources and libraries that it was built from
     quantize: Quantization | None = None
     weights_digest: str = ""  # of the tensors' content; empty for an executor that loads none
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: keys and values are of `dtype`
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: as `dtype`

@@ -1,4 +1,4 @@
-"""The CPU backend: compiled kernels, and oneDNN where exactness is not asked for and AMX makes it faster."""
+"""The CPU backend: compiled kernels, and oneDNN in best_effort mode where AMX makes it faster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SIGNATURES = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives every kernel its argument types."""
+    """Sets the argument types of every kernel."""
     for name, argtypes in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = argtypes
@@ -71,7 +71,7 @@ def _is_bf16(x: torch.Tensor) -> int:
 
 
 class _Addresses:
-    """Where a batch's columns lie. Asking numpy takes longer than a small kernel, so it is done once per batch."""
+    """Addresses of a batch's columns, read once per batch: numpy takes longer for that than a small kernel runs."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
@@ -221,7 +221,7 @@ class CpuBackend:
         return tokens, status != 0
 
     def _columns_of(self, params: Mapping[str, npt.NDArray[Any]]) -> ctypes.Array[ctypes.c_void_p]:
-        """The columns' addresses in the order of the kernel. A row table keeps its columns, so this is done once."""
+        """Addresses of the columns in the order of the kernel; read once, as a row table keeps its columns."""
         if self._columns is None or self._columns[0] is not params:
             addresses = [address_of(params[name]) for name in self._column_names]
             self._columns = params, (_POINTER * len(addresses))(*addresses)

@@ -1,7 +1,7 @@
 """A decoder from token ids to logits in one call into the kernels.
 
-Between two operations Python takes as long as a small operation does, and nearly every torch operation is a moment in
-which the worker's event loop may take the interpreter and keep it for a while. With one call a step runs undisturbed,
+Between two operations Python takes as long as a small operation. Nearly every torch operation also releases the
+interpreter lock, which the worker's event loop can then take and hold for a while. One call runs without interruption,
 and the event loop has the interpreter meanwhile.
 """
 
@@ -62,7 +62,7 @@ class FusedModel:
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
-        self._kept = (parts, pool)  # what the structs point to
+        self._kept = (parts, pool)  # keeps alive what the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
             *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
         )
@@ -87,7 +87,7 @@ class FusedModel:
             heads.head_dim**-0.5,
         )
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
-        # Kept from step to step: to allocate is to let go of the interpreter, and to fault in fresh pages.
+        # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = parts.embedding.new_empty(0, config.vocab_size)
 
@@ -113,12 +113,12 @@ class FusedModel:
 
 
 def address_of(x: npt.NDArray[Any]) -> int:
-    """Where a writable array lies. Asking numpy itself takes three times as long."""
+    """The address of a writable array, in a third of the time of `array.ctypes`."""
     return ctypes.addressof(_Bytes.from_buffer(x.data))
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless all linear layers are our own kernels', and gate and up fill whole panels of them."""
+    """None unless all linear layers are KernelLinear, and gate and up fill whole panels."""
     linears = [linear for layer in parts.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if parts.config.intermediate_size % PANEL or not all(
         isinstance(linear, KernelLinear) for linear in (*linears, parts.head)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def eos_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end an answer, from config.json where generation_config.json says nothing. Raises ValueError."""
+    """The ids that end a sequence, from generation_config.json or else config.json. Raises ValueError."""
     ids = generation_config.get("eos_token_id", config.get("eos_token_id"))
     found = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):

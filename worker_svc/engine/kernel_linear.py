@@ -1,4 +1,4 @@
-"""Linear layers that our own kernels multiply, in float32, bfloat16 or int8."""
+"""Linear layers computed by linear.cpp, in float32, bfloat16 or int8."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class KernelLinear:
         )
 
     def struct(self) -> LinearStruct:
-        """Where forward.cpp finds this layer, for as long as this object lives."""
+        """This layer for forward.cpp, valid as long as this object exists."""
         return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The KV block pool of a worker: memory, which tokens each slot holds, which blocks are committed prefixes."""
+"""The KV block pool of a worker: its memory, the token of each slot, and the committed prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_MEMORY = 1 << 30
 
 
 class KVCachePool(BlockContents):
-    """Keys and values of `num_blocks` blocks in all layers, and what is known of their content.
+    """Keys and values of `num_blocks` blocks in all layers, and their content as tokens.
 
     Memory is claimed when it is first written.
     """
@@ -37,7 +37,7 @@ class KVCachePool(BlockContents):
         return self._layers[index]
 
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
-        """Copies blocks with their tokens, pair after pair; the copies are not committed."""
+        """Copies blocks with their tokens, one pair after the other; the copies are not committed."""
         backend.copy_blocks(self.keys, src, dst)
         backend.copy_blocks(self.values, src, dst)
         self.copy_tokens(src, dst)
@@ -50,6 +50,6 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Which engine runs a model: the one behind `--backend`."""
+"""Loads a model with the engine of `--backend`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner | DeviceRunner:
-    """The model, loaded. Raises BackendUnavailableError for a backend that cannot run here."""
+    """The loaded model. Raises BackendUnavailableError for a backend that cannot run here."""
     if config.backend != "cuda":
         from worker_svc.engine.model_runner import ModelRunner
 

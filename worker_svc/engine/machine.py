@@ -1,4 +1,4 @@
-"""What the machine, or the control group this process runs in, leaves us."""
+"""Cores, memory and instruction sets that this process may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPUINFO_FIELDS = ("flags", "Features")  # x86, ARM
 
 
 def available_cores(cgroup: Path = CGROUP) -> int:
-    """Cores this process may use: its affinity, or the processor time its control group is granted if that is less."""
+    """Cores that this process may use: its affinity, or the CPU quota of its control group if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
@@ -22,7 +22,7 @@ def available_cores(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes this process may still take: what the system has free, or what its control group leaves if less."""
+    """Bytes that this process may still allocate: free memory, or the rest of its control group's limit if less."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -35,7 +35,7 @@ def available_memory(cgroup: Path = CGROUP) -> int:
 
 
 def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The processor's instruction sets as /proc/cpuinfo names them; empty where there is none."""
+    """The processor's instruction sets as /proc/cpuinfo names them; empty if there is no such file."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -46,5 +46,5 @@ def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def has_amx() -> bool:
-    """Whether the processor multiplies bfloat16 in tiles, which only oneDNN uses."""
+    """Whether the processor has AMX for bfloat16. Our kernels do not use it; oneDNN does."""
     return "amx_bf16" in instruction_sets()

@@ -1,4 +1,4 @@
-"""The decoder: its weights, fused and prepared for a backend, and the forward pass over one mixed batch."""
+"""The decoder: its weights, concatenated and prepared for a backend, and the forward pass over a mixed batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """All that a forward pass reads."""
+    """Everything that a forward pass reads."""
 
     config: ModelConfig
     embedding: torch.Tensor
@@ -52,8 +52,8 @@ class Fuser(Protocol):
     """A backend that may run a whole forward pass in one call."""
 
     def fuse(self, parts: DecoderParts, pool: KVCachePool) -> Callable[[ForwardBatch], torch.Tensor] | None:
-        """What returns logits [S, vocab], valid until it is called again. None if this model has to run operation by
-        operation."""
+        """A function that returns logits [S, vocab], valid until its next call. None if this model must run operation
+        by operation."""
         ...
 
 
@@ -64,13 +64,13 @@ def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
 
 
 class LinearMaker(Protocol):
-    """Who prepares weights for their use; every backend does."""
+    """Prepares weights for use; every backend does."""
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
 
 class WeightLoader:
-    """Takes a model's tensors out of a checkpoint, fuses them and hands them to the backend."""
+    """Reads the tensors of a model from a checkpoint, concatenates them and prepares them with the backend."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: LinearMaker, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
@@ -96,7 +96,7 @@ class WeightLoader:
             self._norms |= {"self_attn.q_norm": heads.head_dim, "self_attn.k_norm": heads.head_dim}
 
     def check(self) -> None:
-        """Raises CheckpointError unless all tensors are there, and no others."""
+        """Raises CheckpointError unless the checkpoint has all tensors and no others."""
         ignored = (*IGNORED_ENDINGS, HEAD) if self._config.is_tied else IGNORED_ENDINGS
         self._checkpoint.check_names(self._expected_names(), ignored)
         if self._config.is_tied and HEAD in self._checkpoint.tensor_names and not self._is_same(HEAD, EMBEDDING):
@@ -185,8 +185,8 @@ class DecoderModel:
         report(1.0)
 
     def fuse(self, pool: KVCachePool) -> None:
-        """From now on a pass is one call where the backend can do that. `forward` must get this pool, and its result is
-        overwritten by the next one."""
+        """Makes each forward pass one call, if the backend can. `forward` must then be called with this pool, and its
+        result is overwritten by the next call."""
         if isinstance(self._backend, Fuser):
             parts = (self._embedding, self._layers, self._final_norm, self._head, self._rotary)
             self._fused = self._backend.fuse(DecoderParts(self._config, *parts), pool)
@@ -202,7 +202,7 @@ class DecoderModel:
         for index, layer in enumerate(self._layers):
             attended = self._attend(x, residual, layer, batch, pool.layer(index))
             if index == last and len(heads) < len(x):
-                x, attended = x[heads], attended[heads]  # what follows is read of these tokens only
+                x, attended = x[heads], attended[heads]  # the rest is needed for these tokens only
             if not len(x):
                 return x.new_empty(0, self._config.vocab_size)
             residual = self._feed_forward(x, layer.o(attended), layer)

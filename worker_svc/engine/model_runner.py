@@ -1,4 +1,4 @@
-"""Runs steps: applies a batch's changes, checks its rows, computes, samples. The engine's way in."""
+"""The entry point of the CPU engine. Runs steps: applies the changes of a batch, checks its rows, computes, samples."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
-NOTHING: tuple[I64, U32] = (np.empty(0, np.int64), EMPTY)  # rows and tokens of a step in which none sampled
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch says it in a RuntimeError
-MAX_OUT_OF_MEMORY_STEPS = 3  # in a row; a worker that can compute nothing must not go on taking rows
+NOTHING: tuple[I64, U32] = (np.empty(0, np.int64), EMPTY)  # rows and tokens of a step without sampling
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+)  # in the message of torch's RuntimeError
+MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -92,13 +96,13 @@ class ModelRunner:
             quantize=config.quantize,
         )
         self._planner = StepPlanner(self._rows, self.info)
-        self._num_out_of_memory = 0  # steps in a row
+        self._num_out_of_memory = 0  # consecutive steps
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Applies and runs one step. A bad row becomes a RowError and harms no other.
+        """Applies and runs one step. A bad row becomes a RowError and affects no other row.
 
         Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. A step that runs
-        out of memory fails its rows; the third in a row raises, and so does one that could not even be applied.
+        out of memory fails its rows; the third consecutive one raises, and so does one whose changes cannot be applied.
         """
         started = time.perf_counter()
         self._planner.check_columns(batch)
@@ -111,7 +115,7 @@ class ModelRunner:
         return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their hashes and their tokens [N, block_size] of all committed blocks, in pieces."""
+        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
         return self._pool.committed_blocks()
 
     def reset_rows(self) -> None:
@@ -119,11 +123,11 @@ class ModelRunner:
         self._rows.reset()
 
     def rows_used(self) -> int:
-        """Open rows."""
+        """The number of open rows."""
         return self._rows.rows_used()
 
     def _bind_thread(self) -> None:
-        """Thread counts belong to the calling thread, so they are set in whichever thread runs steps."""
+        """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""
         if self._bound_thread != threading.get_ident():
             torch.set_num_threads(self._threads)
             self._bound_thread = threading.get_ident()
@@ -138,7 +142,7 @@ class ModelRunner:
             self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
 
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, U32]:
-        """Once the changes are applied, a step writes only to slots of its own rows: without memory, these fail."""
+        """After its changes a step writes only to slots of its own rows, so only these fail if memory runs out."""
         try:
             plan = self._planner.plan(batch, errors)
             rows, token_ids = self._run(plan, errors) if len(plan.rows) else NOTHING
@@ -146,7 +150,7 @@ class ModelRunner:
             self._num_out_of_memory += 1
             if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
                 raise
-            logger.error("step %d ran out of memory, its rows fail: %s", batch.step_id, error)
+            logger.error("step %d ran out of memory; its rows fail: %s", batch.step_id, error)
         else:
             self._num_out_of_memory = 0
             return rows, token_ids
@@ -194,7 +198,7 @@ class ModelRunner:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or numpy could not get memory."""
+    """Whether torch or numpy could not allocate memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
@@ -213,5 +217,5 @@ def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
         model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
     )
     if memory < per_block:
-        raise ValueError(f"kv_cache_memory of {memory} bytes holds no block; one takes {per_block} bytes")
+        raise ValueError(f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise it")
     return memory // per_block

@@ -1,4 +1,4 @@
-"""How a token is picked from logits: the one specification, as a numpy reference. docs/adr/0004-noise.md says why.
+"""The specification of sampling, as a numpy reference. docs/adr/0004-noise.md gives the reasons.
 
 Random words: Philox4x32-10 with key = (seed low, seed high) and counter = (v >> 2, output position, sample index, 0);
 vocabulary id v takes word v & 3. With u = (word + 0.5) / 2^32 in double, its noise is g = float32(-log(-log1p(-u))),
@@ -9,8 +9,9 @@ z = logits / temperature in float32, and an id is kept when z passes, in this or
   min_p:  z >= max(z) + float32(log(min_p));
   top_k:  z >= the k-th largest;
   top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * total) or more, where an id weighs
-          floor(exp(z - max(z)) * 2^40 + 0.5), an integer: sums of them have no order.
-Equal values share a fate. Below a temperature of 1e-5 it is argmax of the logits, ties to the lowest id, no noise.
+          floor(exp(z - max(z)) * 2^40 + 0.5), an integer, so that the order of sums does not matter.
+Equal values are kept or dropped together. Below a temperature of 1e-5 the token is the argmax of the logits, ties to
+the lowest id, without noise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 GREEDY_BELOW = 1e-5  # temperature
-MAX_NOISE = 22.9  # the largest word there is gives 22.873
+MAX_NOISE = 22.9  # above the maximum, 22.873
 MASS_UNIT = 2.0**40
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -60,7 +61,7 @@ def gumbel_noise(seed: int, position: int, sample_index: int, ids: U32) -> F32:
 
 
 def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
-    """The smallest z [vocab] that min_p, top_k and top_p let through; -inf when they are off."""
+    """The smallest z [vocab] that min_p, top_k and top_p keep; -inf if they are off."""
     top = z.max()
     lowest = np.float32(-np.inf)
     if params.min_p > 0:
@@ -80,10 +81,10 @@ def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
 
 
 def sample_token(logits: F32, params: SamplingParams, sample_index: int, position: int) -> int | None:
-    """The token that logits [vocab] give at an output position; None for NaN, +inf or no finite number."""
+    """The sampled token for logits [vocab] at an output position; None for NaN, +inf or no finite number."""
     if np.isnan(logits).any() or (logits == np.inf).any() or not np.isfinite(logits).any():
         return None
-    if np.float32(params.temperature) < np.float32(GREEDY_BELOW):  # as it travels, and as the kernels compare
+    if np.float32(params.temperature) < np.float32(GREEDY_BELOW):  # float32, as in the protocol and the kernels
         return int(logits.argmax())
     z = logits / np.float32(params.temperature)
     ids = np.flatnonzero(z >= max(keep_threshold(z, params), z.max() - np.float32(2 * MAX_NOISE))).astype(np.uint32)

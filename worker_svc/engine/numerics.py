@@ -1,4 +1,4 @@
-"""What decides the bits of results besides the model and its settings: the kind of worker, and what it was built from.
+"""What the bits of results depend on besides the model and its settings: the kind of worker, and its build.
 
 In exact mode a sequence can move to another worker only if its kind is the same. The kind is therefore part of the
 revision, and a scheduler refuses workers of another kind. Builds differ during every upgrade: schedulers only log that.
@@ -16,7 +16,7 @@ import xxhash
 
 from worker_svc.engine.machine import CPUINFO, instruction_sets
 
-# Of a processor: those that our kernels, oneDNN or the C library compute differently with.
+# Instruction sets with which our kernels, oneDNN or the C library may compute differently.
 INSTRUCTION_SETS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
@@ -26,15 +26,15 @@ SOURCES = Path(__file__).parent
 
 
 def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
-    """The kind of a worker that computes on the processor. `arithmetic` is what its backend computes with: kernels can
-    be compiled for less than the processor has."""
+    """The kind of a worker that computes on the processor. `arithmetic` names what its backend uses: kernels can be
+    compiled for less than the processor has."""
     found = instruction_sets(cpuinfo)
     sets = [name for name in INSTRUCTION_SETS if name in found]
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 
 
 def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:
-    """The kind of a worker that computes on a GPU. Ranks add up parts, so how many there are decides roundings."""
+    """The kind of a worker that computes on a GPU. Ranks sum partial results, so their number changes roundings."""
     kind = "interpreted"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -44,7 +44,7 @@ def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:
 
 @cache
 def build() -> str:
-    """The kernels' sources and the libraries that compile or run them."""
+    """A digest of the engine's sources, and the versions of the libraries that compile or run it."""
     digest = xxhash.xxh3_64()
     for path in sorted((*SOURCES.rglob("*.py"), *SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What a step computes once its bad rows are out: a batch's columns, slots and forks against the rows that are open."""
+"""What a step computes without its bad rows: columns, slots and forks of a batch, checked against the open rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """B rows that compute T tokens, and S of them or of their forks that sample. All of it is valid."""
+    """B rows that compute T tokens; S of them or of their forks sample. All rows are valid."""
 
     rows: I64  # [B]
     context_lens: I64  # [B] tokens in the pool before this step
@@ -26,8 +26,8 @@ class StepPlan:
     positions: I64  # [T]
     slots: I64  # [T] where keys and values go
     sampling_rows: I64  # [S] those of the sample mask in batch order, then forks
-    sources: I64  # [S] index in `rows` of the one whose last logits each samples from
-    has_forks: bool  # else sources ascend, each is there once
+    sources: I64  # [S] index in `rows` of the row whose last logits are sampled
+    has_forks: bool  # else sources ascend without repetition
 
     @property
     def sampled_positions(self) -> I64:
@@ -51,7 +51,7 @@ class StepPlanner:
         num_tokens = int(batch.query_lens.sum(dtype=np.int64))
         _check_length("slot_mapping", len(batch.slot_mapping), "sum of query_lens", num_tokens)
         if num_tokens > info.max_num_batched_tokens:
-            raise BadBatchError(f"{num_tokens} tokens are above max_num_batched_tokens {info.max_num_batched_tokens}")
+            raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
         _check_length("table_indices", len(batch.table_indices), "table_rows", len(batch.table_rows))
         _check_length("table_blocks", len(batch.table_blocks), "table_rows", len(batch.table_rows))
         _check_length("copy_dst", len(batch.copy_dst), "copy_src", len(batch.copy_src))
@@ -65,7 +65,7 @@ class StepPlanner:
                 raise BadBatchError(f"{name} names block {block}, the pool has {info.num_blocks}")
 
     def plan(self, batch: StepBatch, errors: RowErrors) -> StepPlan:
-        """What remains of the batch once bad rows are out; they are told in `errors`."""
+        """The batch without its bad rows, which get their error in `errors`."""
         is_bad = self._rows.find_bad(batch, errors)
         tokens = _Tokens(batch, is_bad)
         wrong = self._find_bad_slots(batch, tokens, errors)
@@ -94,7 +94,7 @@ class StepPlanner:
         )
 
     def _find_bad_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
-        """Rows whose slots disagree with their table, or that write where another row does; None if there are none."""
+        """Rows whose slots contradict their table, or that write a slot of another row; None if there are none."""
         expected = self._rows.expected_slots(tokens.rows, tokens.positions)
         is_same = expected == tokens.slots
         if is_same.all():
@@ -114,7 +114,7 @@ class StepPlanner:
             )
             found[tokens.batch_indices[i]] = True
         for i in np.flatnonzero(is_shared):
-            errors.add(int(batch.rows[writers[i]]), f"slot {slots[i]} is written by another row of this step too")
+            errors.add(int(batch.rows[writers[i]]), f"slot {slots[i]} is also written by another row of this step")
             found[writers[i]] = True
         return found
 

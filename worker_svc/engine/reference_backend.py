@@ -1,7 +1,7 @@
-"""The same operations in plain torch and numpy: what the kernels are tested against, and what runs without a compiler.
+"""The operations in plain torch and numpy: the reference for tests of the kernels, and the backend without a compiler.
 
-Much slower than the kernels, and equal to them up to rounding. In exact mode every operation is one of exact_ops.py, or
-element-wise: a row's result does not depend on the rows around it, on threads or on the processor.
+Much slower than the kernels, and equal to them up to rounding. In exact mode every operation is element-wise or from
+exact_ops.py: the result of a row depends neither on other rows nor on threads or the processor.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _attend(
 def _gather(
     cache: tuple[torch.Tensor, torch.Tensor], tables: torch.Tensor, keys: torch.Tensor, is_visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [tokens, kv_heads, dim, KEY_TILE] and values [tokens, kv_heads, KEY_TILE, dim], 0 where not visible."""
+    """Keys [tokens, kv_heads, dim, KEY_TILE] and values [tokens, kv_heads, KEY_TILE, dim], 0 if not visible."""
     block_size = cache[0].shape[-1]
     index = (keys // block_size).clamp_max(tables.shape[1] - 1)
     blocks = torch.where(is_visible, tables[:, index], 0)

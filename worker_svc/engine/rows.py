@@ -1,7 +1,7 @@
-"""The persistent batch: what is known of every open row, kept in columns and fed by deltas.
+"""The persistent batch: the state of every open row, kept in columns and updated by deltas.
 
-Row r owns line r of each array. Only opens and closes are handled one by one; everything else is done for all rows of a
-step at once.
+Row r owns element r of each array. Only opens and closes are handled one by one; everything else is done for all rows
+of a step at once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RowTable:
         self._banned: dict[int, I64] = {}  # by row: the ids that it cannot sample
         self._banned_before: I64 = np.zeros(max_num_seqs, np.int64)  # output position
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # opens of each row so far
-        self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # only good for rows that were just written
+        self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
 
     def rows_used(self) -> int:
@@ -81,7 +81,7 @@ class RowTable:
         self._banned.clear()
 
     def close(self, rows: U32) -> None:
-        """Closes rows; one that is not open stays so."""
+        """Closes rows; a closed row stays closed."""
         self.is_open[rows[rows < self._max_num_seqs]] = False
         if self._banned:
             for row in rows.tolist():
@@ -103,7 +103,7 @@ class RowTable:
         if item.row >= self._max_num_seqs:
             return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
         if self.is_open[item.row]:
-            return f"row {item.row} is open already; close it first"
+            return f"row {item.row} is already open; close it first"
         return (
             self._history_refusal(item)
             or self._table_refusal(item.block_table)
@@ -169,7 +169,7 @@ class RowTable:
     # Table changes
 
     def change_tables(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> None:
-        """Replaces or appends blocks; a row whose change is impossible fails and is closed."""
+        """Replaces or appends blocks; a row with an impossible change fails and is closed."""
         if not len(rows):
             return
         if self._are_appends(rows, indices, blocks):
@@ -188,7 +188,7 @@ class RowTable:
         self._fail_gaps(np.unique(rows), errors)
 
     def _are_appends(self, rows: U32, indices: U32, blocks: U32) -> bool:
-        """Whether each is a good block at the end of an open row's table: nearly all changes are."""
+        """Whether each change appends a valid block to the table of an open row, as nearly all do."""
         if (
             rows.max() >= self._max_num_seqs
             or indices.max() >= self.tables.shape[1]
@@ -209,10 +209,10 @@ class RowTable:
         if row < self._max_num_seqs:
             self.is_open[row] = False
 
-    # A step's columns. All take and return arrays over the batch.
+    # Columns of a step. All functions take and return arrays over the batch.
 
     def find_bad(self, batch: StepBatch, errors: RowErrors) -> Bools | None:
-        """Which rows of the batch cannot run, each gets its error; None if all of them can."""
+        """Rows of the batch that cannot run, after adding their errors; None if all can run."""
         if not len(errors) and self._are_all_good(batch):
             return None
         return self._find_bad_one_by_one(batch, errors)
@@ -229,7 +229,7 @@ class RowTable:
             return False
         nth = self._indices[:num_rows]
         self._nth_in_batch[rows] = nth
-        if (self._nth_in_batch[rows] != nth).any():  # one is there twice
+        if (self._nth_in_batch[rows] != nth).any():  # a row occurs twice
             return False
         context_lens = batch.context_lens.astype(np.int64)
         ends = context_lens + batch.query_lens
@@ -253,7 +253,7 @@ class RowTable:
         checks: list[tuple[Bools, Callable[[int], str]]] = [
             (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
             (~self.is_open[rows], lambda i: "row is not open"),
-            (is_repeated, lambda i: "row is twice in one batch"),
+            (is_repeated, lambda i: "row occurs twice in the batch"),
             (batch.query_lens == 0, lambda i: "query_len must be at least 1"),
             (
                 ends > self._max_model_len,
@@ -262,7 +262,7 @@ class RowTable:
             (ends > known, lambda i: f"context_len + query_len is {ends[i]}, the row knows {known[i]} tokens"),
             (
                 batch.context_lens > computed,
-                lambda i: f"context_len is {batch.context_lens[i]}, computed are {computed[i]} tokens",
+                lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
             (
@@ -282,11 +282,11 @@ class RowTable:
         return blocks * self._block_size + positions % self._block_size
 
     def token_ids(self, rows: I64, positions: I64) -> I64:
-        """Known tokens at (row, position)."""
+        """The known tokens at (row, position)."""
         return self._tokens[rows, positions].astype(np.int64)
 
     def num_tokens(self, rows: I64) -> I64:
-        """How many tokens each row knows."""
+        """The number of known tokens of each row."""
         return self._num_tokens[rows]
 
     def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
@@ -305,20 +305,20 @@ class RowTable:
         return np.repeat(np.array(lines, np.int64), [len(part) for part in ids]), np.concatenate(ids)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
-        """Keys and values of each row now reach up to that sequence position."""
+        """Records that keys and values of each row are computed up to that sequence position."""
         self._num_computed[rows] = ends
 
     def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
-        """Each row's history continues with a sampled token at that sequence position."""
+        """Appends a sampled token at that sequence position to the history of each row."""
         self._tokens[rows, positions] = token_ids
         self._num_tokens[rows] = positions + 1
 
     def generations(self, rows: I64) -> I64:
-        """What tells a row from those that had its number before."""
+        """A number that distinguishes a row from earlier rows of the same number."""
         return self._generations[rows]
 
     def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
-        """The tokens that were appended before they were known. A row that was opened anew since keeps its own."""
+        """Sets tokens that were appended before they were known, except in rows that were opened again since."""
         is_same = self._generations[rows] == generations
         self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
 

@@ -1,4 +1,4 @@
-"""What follows from the settings and the checkpoint together; the same for every backend."""
+"""Values that follow from settings and checkpoint together, for every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """The longest sequence: what was asked for, or what model and pool allow. ValueError above the model's limit."""
+    """The longest sequence: as configured, or the limit of model and pool. ValueError above the model's limit."""
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len {config.max_model_len} is above the model's {limit}")
@@ -21,6 +21,6 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
         chosen = model.sliding_window
     capacity = num_blocks * config.block_size
     if capacity >= chosen or config.max_model_len is not None:
-        return chosen  # a length that was asked for stays: workers of one model agree in it, not in their pools
+        return chosen  # workers of one model must agree in a configured length, not in their pools
     logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
     return capacity

@@ -76,7 +76,7 @@ def worker_accepts_a_stale_scheduler_epoch(patch: Patch) -> None:
     """A frozen scheduler continues to send steps to a worker that another scheduler has leased meanwhile."""
     patch.setattr(Lease, "end", lambda self, error: None)
     patch.setattr(StepExecutor, "check_fence", lambda self, fence: self.current_lease())
-    patch.setattr(StepExecutor, "_check_in_force", lambda self, lease: None)
+    patch.setattr(StepExecutor, "_check_current", lambda self, lease: None)
 
 
 @bug("open rows|step 1 .*, expected|which is open|not open", "freeze", "kill")

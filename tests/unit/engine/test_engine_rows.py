@@ -93,7 +93,7 @@ BAD_ROWS = {
     "more than rows": ({"rows": (0,) * 9, "query_lens": (1,) * 9, "context_lens": (0,) * 9, "slots": [0] * 9}, "twice"),
     "empty": ({"query_lens": (0,)}, "at least 1"),
     "unknown tokens": ({"context_lens": (1,), "slots": range(1, 11)}, "knows 10 tokens"),
-    "never computed": ({"context_lens": (4,), "query_lens": (6,), "slots": range(4, 10)}, "computed are 0 tokens"),
+    "never computed": ({"context_lens": (4,), "query_lens": (6,), "slots": range(4, 10)}, "but 0 tokens are computed"),
     "far beyond": ({"context_lens": (2**32 - 1,), "query_lens": (1,), "slots": (0,)}, "max_model_len"),
     "slot outside": ({"slots": [*range(9), 4096]}, "slot 4096"),
     "slot of another block": ({"slots": [*range(9), 40]}, "slot 40 for position 9, the row's table has 9"),
@@ -119,7 +119,7 @@ def test_bad_row_is_left_out(runner, name):
 
 def test_two_rows_on_one_slot_never_both_run(runner):
     output = runner.execute(batch((0, 1), (10, 10), (0, 0), [*range(10), *range(10)], opens=[opening(0), opening(1)]))
-    assert "written by another row" in output.errors[0].message
+    assert "also written by another row" in output.errors[0].message
     assert output.rows.tolist() == [1]
 
 
@@ -327,7 +327,7 @@ def test_rows_are_reused_at_once(folder):
 def test_open_row_cannot_be_opened_again(runner):
     runner.execute(batch(opens=[opening()]))
     output = runner.execute(batch((), (), (), opens=[opening()]))
-    assert "open already" in output.errors[0].message
+    assert "already open" in output.errors[0].message
 
 
 def test_context_fills_up_to_the_last_position(runner):

@@ -235,7 +235,7 @@ def test_a_block_that_somebody_else_wrote_over_is_found_by_the_next_decode() -> 
     thief = Row(1, make_prompt(2, 1), [1])
     driver.generate(thief, 1)
     output = driver.step([(victim, 1)])
-    assert "block 1 holds another prefix than this row's at position 4" in output.errors[0].message
+    assert "block 1 differs from this row's prefix at position 4" in output.errors[0].message
     assert not len(output.rows)
 
 
