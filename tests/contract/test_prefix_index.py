@@ -38,7 +38,7 @@ def evicted(holder: Holder, digests: list[bytes]) -> list[PrefixChanges]:
 
 
 async def look_up(index: RedisPrefixIndex, digests: list[bytes]) -> dict[Holder, int]:
-    """How many leading blocks each live worker holds, as readers find them; empty while the server is down."""
+    """Leading blocks that each live worker has, as readers see them; empty while the server is down."""
     search = PrefixSearch(index._redis, index._prefix)
     try:
         held = await search.leading_blocks(digests)
@@ -83,7 +83,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 class Redis:
-    """Makes indexes on one server; each is another scheduler. `held` is what its pools hold."""
+    """Makes indexes on one server, one per scheduler. `held` is the content of its pools."""
 
     def __init__(self, server: RedisServer, cleanup: AsyncExitStack) -> None:
         self.server = server
@@ -119,12 +119,12 @@ async def index(redis: Redis) -> RedisPrefixIndex:
 # -- entries and holders ---------------------------------------------------------------------------------------------
 
 
-async def test_knows_nothing_at_first(index: RedisPrefixIndex) -> None:
+async def test_a_new_index_is_empty(index: RedisPrefixIndex) -> None:
     assert await look_up(index, []) == {}
     assert await look_up(index, chain(3)) == {}
 
 
-async def test_counts_leading_blocks_per_worker(index: RedisPrefixIndex) -> None:
+async def test_lookup_counts_leading_blocks_per_worker(index: RedisPrefixIndex) -> None:
     digests = chain(6)
     index.register_worker(*W0, "127.0.0.1:1")
     index.register_worker(*W1, "127.0.0.1:2")
@@ -145,7 +145,7 @@ async def test_a_gap_ends_the_prefix(index: RedisPrefixIndex) -> None:
     await comes_to(index, digests, {})
 
 
-async def test_eviction_concerns_one_worker_only(index: RedisPrefixIndex) -> None:
+async def test_eviction_affects_one_worker_only(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     for holder in (W0, W1):
         index.register_worker(*holder, "127.0.0.1:1")
@@ -155,7 +155,7 @@ async def test_eviction_concerns_one_worker_only(index: RedisPrefixIndex) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 500, 1025])
-async def test_finds_the_end_of_long_chains(index: RedisPrefixIndex, count: int) -> None:
+async def test_lookup_finds_the_end_of_long_chains(index: RedisPrefixIndex, count: int) -> None:
     digests = chain(1100)
     index.register_worker(*W0, "127.0.0.1:1")
     index.register_worker(*W1, "127.0.0.1:2")
@@ -163,7 +163,7 @@ async def test_finds_the_end_of_long_chains(index: RedisPrefixIndex, count: int)
     await comes_to(index, digests, {W0: count, W1: 1 + count // 3})
 
 
-async def test_another_life_of_a_worker_starts_empty(index: RedisPrefixIndex) -> None:
+async def test_a_restarted_worker_starts_empty(index: RedisPrefixIndex) -> None:
     digests = chain(3)
     index.register_worker(*W1, "127.0.0.1:1")
     index.publish(cached(W1, digests))
@@ -223,7 +223,7 @@ async def test_schedulers_see_each_other(redis: Redis) -> None:
     assert mine.state() == other.state() == "redis"
 
 
-async def test_a_worker_taken_over_is_not_forgotten_by_its_earlier_scheduler(redis: Redis) -> None:
+async def test_the_former_scheduler_does_not_remove_a_worker_taken_over(redis: Redis) -> None:
     old, new = redis.index("s0"), redis.index("s1")
     digests = chain(2)
     old.register_worker(*W0, "127.0.0.1:1")
@@ -297,7 +297,7 @@ async def test_entries_are_refreshed_before_they_expire(redis: Redis) -> None:
     assert redis.num_snapshots >= 2
 
 
-async def test_works_without_a_server_and_finds_it_later(redis: Redis) -> None:
+async def test_the_index_works_without_a_server_and_connects_later(redis: Redis) -> None:
     redis.server.stop()
     index = redis.index()
     digests = chain(3)
@@ -353,7 +353,7 @@ async def test_evictions_during_an_outage_are_not_lost(redis: Redis) -> None:
 
 @contextlib.contextmanager
 def frozen(server: RedisServer) -> Iterator[None]:
-    """A server that keeps its connections and does not answer."""
+    """A server that keeps its connections open but does not answer."""
     server.signal(signal.SIGSTOP)
     try:
         yield
@@ -388,7 +388,7 @@ async def test_pending_entries_are_bounded_and_published_later(redis: Redis) -> 
         await comes_to(index, chain(10, str(i)), {W0: 10})
 
 
-async def test_survives_repeated_restarts_of_the_server(redis: Redis) -> None:
+async def test_the_index_survives_repeated_restarts_of_the_server(redis: Redis) -> None:
     digests = chain(300)
     held: list[PrefixChanges] = []
     index = redis.index(held=held)
@@ -404,7 +404,7 @@ async def test_survives_repeated_restarts_of_the_server(redis: Redis) -> None:
     await comes_to(index, digests, {W0: 300})
 
 
-async def test_entries_lost_before_the_generation_is_known_are_written_again(
+async def test_entries_lost_before_the_generation_is_known_are_rewritten(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_generation = RedisPrefixIndex._write_generation
@@ -422,7 +422,7 @@ async def test_entries_lost_before_the_generation_is_known_are_written_again(
     await comes_to(index, chain(2), {W0: 2})
 
 
-async def test_deployments_on_one_server_keep_apart(redis: Redis) -> None:
+async def test_deployments_on_one_server_are_separate(redis: Redis) -> None:
     one, two = redis.index("s0", namespace="one"), redis.index("s1", namespace="two")
     one.register_worker(*W0, "127.0.0.1:1")
     one.publish(cached(W0, chain(2)))

@@ -1,4 +1,4 @@
-"""The reader of the prefix index with a real Redis: finds what schedulers publish and never delays its caller."""
+"""The reader of the prefix index with a real Redis: it finds published entries and never delays its caller."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def publisher(server: RedisServer, cleanup: AsyncExitStack, scheduler_epoch: int
     return index
 
 
-async def test_gives_the_best_worker_of_each_scheduler(
+async def test_lookup_gives_the_best_worker_of_each_scheduler(
     reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
 ) -> None:
     digests = chain(100)
@@ -77,7 +77,7 @@ async def test_gives_the_best_worker_of_each_scheduler(
     assert await reader.lookup([]) == {}
 
 
-async def test_a_lost_server_costs_nothing_until_it_returns(
+async def test_a_lost_server_causes_no_delay_until_it_returns(
     reader: RedisPrefixReader, redis_server: RedisServer, cleanup: AsyncExitStack
 ) -> None:
     digests = chain(3)

@@ -78,7 +78,7 @@ def make_row(row: int = 0, first_block: int = 0, num_tokens: int = 6) -> Row:
 
 
 async def generate(worker: WorkerUnderTest, row: Row, num_tokens: int) -> list[int]:
-    """Prefill and decode one row through the unary twin."""
+    """Prefill and decode one row through the unary RPC."""
     tokens = [sampled(await worker.step(worker.batch([row], opens=[row])))[row.row]]
     while len(tokens) < num_tokens:
         tokens.append(sampled(await worker.step(worker.batch([row])))[row.row])
@@ -94,7 +94,7 @@ async def refusal(call: object) -> grpc.aio.AioRpcError:
 # -- leases ----------------------------------------------------------------------------------------------------------
 
 
-async def test_leases_count_up_and_lower_epochs_are_refused(worker: WorkerUnderTest) -> None:
+async def test_lease_epochs_increase_and_lower_ones_are_refused(worker: WorkerUnderTest) -> None:
     first = await worker.lease()
     assert (first.fence.scheduler_epoch, first.fence.worker_epoch, first.next_step_id) == (1, WORKER_EPOCH, 1)
     assert (await worker.lease(9)).fence.scheduler_epoch == 9
@@ -241,7 +241,7 @@ async def test_a_burst_is_answered_together(worker: WorkerUnderTest) -> None:
     assert [sampled(output)[0] for output in outputs] == await generate(worker, make_row(first_block=8), 4)
 
 
-async def test_what_ran_of_a_burst_is_answered_before_its_end(worker: WorkerUnderTest) -> None:
+async def test_the_steps_of_a_burst_before_a_refused_one_are_answered(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()
     stream = worker.stream()
@@ -253,7 +253,7 @@ async def test_what_ran_of_a_burst_is_answered_before_its_end(worker: WorkerUnde
     assert "expected step 3, got 99" in details
 
 
-async def test_a_repeated_step_gets_its_answer_without_a_run(worker: WorkerUnderTest) -> None:
+async def test_a_repeated_step_gets_the_cached_answer(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()
     first = worker.batch([row], opens=[row])
@@ -310,7 +310,7 @@ async def test_a_gap_and_a_forgotten_step_are_refused(worker: WorkerUnderTest) -
         ("fork_rows", b"\0" * 4, "batch.fork_parents has 0 items, expected 1"),
     ],
 )
-async def test_malformed_columns_harm_nothing(worker: WorkerUnderTest, column: str, data: bytes, says: str) -> None:
+async def test_malformed_columns_change_nothing(worker: WorkerUnderTest, column: str, data: bytes, says: str) -> None:
     await worker.lease()
     row = make_row()
     good = worker.batch([row], opens=[row])
@@ -327,7 +327,7 @@ async def test_malformed_columns_harm_nothing(worker: WorkerUnderTest, column: s
     assert 0 in sampled(await worker.step(good))
 
 
-async def test_a_refused_batch_refuses_what_was_sent_after_it(worker: WorkerUnderTest) -> None:
+async def test_a_refused_batch_refuses_the_batches_after_it(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()
     bad = worker.batch(copy_src=b"\xff\0\0\0", copy_dst=b"\0\0\0\0")
@@ -349,7 +349,7 @@ async def test_a_refused_batch_refuses_what_was_sent_after_it(worker: WorkerUnde
     assert not worker.fatal
 
 
-async def test_a_bad_row_harms_no_other(worker: WorkerUnderTest) -> None:
+async def test_an_invalid_row_does_not_affect_others(worker: WorkerUnderTest) -> None:
     await worker.lease()
     expected = await generate(worker, make_row(), 1)
     await worker.lease()
@@ -360,7 +360,7 @@ async def test_a_bad_row_harms_no_other(worker: WorkerUnderTest) -> None:
     assert "not open" in output.errors[0].message
 
 
-async def test_what_could_corrupt_the_pool_is_fatal(worker: WorkerUnderTest) -> None:
+async def test_an_error_that_could_corrupt_the_pool_is_fatal(worker: WorkerUnderTest) -> None:
     await worker.lease()
     worker.runner.failure = RuntimeError("planted")
     error = await refusal(worker.step(worker.batch()))
@@ -368,10 +368,10 @@ async def test_what_could_corrupt_the_pool_is_fatal(worker: WorkerUnderTest) -> 
     assert [str(fatal) for fatal in worker.fatal] == ["planted"]
 
 
-# -- the rest --------------------------------------------------------------------------------------------------------
+# -- other RPCs ------------------------------------------------------------------------------------------------------
 
 
-async def test_the_bundle_comes_in_pieces(worker: WorkerUnderTest) -> None:
+async def test_the_bundle_is_sent_in_pieces(worker: WorkerUnderTest) -> None:
     call = worker.stub.GetWorkerBundle(worker_pb2.GetWorkerBundleRequest(), timeout=60)
     parts = [part.data async for part in call]
     assert len(parts) == 3
@@ -387,7 +387,7 @@ async def test_a_draining_worker_takes_no_new_lease(worker: WorkerUnderTest) -> 
     assert (bad.code(), "timeout_s" in bad.details()) == (INVALID_ARGUMENT, True)
 
 
-async def test_a_loading_worker_says_so() -> None:
+async def test_a_loading_worker_reports_its_state() -> None:
     async with serve_worker(None) as worker:
         error = await refusal(worker.lease())
         assert (error.code(), "loading" in error.details()) == (grpc.StatusCode.UNAVAILABLE, True)

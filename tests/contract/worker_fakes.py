@@ -1,4 +1,4 @@
-"""What the worker contract needs: a deterministic fake runner, a gate around any runner, and a driver of steps."""
+"""Parts of the worker contract: a deterministic fake runner, a gate around any runner, and a driver of steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_BLOCKS = 32
 
 
 def make_info(**changes: object) -> EngineInfo:
-    """What a small engine says of itself."""
+    """The properties of a small engine."""
     facts: dict[str, object] = {
         "model": "tiny",
         "revision": "r1",
@@ -122,7 +122,7 @@ class FakeRunner:
 
 
 class GatedRunner:
-    """Any runner, counted, and held before each step while `gate` is closed."""
+    """Wraps a runner: counts its steps and blocks before each one while `gate` is closed."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -149,7 +149,7 @@ class GatedRunner:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence as the driver knows it."""
+    """The state of a sequence in the driver."""
 
     row: int
     token_ids: list[int]
@@ -165,7 +165,7 @@ SAMPLING = types_pb2.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0
 
 @dataclass(slots=True)
 class WorkerUnderTest:
-    """A served worker and a scheduler's hand on it: leases, builds batches, sends them."""
+    """A served worker and the calls of a scheduler: leases, builds batches, sends them."""
 
     stub: worker_pb2_grpc.WorkerServiceStub
     runner: GatedRunner
@@ -182,7 +182,7 @@ class WorkerUnderTest:
         return response
 
     def batch(self, rows: Sequence[Row] = (), *, opens: Sequence[Row] = (), **columns: object) -> worker_pb2.StepBatch:
-        """The next step: everything each row of `rows` lacks, sampling at the end. Advances the step id."""
+        """The next step: computes all missing tokens of each row and samples at the end. Increases the step id."""
         starts = [row.num_computed for row in rows]
         ends = [max(len(row.token_ids), row.num_computed + 1) for row in rows]
         slots = [slot for row, start, end in zip(rows, starts, ends, strict=True) for slot in row.slots(start, end)]
@@ -202,7 +202,7 @@ class WorkerUnderTest:
         return batch
 
     async def step(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepOutput:
-        """One step through the unary twin."""
+        """One step through the unary RPC."""
         response = await self.stub.StepBatch(worker_pb2.StepBatchRequest(batch=batch), timeout=60)
         return response.output
 
@@ -211,7 +211,7 @@ class WorkerUnderTest:
 
 
 class Stream:
-    """A StepStream, one verb per direction."""
+    """A StepStream, with one method per direction."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self.call = call
@@ -230,7 +230,7 @@ class Stream:
         return [response.output, *response.then]
 
     async def end(self) -> tuple[grpc.StatusCode, str]:
-        """Read to the end; its status."""
+        """Read to the end of the stream; returns its status."""
         try:
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -255,7 +255,7 @@ def column(values: Sequence[int]) -> bytes:
 
 
 def sampled(output: worker_pb2.StepOutput) -> dict[int, int]:
-    """Row to token of one answer."""
+    """Tokens by row of one output."""
     rows, tokens = u32_from_bytes("rows", output.rows), u32_from_bytes("token_ids", output.token_ids)
     return dict(zip(rows.tolist(), tokens.tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""A scheduler that does what a test says, and a gateway in front of it, both over real gRPC."""
+"""A scheduler that tests script, and a gateway in front of it, both over real gRPC."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def digest_of(ids: Sequence[int]) -> int:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait for a condition; the deadline is a failure."""
+    """Wait until a condition holds; fails after a minute."""
     async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110  (conditions of other tasks' state, without an event of their own)
             await asyncio.sleep(0.002)
 
 
 async def rest(call: Any) -> list[public.GenerateResponse]:
-    """The events that are left of a call."""
+    """The remaining events of a call."""
     events = []
     while (event := await call.read()) is not grpc.aio.EOF:
         events.append(event)
@@ -98,7 +98,7 @@ def make_info(bundle: bytes = b"", **changes: Any) -> types.ModelInfo:
 
 
 class FakeScheduler(SchedulerServiceServicer):
-    """Accepts everything unless `refusals` says otherwise; a test sends tokens and ends."""
+    """Accepts every request unless `refusals` has an entry. Tests send the tokens and the ends."""
 
     def __init__(self, info: types.ModelInfo | None, bundle: bytes = b"") -> None:
         self.info = info
@@ -110,7 +110,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.answers_cancels = True
         self.num_attached = 0
         self.num_bundle_calls = 0
-        self.gives_bundle = asyncio.Event()  # set, unless a test lets a call of GetBundle hang
+        self.gives_bundle = asyncio.Event()  # set, unless a test blocks GetBundle
         self.gives_bundle.set()
         self.heartbeat_interval_s = 0.0
         self.ready_workers = 2
@@ -125,7 +125,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.address = "127.0.0.1:0"
 
     async def start(self) -> None:
-        """Listen; on the same port as before after a `stop`."""
+        """Listen; after a `stop`, on the same port again."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_SchedulerServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(self.address)
@@ -141,7 +141,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self._outbox.put_nowait(pb.AttachResponse(**message))
 
     def hang_up(self) -> None:
-        """End the Attach stream; the server stays."""
+        """End the Attach stream; the server keeps running."""
         self._outbox.put_nowait(None)
 
     def welcome(self) -> None:
@@ -257,7 +257,7 @@ class FakeScheduler(SchedulerServiceServicer):
 
 
 class TestGateway:
-    """A gateway process's parts in this process, and a client's channel to it."""
+    """The parts of a gateway in this process, and a client channel to it."""
 
     __test__ = False
 
@@ -323,12 +323,12 @@ class TestGateway:
         return self.stub.Generate(request, timeout=CALL_TIMEOUT_S)
 
     async def collect(self, request: public.GenerateRequest | None = None, **options: Any) -> Result:
-        """All events of a Generate call, checked for the promises that every stream makes."""
+        """All events of a Generate call, with the checks that every stream must pass."""
         return Result([event async for event in self.generate(request, **options)])
 
 
 class Result:
-    """What a stream delivered."""
+    """The events of a stream."""
 
     def __init__(self, events: list[public.GenerateResponse]) -> None:
         self.events = events

@@ -1,4 +1,4 @@
-"""API keys: who gets in, and files that come and go."""
+"""API keys: accepted and refused clients, and changes of the key files."""
 
 import grpc
 import pytest
@@ -25,7 +25,7 @@ def test_each_file_is_a_key(folder):
     assert [keys.owner_of(key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
 
 
-def test_files_may_come_and_go(folder):
+def test_added_and_removed_files_take_effect(folder):
     now = 0.0
     keys = ApiKeys(folder, clock=lambda: now)
     (folder / "team-a").unlink()
@@ -35,7 +35,7 @@ def test_files_may_come_and_go(folder):
     assert [keys.owner_of(key) for key in ("key-a", "key-c")] == [None, "team-c"]
 
 
-def test_a_folder_that_is_gone_locks_nobody_out(folder, caplog):
+def test_keys_stay_valid_when_the_folder_is_gone(folder, caplog):
     now = 0.0
     keys = ApiKeys(folder, clock=lambda: now)
     folder.rename(folder.with_name("elsewhere"))
@@ -45,14 +45,14 @@ def test_a_folder_that_is_gone_locks_nobody_out(folder, caplog):
 
 
 @pytest.mark.parametrize(("name", "words"), [("none", "No such file"), ("", "the folder holds no key")])
-def test_the_start_needs_a_key(tmp_path, name, words):
+def test_a_folder_without_keys_fails_the_start(tmp_path, name, words):
     with pytest.raises(ApiKeysError, match=words):
         ApiKeys(tmp_path / name)
 
 
 @pytest.mark.parametrize(("key", "code"), [("key-x", "UNAUTHENTICATED"), ("key-a", "INVALID_ARGUMENT")])
-async def test_a_body_is_read_only_with_a_key(scheduler, folder, key, code):
-    """What cannot be decoded tells whether it was decoded."""
+async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
+    """An undecodable body shows whether it was decoded."""
     metadata = (("authorization", f"Bearer {key}"),)
     async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
         stream = gateway.channel.unary_stream("/quire.v1.InferenceService/Generate")

@@ -1,4 +1,4 @@
-"""The tokenizer of a bundle: special tokens, post-processors, broken files, generation defaults."""
+"""The tokenizer of a bundle: special tokens, post-processors, invalid files, unsupported settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.unit.gateway.fakes import make_bundle
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
 
 
-def test_begin_of_text_is_added_where_the_tokenizer_adds_it() -> None:
+def test_begin_of_text_is_added_if_the_tokenizer_adds_it() -> None:
     tokenizer = Tokenizer.from_files(bundle_files(byte_fallback()))
     assert tokenizer.encode("Hello", add_special_tokens=True)[0] == 1
     assert tokenizer.encode("Hello", add_special_tokens=False)[0] != 1
 
 
 @pytest.mark.parametrize(("config", "begins"), [({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_add_bos_token_wins_over_the_post_processor(config: dict[str, bool], begins: bool) -> None:
+def test_add_bos_token_overrides_the_post_processor(config: dict[str, bool], begins: bool) -> None:
     files = bundle_files(byte_fallback(), {"bos_token": "<s>", **config})
     ids = Tokenizer.from_files(files).encode("Hello", add_special_tokens=True)
     assert (ids[0] == 1) == begins
@@ -55,7 +55,7 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
         ("generation_config.json", b"[]", "generation_config.json holds a JSON list"),
     ],
 )
-def test_a_broken_file_is_named(name: str, data: bytes, words: str) -> None:
+def test_an_invalid_file_is_named(name: str, data: bytes, words: str) -> None:
     files = bundle_files(byte_level()) | {name: data}
     with pytest.raises(BundleError, match=words):
         model_text_from_files(files)
@@ -80,7 +80,7 @@ def test_a_checkpoint_without_tokenizer_has_no_text() -> None:
     assert model_text_from_files({}).tokenizer is None
 
 
-def test_settings_that_are_not_served_are_listed() -> None:
+def test_unsupported_settings_are_listed() -> None:
     config = {"temperature": 0.6, "repetition_penalty": 1.05, "presence_penalty": 0, "num_beams": 4}
     text = model_text_from_files({"generation_config.json": json.dumps(config).encode()})
     assert text.unserved == ("repetition_penalty=1.05", "num_beams=4")

@@ -1,4 +1,4 @@
-"""Chat templates give the same ids as transformers' apply_chat_template, and fail with the template's own words."""
+"""Chat templates give the same ids as transformers' apply_chat_template, and fail with the template's own message."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_same_ids_with_tools_and_template_variables(tmp_path: Path, template: st
 
 @pytest.mark.parametrize("template", [LLAMA3, QWEN3, MISTRAL], ids=["llama3", "qwen3", "mistral"])
 @pytest.mark.parametrize("messages", OPEN_CHATS)
-def test_same_ids_when_the_last_message_stays_open(
+def test_same_ids_when_the_last_message_is_continued(
     tmp_path: Path, template: str, messages: list[dict[str, str]]
 ) -> None:
     ours, reference = both(tmp_path, template)
@@ -214,7 +214,7 @@ def test_the_tool_template_is_used_with_tools() -> None:
     assert tokenizer.render_chat(CHATS[0], tools=TOOLS) == "tools"
 
 
-def test_the_separate_file_wins() -> None:
+def test_the_separate_template_file_is_preferred() -> None:
     files = bundle_files(byte_level(), {"chat_template": "inline"}, chat_template="file")
     assert Tokenizer.from_files(files).render_chat(CHATS[0]) == "file"
 
@@ -234,12 +234,12 @@ def test_the_separate_file_wins() -> None:
         ("{% for i in range(10000000) %}{% endfor %}", "OverflowError"),
     ],
 )
-def test_a_failing_template_says_why(source: str, words: str) -> None:
+def test_a_failing_template_reports_the_cause(source: str, words: str) -> None:
     with pytest.raises(ChatTemplateError, match=words):
         ChatTemplate(source, {}).render(CHATS[0])
 
 
-def test_a_template_that_drops_the_content_cannot_be_left_open() -> None:
+def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
     with pytest.raises(ChatTemplateError, match="continue_final_message"):
         ChatTemplate("nothing", {}).render(OPEN_CHATS[0], continue_final_message=True)
 
@@ -249,7 +249,7 @@ def test_server_variables_cannot_be_overwritten() -> None:
         ChatTemplate("x", {}).render(CHATS[0], template_kwargs={"add_generation_prompt": False})
 
 
-def test_no_template_says_what_to_send_instead() -> None:
+def test_without_a_template_the_error_says_what_to_send() -> None:
     with pytest.raises(ChatTemplateError, match=r"prompt\.text"):
         Tokenizer.from_files(bundle_files(byte_level())).render_chat(CHATS[0])
 

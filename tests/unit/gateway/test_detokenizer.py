@@ -72,7 +72,7 @@ def test_an_emoji_appears_only_when_it_is_whole(kind: str) -> None:
     assert [delta for delta in deltas if delta] in (["🦜", "!"], ["🦜!"])
 
 
-def test_what_is_incomplete_at_the_end_becomes_a_replacement_character() -> None:
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
     tokenizer = tokenizer_of("byte_level")
     ids = tokenizer.encode("a🦜", add_special_tokens=False)[:-1]
     detokenizer = tokenizer.new_detokenizer(skip_special_tokens=True)
@@ -80,7 +80,7 @@ def test_what_is_incomplete_at_the_end_becomes_a_replacement_character() -> None
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_special_tokens_are_left_out_or_shown() -> None:
+def test_special_tokens_are_skipped_or_shown() -> None:
     tokenizer = tokenizer_of("byte_level")
     ids = tokenizer.encode("<|im_start|>Hi<|im_end|>", add_special_tokens=False)
     assert stream(tokenizer, ids, [], skip_special_tokens=True) == "Hi"

@@ -1,4 +1,4 @@
-"""Two schedulers with one model: who gets a request, and what becomes of it when its scheduler is lost."""
+"""Two schedulers of one model: which gets a request, and how it moves when its scheduler is lost."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ async def both(pair: list[FakeScheduler]) -> AsyncIterator[TestGateway]:
 
 
 def who_has(pair: list[FakeScheduler]) -> tuple[FakeScheduler, FakeScheduler]:
-    """The scheduler that got the one request, and the other."""
+    """The scheduler that has the request, and the other one."""
     first, second = pair
     return (first, second) if first.submits else (second, first)
 
 
 async def start_one(gateway: TestGateway, pair: list[FakeScheduler], ids: list[int], **options: Any) -> Any:
-    """A call whose first tokens have been read, its events, who has it and who has not."""
+    """A call whose first tokens were read, its events, the scheduler that has it and the other one."""
     call = gateway.generate(**options)
     await call.read()
     owner, other = who_has(pair)
@@ -85,7 +85,9 @@ async def test_a_broken_stream_moves_its_requests_at_once(both: TestGateway, pai
     assert list(again.continuation.samples[0].output_token_ids) == [10, 11]
 
 
-async def test_a_silent_scheduler_loses_its_requests_and_is_not_heard_again(pair: list[FakeScheduler]) -> None:
+async def test_a_silent_scheduler_loses_its_requests_and_its_late_messages_are_ignored(
+    pair: list[FakeScheduler],
+) -> None:
     for fake in pair:
         fake.heartbeat_interval_s = INTERVAL_S
     async with TestGateway([fake.address for fake in pair]) as gateway:
@@ -114,7 +116,7 @@ async def beat(fake: FakeScheduler) -> None:
         await asyncio.sleep(INTERVAL_S / 2)
 
 
-async def test_a_gateway_that_was_stopped_itself_accuses_nobody(pair: list[FakeScheduler]) -> None:
+async def test_a_frozen_gateway_does_not_treat_schedulers_as_lost(pair: list[FakeScheduler]) -> None:
     pair[0].heartbeat_interval_s = INTERVAL_S
     async with TestGateway([pair[0].address]) as gateway:
         await gateway.ready()
@@ -142,7 +144,7 @@ async def test_requests_wait_for_any_replica(pair: list[FakeScheduler]) -> None:
         assert ids_of(events + await rest(call)) == [10, 11]
 
 
-async def test_a_gateway_that_stops_as_its_stream_breaks_stops() -> None:
+async def test_a_gateway_stops_even_if_its_stream_breaks_at_the_same_moment() -> None:
     client = SchedulerClient(f"127.0.0.1:{free_port()}", gateway_id="test", bundles=BundleCache())
     Dispatcher([client], patience_s=PATIENCE_S)
     attach = client._stub.Attach
@@ -159,7 +161,9 @@ async def test_a_gateway_that_stops_as_its_stream_breaks_stops() -> None:
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED])
-async def test_a_refused_request_is_tried_at_the_other(both: TestGateway, pair: list[FakeScheduler], code: int) -> None:
+async def test_a_refused_request_is_sent_to_the_other_replica(
+    both: TestGateway, pair: list[FakeScheduler], code: int
+) -> None:
     for fake in pair:
         fake.play([10])
     refusal = scheduler_pb2.Refusal(code=code, message="no")
@@ -175,7 +179,7 @@ async def test_a_refused_request_is_tried_at_the_other(both: TestGateway, pair: 
     assert not any(submit.takes_over for fake in pair for submit in fake.submits)
 
 
-async def test_the_client_hears_of_the_full_queue_first(both: TestGateway, pair: list[FakeScheduler]) -> None:
+async def test_the_client_gets_the_refusal_of_the_full_queue(both: TestGateway, pair: list[FakeScheduler]) -> None:
     pair[0].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="away", retry_after_ms=10))
     pair[1].refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full", retry_after_ms=700))
     error = await refused(both.generate())
@@ -183,7 +187,9 @@ async def test_the_client_hears_of_the_full_queue_first(both: TestGateway, pair:
     assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "700"
 
 
-async def test_a_request_goes_where_it_fits(both: TestGateway, pair: list[FakeScheduler], bundle: bytes) -> None:
+async def test_a_request_is_sent_to_a_replica_where_it_fits(
+    both: TestGateway, pair: list[FakeScheduler], bundle: bytes
+) -> None:
     pair[0].info = make_info(bundle, max_num_blocks=4)
     pair[0].welcome()
     await until(lambda: both.clients[0].info.max_num_blocks == 4)
@@ -193,14 +199,14 @@ async def test_a_request_goes_where_it_fits(both: TestGateway, pair: list[FakeSc
     assert (len(pair[0].submits), len(pair[1].submits)) == (0, 5)
 
 
-async def test_a_bad_request_is_not_tried_elsewhere(both: TestGateway, pair: list[FakeScheduler]) -> None:
+async def test_an_invalid_request_is_not_sent_to_another_replica(both: TestGateway, pair: list[FakeScheduler]) -> None:
     for fake in pair:
         fake.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="bad"))
     assert (await refused(both.generate())).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sum(len(fake.submits) for fake in pair) == 1
 
 
-async def test_a_replica_without_workers_gets_nothing_and_gives_up_what_it_has(
+async def test_a_replica_without_workers_gets_no_requests_and_loses_its_own(
     both: TestGateway, pair: list[FakeScheduler]
 ) -> None:
     call, events, owner, other = await start_one(both, pair, [10, 11])
@@ -209,14 +215,14 @@ async def test_a_replica_without_workers_gets_nothing_and_gives_up_what_it_has(
     owner.welcome()
     events += await rest(call)
     assert ids_of(events) == [10, 11, 12]
-    await until(lambda: owner.cancels)  # on its way while the other one answered
+    await until(lambda: owner.cancels)  # sent while the other one answered
     assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
     assert other.submits[0].takes_over
     await asyncio.gather(*(both.collect() for _ in range(10)))
     assert len(owner.submits) == 1
 
 
-async def test_what_comes_to_a_replica_that_has_long_been_without_workers_leaves_it_too(
+async def test_later_requests_also_leave_a_replica_without_workers(
     both: TestGateway, pair: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "MOVE_AFTER_S", 0.02)
@@ -225,14 +231,14 @@ async def test_what_comes_to_a_replica_that_has_long_been_without_workers_leaves
     pair[0].welcome()
     await until(lambda: both.clients[0] in both.dispatcher._idle_since)
     since = both.dispatcher._idle_since[both.clients[0]]
-    await until(lambda: loop.time() - since > 0.1)  # it has been looked at, and had nothing
+    await until(lambda: loop.time() - since > 0.1)  # it was checked and had no requests
     pair[1].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="not now"))
     pair[1].play([10])
     assert (await both.collect()).ids() == [10]
     assert (len(pair[0].submits), len(pair[1].submits)) == (1, 2)
 
 
-async def test_a_heartbeat_tells_of_load(both: TestGateway, pair: list[FakeScheduler]) -> None:
+async def test_a_heartbeat_reports_the_load(both: TestGateway, pair: list[FakeScheduler]) -> None:
     for fake in pair:
         fake.play([10])
     pair[0].say(heartbeat=scheduler_pb2.SchedulerHeartbeat(pending_tokens=10**6, ready_workers=2))
@@ -243,7 +249,7 @@ async def test_a_heartbeat_tells_of_load(both: TestGateway, pair: list[FakeSched
 
 
 class FakeReader:
-    """An index that has an answer for every prompt."""
+    """An index that has hits for every prompt."""
 
     def __init__(self, blocks: dict[int, int]) -> None:
         self.blocks = blocks
@@ -255,7 +261,7 @@ class FakeReader:
 
 
 @pytest.mark.parametrize("holder", [0, 1])
-async def test_the_replica_that_holds_the_prefix_gets_the_request(pair: list[FakeScheduler], holder: int) -> None:
+async def test_the_replica_with_the_cached_prefix_gets_the_request(pair: list[FakeScheduler], holder: int) -> None:
     reader = FakeReader({100 + holder: 12, 7: 12})
     for fake in pair:
         fake.play([10])
@@ -269,12 +275,10 @@ async def test_the_replica_that_holds_the_prefix_gets_the_request(pair: list[Fak
         assert len(reader.asked) == 1
 
 
-# -- clients that go on with a request ---------------------------------------------------------------------------------
+# -- clients that resume a request -------------------------------------------------------------------------------------
 
 
-async def test_a_resumed_request_takes_the_place_of_its_former_stream(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
+async def test_a_resumed_request_replaces_its_former_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     seeded = types.SamplingParams(seed=3)
     former = gateway.generate(request_id="a", sampling=seeded)
     await former.read()
@@ -311,7 +315,7 @@ async def test_a_resumed_request_waits_for_room(gateway: TestGateway, scheduler:
     assert [submit.takes_over for submit in scheduler.submits] == [True, True]
 
 
-# -- what goes along ---------------------------------------------------------------------------------------------------
+# -- request metadata --------------------------------------------------------------------------------------------------
 
 
 async def test_the_deadline_and_the_tenant_reach_the_scheduler(gateway: TestGateway, scheduler: FakeScheduler) -> None:
@@ -326,13 +330,13 @@ async def test_the_deadline_and_the_tenant_reach_the_scheduler(gateway: TestGate
     assert not scheduler.submits[1].HasField("deadline_ms")
 
 
-async def test_a_tenant_has_a_longest_name(gateway: TestGateway) -> None:
+async def test_a_tenant_id_is_limited(gateway: TestGateway) -> None:
     error = await refused(gateway.generate(scheduling=pb.SchedulingParams(tenant_id="é" * 65)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "tenant_id has 130 bytes; at most 128" in error.details()
 
 
-async def test_open_requests_have_a_size_together(scheduler: FakeScheduler) -> None:
+async def test_open_requests_are_limited_by_their_total_size(scheduler: FakeScheduler) -> None:
     async with TestGateway([scheduler.address], max_request_bytes=100) as gateway:
         await gateway.ready()
         prompt = pb.Prompt(tokens=types.TokenIds(ids=[5] * 60))
@@ -385,7 +389,7 @@ async def test_a_worker_that_cannot_be_drained(
 # -- slow readers ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_has_piled_up_leaves_in_pieces(scheduler: FakeScheduler, bundle: bytes) -> None:
+async def test_many_pending_tokens_are_sent_in_several_chunks(scheduler: FakeScheduler, bundle: bytes) -> None:
     scheduler.info = make_info(bundle, max_model_len=8192, max_num_blocks=1024)
     async with TestGateway([scheduler.address]) as gateway:
         await gateway.ready()

@@ -1,4 +1,4 @@
-"""Settings with which a gateway does not start."""
+"""Settings that fail the start of a gateway."""
 
 import pytest
 

@@ -82,7 +82,7 @@ async def test_an_end_token_stays_in_ids_and_out_of_text(gateway: TestGateway, s
     assert (result.ids(), result.text(), result.finished[0].reason) == (ids, "done", EOS)
 
 
-async def test_a_stop_token_is_told(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_the_matched_stop_token_is_reported(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     ids = encode("one.")
     scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, STOP, ids=ids, stop_token_id=ids[-1])
     result = await gateway.collect(stop=types.StopParams(stop_token_ids=[ids[-1]]))
@@ -132,7 +132,7 @@ async def test_text_held_back_is_released_at_the_end(gateway: TestGateway, sched
 
 
 @pytest.mark.parametrize("wants", ["text", "token_ids"])
-async def test_only_what_was_asked_for_is_sent(gateway: TestGateway, scheduler: FakeScheduler, wants: str) -> None:
+async def test_only_the_requested_outputs_are_sent(gateway: TestGateway, scheduler: FakeScheduler, wants: str) -> None:
     ids = encode("Hello")
     scheduler.play(ids)
     output = pb.OutputParams(text=wants == "text", token_ids=wants == "token_ids")
@@ -148,7 +148,7 @@ async def test_max_tokens_zero(gateway: TestGateway, scheduler: FakeScheduler) -
     assert scheduler.submits[0].stop.HasField("max_tokens")
 
 
-async def test_a_client_that_cancels_frees_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_cancelled_call_releases_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
     scheduler.send(scheduler.submits[0].handle, [9])
@@ -160,7 +160,7 @@ async def test_a_client_that_cancels_frees_its_request(gateway: TestGateway, sch
     assert not gateway.dispatcher.num_open
 
 
-async def test_a_deadline_frees_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_an_expired_deadline_releases_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     request = pb.GenerateRequest(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5])))
     error = await refused(gateway.stub.Generate(request, timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -168,7 +168,7 @@ async def test_a_deadline_frees_its_request(gateway: TestGateway, scheduler: Fak
     await until(lambda: gateway.num_open == 0)
 
 
-async def test_a_stalled_client_gets_merged_chunks_and_grows_nothing(
+async def test_a_stalled_client_gets_merged_chunks_and_uses_no_more_memory(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     call = gateway.generate(stop=types.StopParams(max_tokens=200, stop=["never"]))
@@ -205,22 +205,24 @@ async def test_a_gap_is_an_internal_error_and_cancels(gateway: TestGateway, sche
     await until(lambda: scheduler.cancels)
 
 
-async def test_abort_asks_the_schedulers_for_what_is_not_here(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_abort_asks_the_schedulers_for_requests_of_other_gateways(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
     scheduler.elsewhere = {"of-another-gateway"}
     call = gateway.generate(request_id="mine")
     await call.read()
-    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["nobody", "of-another-gateway", "mine"]))
+    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["unknown", "of-another-gateway", "mine"]))
     assert response.aborted_ids == ["of-another-gateway", "mine"]
-    assert response.unknown_ids == ["nobody"]
-    assert scheduler.asked_to_abort == ["nobody", "of-another-gateway"]
+    assert response.unknown_ids == ["unknown"]
+    assert scheduler.asked_to_abort == ["unknown", "of-another-gateway"]
     await rest(call)
 
 
 async def test_abort_ends_the_stream_with_aborted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate(request_id="victim", sampling=types.SamplingParams(n=2))
     await call.read()
-    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["victim", "victim", "nobody"]))
-    assert (response.aborted_ids, response.unknown_ids) == (["victim"], ["nobody"])
+    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["victim", "victim", "unknown"]))
+    assert (response.aborted_ids, response.unknown_ids) == (["victim"], ["unknown"])
     reasons = [event.finished.reason for event in await rest(call)]
     assert reasons == [ABORTED, ABORTED]
 
@@ -236,7 +238,7 @@ async def test_one_request_id_at_a_time(gateway: TestGateway, scheduler: FakeSch
     assert (await gateway.collect(request_id="same")).ids() == [9]
 
 
-async def test_more_than_max_streams_are_refused_with_advice(scheduler: FakeScheduler) -> None:
+async def test_more_than_max_streams_are_refused_with_a_retry_delay(scheduler: FakeScheduler) -> None:
     async with TestGateway([scheduler.address], max_streams=1) as gateway:
         await gateway.ready()
         first = gateway.generate()
@@ -247,7 +249,7 @@ async def test_more_than_max_streams_are_refused_with_advice(scheduler: FakeSche
         first.cancel()
 
 
-async def test_a_refusal_keeps_code_message_and_advice(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_refusal_keeps_code_message_and_retry_delay(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     refusal = scheduler_pb2.Refusal(code=8, message="queue is full", retry_after_ms=250, field="")
     scheduler.refusals.append(refusal)
     error = await refused(gateway.generate())
@@ -255,7 +257,7 @@ async def test_a_refusal_keeps_code_message_and_advice(gateway: TestGateway, sch
     assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "250"
 
 
-async def test_a_failed_sample_says_why(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_failed_sample_reports_the_cause(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     scheduler.on_submit = lambda submit: scheduler.finish(
         submit.handle, types.FINISH_REASON_ERROR, message="NaN in logits", preemptions=2
     )
@@ -281,7 +283,7 @@ async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler
     await drain
 
 
-async def test_draining_ends_what_is_still_open_at_the_timeout(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_draining_ends_open_streams_at_the_timeout(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
     await gateway.servicer.drain(0.01)

@@ -1,4 +1,4 @@
-"""Several models behind one gateway, bundles, tokenizing, facts, and the process itself."""
+"""Several models behind one gateway, bundles, tokenizing, model properties, and the process itself."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ async def test_each_model_has_its_scheduler(both: TestGateway, scheduler: FakeSc
     assert (await both.collect(model="other")).ids() == [8]
 
 
-async def test_which_model_must_be_said_when_there_are_several(both: TestGateway) -> None:
+async def test_the_model_must_be_named_if_there_are_several(both: TestGateway) -> None:
     error = await refused(both.generate())
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "'demo', 'other'" in error.details()
 
 
-async def test_an_unknown_model_lists_what_there_is(both: TestGateway) -> None:
+async def test_the_error_for_an_unknown_model_lists_the_served_ones(both: TestGateway) -> None:
     error = await refused(both.generate(model="gpt"))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "'gpt'" in error.details()
@@ -69,9 +69,7 @@ async def test_equal_bundles_are_fetched_once(
     assert scheduler.num_bundle_calls + second.num_bundle_calls == 1
 
 
-async def test_of_two_schedulers_with_one_model_the_one_that_is_up_serves(
-    scheduler: FakeScheduler, second: FakeScheduler
-) -> None:
+async def test_the_connected_replica_of_a_model_serves_it(scheduler: FakeScheduler, second: FakeScheduler) -> None:
     second.info = scheduler.info
     second.play([2])
     async with TestGateway([scheduler.address, second.address]) as gateway:
@@ -83,7 +81,7 @@ async def test_of_two_schedulers_with_one_model_the_one_that_is_up_serves(
         assert [(m.info.model, m.ready_workers) for m in models] == [("demo", 2)]
 
 
-async def test_no_model_yet_is_unavailable_with_advice(bundle: bytes) -> None:
+async def test_no_model_yet_is_unavailable_with_a_retry_delay(bundle: bytes) -> None:
     fake = FakeScheduler(None)
     await fake.start()
     async with TestGateway([fake.address]) as gateway:
@@ -95,7 +93,7 @@ async def test_no_model_yet_is_unavailable_with_advice(bundle: bytes) -> None:
     await fake.stop()
 
 
-async def test_a_damaged_bundle_keeps_the_model_away_and_says_so(scheduler: FakeScheduler) -> None:
+async def test_a_damaged_bundle_keeps_the_model_unavailable_and_is_reported(scheduler: FakeScheduler) -> None:
     scheduler.bundle += b"x"
     async with TestGateway([scheduler.address]) as gateway:
         await until(lambda: "damaged" in gateway.clients[0].problem)
@@ -104,7 +102,7 @@ async def test_a_damaged_bundle_keeps_the_model_away_and_says_so(scheduler: Fake
         assert "damaged" in error.details()
 
 
-async def test_a_lost_scheduler_keeps_no_replica_from_the_bundle(
+async def test_a_lost_scheduler_does_not_keep_its_replica_from_the_bundle(
     scheduler: FakeScheduler, second: FakeScheduler
 ) -> None:
     scheduler.gives_bundle.clear()
@@ -120,7 +118,9 @@ async def test_a_lost_scheduler_keeps_no_replica_from_the_bundle(
         assert (scheduler.num_bundle_calls, second.num_bundle_calls) == (1, 1)
 
 
-async def test_new_facts_replace_old_ones(gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes) -> None:
+async def test_new_model_info_replaces_the_old_one(
+    gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes
+) -> None:
     scheduler.info = make_info(bundle, max_model_len=64)
     scheduler.welcome()
     await until(lambda: gateway.clients[0].model.info.max_model_len == 64)
@@ -166,7 +166,7 @@ async def test_detokenize(gateway: TestGateway) -> None:
         await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[500]))
 
 
-async def test_other_streams_go_on_while_a_long_text_is_tokenized(
+async def test_other_streams_continue_while_a_long_text_is_tokenized(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     scheduler.play([9])
@@ -182,7 +182,7 @@ async def _tokenize(gateway: TestGateway, text: str) -> None:
     await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text=text)))
 
 
-async def test_a_checkpoint_without_tokenizer_serves_ids() -> None:
+async def test_a_checkpoint_without_tokenizer_serves_token_ids() -> None:
     data = make_bundle({})
     fake = FakeScheduler(make_info(data), data)
     await fake.start()

@@ -1,4 +1,4 @@
-"""Handlers are woken in rounds, and a round waits until the one before is worked off."""
+"""Handlers are woken in rounds, and a round waits until the previous one is finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway_svc.pacing import MAX_REST_S, WakePacer
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when a test says so, or when all that is left is to wait."""
+    """An event loop whose time advances only by a test, or when only timers are left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class Handler:
-    """Notes when it is woken, and takes `cost_s` of the loop's time for it."""
+    """Records when it is woken, and uses `cost_s` of the loop's time."""
 
     def __init__(self, loop: Clock, cost_s: float = 0.0) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ def test_an_idle_gateway_wakes_at_once(loop: Clock) -> None:
     loop.run_until_complete(run())
 
 
-def test_a_busy_gateway_gathers_until_it_has_worked_off_and_rested(loop: Clock) -> None:
+def test_a_busy_gateway_collects_until_the_round_and_its_rest_are_over(loop: Clock) -> None:
     async def run() -> None:
         pacer = WakePacer()
         handlers = [Handler(loop, cost_s=0.01) for _ in range(4)]
@@ -81,7 +81,7 @@ def test_a_busy_gateway_gathers_until_it_has_worked_off_and_rested(loop: Clock) 
     loop.run_until_complete(run())
 
 
-def test_an_interval_holds_rounds_apart(loop: Clock) -> None:
+def test_an_interval_separates_rounds(loop: Clock) -> None:
     async def run() -> None:
         pacer, handler = WakePacer(interval_s=0.02), Handler(loop, cost_s=0.001)
         for _ in range(100):  # a token every millisecond
@@ -94,7 +94,7 @@ def test_an_interval_holds_rounds_apart(loop: Clock) -> None:
     loop.run_until_complete(run())
 
 
-def test_a_process_that_was_stopped_does_not_rest_for_long(loop: Clock) -> None:
+def test_a_frozen_process_does_not_rest_for_long(loop: Clock) -> None:
     async def run() -> None:
         pacer, handler = WakePacer(), Handler(loop, cost_s=60.0)
         pacer.wake(handler)

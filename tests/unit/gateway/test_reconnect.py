@@ -1,4 +1,4 @@
-"""A lost scheduler is a pause: requests go on with their Continuation, exactly once, or end in a bounded time."""
+"""A lost scheduler causes a pause: requests resume with their Continuation, exactly once, or end in bounded time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encode_chars(text: str) -> list[int]:
 
 
 async def read_tokens(call: Any, count: int) -> list[pb.GenerateResponse]:
-    """Events until this many tokens have come."""
+    """Events up to this number of tokens."""
     events: list[pb.GenerateResponse] = []
     while sum(len(event.chunk.token_ids) for event in events) < count:
         events.append(await call.read())
@@ -51,7 +51,7 @@ def ids_of(events: list[pb.GenerateResponse]) -> list[int]:
     return [id_ for event in events for id_ in event.chunk.token_ids]
 
 
-async def test_a_request_goes_on_after_the_scheduler_restarts(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_request_resumes_after_the_scheduler_restarts(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     ids = encode_chars("Hello wörld 😀")
     call = gateway.generate(sampling=types.SamplingParams(seed=5))
     await call.read()
@@ -71,7 +71,7 @@ async def test_a_request_goes_on_after_the_scheduler_restarts(gateway: TestGatew
     assert (again.request_id, again.sampling.seed) == (scheduler.submits[0].request_id, 5)
 
 
-async def test_what_was_sent_again_after_a_broken_stream_is_delivered_once(
+async def test_tokens_sent_again_after_a_broken_stream_are_delivered_once(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     call = gateway.generate()
@@ -84,7 +84,7 @@ async def test_what_was_sent_again_after_a_broken_stream_is_delivered_once(
     assert ids_of(events) == [10, 11, 12]
 
 
-async def test_finished_samples_are_not_started_again(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_finished_samples_are_not_restarted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate(sampling=types.SamplingParams(n=3))
     await call.read()
     handle = scheduler.submits[0].handle
@@ -117,7 +117,7 @@ async def test_a_stop_string_that_matched_ends_without_the_scheduler(
     assert len(scheduler.submits) == 1
 
 
-async def test_patience_ends(scheduler: FakeScheduler) -> None:
+async def test_a_request_fails_when_no_scheduler_returns_in_time(scheduler: FakeScheduler) -> None:
     async with TestGateway([scheduler.address], patience_s=0.3) as gateway:
         await gateway.ready()
         call = gateway.generate()
@@ -129,7 +129,7 @@ async def test_patience_ends(scheduler: FakeScheduler) -> None:
         assert not gateway.dispatcher.num_open
 
 
-async def test_new_requests_are_refused_while_the_scheduler_is_away(
+async def test_new_requests_are_refused_while_the_scheduler_is_disconnected(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     await scheduler.stop()
@@ -140,7 +140,7 @@ async def test_new_requests_are_refused_while_the_scheduler_is_away(
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS])
-async def test_a_passing_refusal_after_a_break_is_tried_again(
+async def test_a_temporary_refusal_after_a_break_is_retried(
     gateway: TestGateway, scheduler: FakeScheduler, code: int
 ) -> None:
     call = gateway.generate()
@@ -152,7 +152,9 @@ async def test_a_passing_refusal_after_a_break_is_tried_again(
     assert len(scheduler.submits) == 3
 
 
-async def test_a_lasting_refusal_after_a_break_ends_the_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_permanent_refusal_after_a_break_ends_the_stream(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
     call = gateway.generate()
     await call.read()
     scheduler.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="too big now"))
@@ -174,7 +176,7 @@ async def test_another_model_revision_ends_the_stream(
 
 
 async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    """Also after its gateway is gone, with all that the gateway knew."""
+    """Even after its gateway is lost with its state."""
     call = gateway.generate()
     assert (await call.read()).accepted.revision == "r1"
     call.cancel()
@@ -201,7 +203,9 @@ async def test_requests_wait_until_the_scheduler_has_its_model_again(
     assert ids_of(await rest(call)) == [10]
 
 
-async def test_cancel_and_abort_while_the_scheduler_is_away(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_cancel_and_abort_while_the_scheduler_is_disconnected(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
     left, aborted = gateway.generate(), gateway.generate(request_id="a")
     await left.read()
     await aborted.read()
@@ -217,7 +221,9 @@ async def test_cancel_and_abort_while_the_scheduler_is_away(gateway: TestGateway
     assert len(scheduler.submits) == 2
 
 
-async def test_a_torn_message_breaks_the_stream_not_the_gateway(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_malformed_message_ends_the_stream_and_not_the_gateway(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
     call = gateway.generate()
     await call.read()
     scheduler.play([10])
@@ -225,7 +231,7 @@ async def test_a_torn_message_breaks_the_stream_not_the_gateway(gateway: TestGat
     assert ids_of(await rest(call)) == [10]
 
 
-async def test_a_request_that_no_message_can_hold_fails_alone(
+async def test_a_request_too_large_for_a_message_fails_alone(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scheduler_client.MAX_SUBMIT_BYTES < MAX_MESSAGE_BYTES
@@ -241,7 +247,7 @@ async def test_a_request_that_no_message_can_hold_fails_alone(
     await until(lambda: not gateway.dispatcher.num_open)
 
 
-async def test_a_request_that_has_grown_too_large_to_move_fails_alone(
+async def test_a_request_too_large_to_move_fails_alone(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 200)
@@ -262,7 +268,7 @@ async def test_a_request_that_has_grown_too_large_to_move_fails_alone(
 
 
 class GarblingScheduler:
-    """Whatever it sends after its first Welcome, and every bundle, is no message."""
+    """Everything that it sends after its first Welcome, and every bundle, is undecodable."""
 
     def __init__(self, info: types.ModelInfo) -> None:
         self.num_attached = 0
@@ -298,7 +304,7 @@ async def test_undecodable_messages_end_the_stream_or_are_reported() -> None:
     await garbling.server.stop(None)
 
 
-# -- continuations that a client brings --------------------------------------------------------------------------------
+# -- continuations of clients ------------------------------------------------------------------------------------------
 
 
 def continuation(*outputs: list[int], finished: tuple[int, ...] = ()) -> types.Continuation:
@@ -312,7 +318,7 @@ SEEDED = types.SamplingParams(seed=3)
 
 
 @pytest.mark.parametrize("cut", range(14))
-async def test_text_and_offsets_go_on_where_the_client_left(
+async def test_text_and_offsets_continue_at_the_position_of_the_client(
     gateway: TestGateway, scheduler: FakeScheduler, cut: int
 ) -> None:
     ids = encode_chars("wörld 😀 ENx END.")
@@ -343,7 +349,7 @@ async def test_text_and_offsets_go_on_where_the_client_left(
         (encode_chars("ab"), types.StopParams(stop=["b"]), STOP),
     ],
 )
-async def test_output_that_is_complete_already_only_ends(
+async def test_a_complete_continuation_only_gets_its_end(
     gateway: TestGateway, scheduler: FakeScheduler, ids: list[int], stop: types.StopParams, reason: int
 ) -> None:
     result = await gateway.collect(sampling=SEEDED, stop=stop, continuation=continuation(ids))
@@ -352,7 +358,7 @@ async def test_output_that_is_complete_already_only_ends(
     assert scheduler.submits == []
 
 
-async def test_finished_samples_of_a_client_get_no_more_events(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_finished_samples_of_a_continuation_get_no_events(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     scheduler.play([20, 21])
     sampling = types.SamplingParams(seed=3, n=2)
     result = await gateway.collect(sampling=sampling, continuation=continuation([10, 1], [20], finished=(0,)))

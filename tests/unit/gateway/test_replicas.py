@@ -13,7 +13,7 @@ def replica(name: str, load: int = 0, workers: int = 1, cached: int = 0) -> Repl
     return Replica(name, load_tokens=load, ready_workers=workers, cached_tokens=cached)
 
 
-def test_equal_prompts_meet_whatever_the_order_of_the_replicas() -> None:
+def test_equal_prompts_meet_for_any_order_of_the_replicas() -> None:
     names = ["a:1", "b:1", "c:1"]
     for affinity in (b"x", b"y", b"z"):
         chosen = {order[choose_replica([replica(n) for n in order], 100, affinity)] for order in (names, names[::-1])}
@@ -34,7 +34,7 @@ def test_a_lost_replica_moves_only_its_own_prompts() -> None:
             assert choose_replica(all_three[:2], 100, b"%d" % i) == before
 
 
-def test_a_cached_prefix_draws_until_the_load_outweighs_it() -> None:
+def test_a_cached_prefix_attracts_until_the_load_outweighs_it() -> None:
     others = replica("b:1")
     for affinity in (b"x", b"y", b"z"):
         assert choose_replica([replica("a:1", load=2000, cached=1000), others], 1200, affinity) == 0
@@ -60,6 +60,6 @@ def test_a_replica_without_workers_is_the_last_resort(affinity: bytes) -> None:
     assert choose_replica([idle], 100, affinity) == 0
 
 
-def test_nobody_to_choose_from() -> None:
+def test_an_empty_list_of_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="no replica"):
         choose_replica([], 1, b"")

@@ -1,4 +1,4 @@
-"""What a gateway measures of one request."""
+"""The measurements of one request."""
 
 from __future__ import annotations
 

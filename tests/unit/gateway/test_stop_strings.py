@@ -25,7 +25,7 @@ def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, 
     include_stop=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_any_split_gives_what_a_search_in_the_whole_text_gives(
+def test_any_split_gives_the_result_of_a_search_in_the_whole_text(
     chunks: list[str], stops: list[str], include_stop: bool
 ) -> None:
     matcher = StopStrings(stops).new_matcher(include_stop=include_stop)
@@ -45,11 +45,11 @@ def test_any_split_gives_what_a_search_in_the_whole_text_gives(
         (["abc"], "plain", "plain"),
     ],
 )
-def test_only_what_may_still_become_a_match_is_held(stops: list[str], text: str, released: str) -> None:
+def test_only_text_that_may_become_a_match_is_held_back(stops: list[str], text: str, released: str) -> None:
     assert StopStrings(stops).new_matcher().push(text) == released
 
 
-def test_of_matches_that_end_together_the_first_listed_wins() -> None:
+def test_the_first_listed_of_matches_that_end_together_wins() -> None:
     matcher = StopStrings(["bc", "abc"]).new_matcher()
     assert matcher.push("xabc") == "xa"
     assert matcher.match == "bc"
@@ -96,7 +96,7 @@ def test_the_flush_can_complete_a_stop_string() -> None:
     assert text.stop == "b!"
 
 
-def test_without_a_match_the_flush_releases_what_was_held() -> None:
+def test_without_a_match_the_flush_releases_the_held_text() -> None:
     text = SampleText(Letters(), StopStrings(["bcd"]).new_matcher())
     assert text.push([ord("a"), ord("b"), 0]) == ("a", 3)
     assert text.flush() == "b!"
@@ -113,7 +113,7 @@ def test_without_a_match_the_flush_releases_what_was_held() -> None:
 def test_a_stop_string_counts_only_if_it_ends_at_or_after_the_first_stop(
     text: str, stops: list[str], first_stop: int, num_first: int
 ) -> None:
-    """One character per token; what is found does not depend on how the tokens are grouped."""
+    """One character per token; the match does not depend on how the tokens are grouped."""
     ends = [
         (end, i) for end in range(first_stop + 1, len(text) + 1) for i, s in enumerate(stops) if text[:end].endswith(s)
     ]

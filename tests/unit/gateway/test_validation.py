@@ -1,4 +1,4 @@
-"""One row per field and limit: the code, and the words that a caller needs."""
+"""One row per field and limit: the status code and the message."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def model(bundle: bytes) -> ServedModel:
 
 
 def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPlan:
-    """What the servicer does with a request before it submits."""
+    """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
     validation.check_generate(request)
     validation.check_prompt_size(request.prompt, model)
@@ -164,7 +164,7 @@ def test_a_bad_value_is_refused_with_field_and_limit(
 
 
 @pytest.mark.parametrize(("fields", "field"), UNSERVED, ids=[f"{row[1]}-{i}" for i, row in enumerate(UNSERVED)])
-def test_a_field_that_is_not_served_is_named(model: ServedModel, fields: dict[str, Any], field: str) -> None:
+def test_an_unsupported_field_is_named(model: ServedModel, fields: dict[str, Any], field: str) -> None:
     with pytest.raises(QuireError, match=field.replace(".", r"\.")) as caught:
         plan(fields, model)
     assert (caught.value.code, caught.value.field) == (UNIMPLEMENTED, field)
@@ -185,7 +185,7 @@ def test_the_ids_of_a_continuation_are_limited_together(model: ServedModel, monk
         plan(fields, model)
 
 
-def test_the_pool_limits_before_the_model(bundle: bytes, model: ServedModel) -> None:
+def test_a_pool_smaller_than_the_model_length_is_the_limit(bundle: bytes, model: ServedModel) -> None:
     small = ServedModel(make_info(bundle, max_num_blocks=4), model.text)
     with pytest.raises(InvalidRequestError, match=r"KV pool .* is 65: ask for at most 62"):
         plan({"stop": ST(max_tokens=63)}, small)
@@ -199,21 +199,21 @@ def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> N
     assert (sampling.seed, sampling.n) == (99, 1)
 
 
-def test_an_explicit_zero_is_no_default(bundle: bytes) -> None:
+def test_an_explicit_zero_is_not_replaced_by_a_default(bundle: bytes) -> None:
     model = ServedModel(make_info(bundle, default_sampling=SP(temperature=0.5, top_k=20)), ModelText(None))
     sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, model).sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fields", [{"prompt": pb.Prompt(text="x")}, {"prompt": chat()}, {"stop": ST(stop=["x"])}])
-def test_a_model_without_tokenizer_takes_ids_only(fields: dict[str, Any]) -> None:
+def test_a_model_without_tokenizer_accepts_ids_only(fields: dict[str, Any]) -> None:
     model = ServedModel(make_info(), ModelText(None))
     assert not plan({}, model).wants_text
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         plan(fields, model)
 
 
-def test_a_refusing_chat_template_is_quoted() -> None:
+def test_the_error_of_a_chat_template_is_quoted() -> None:
     files = {"chat_template.jinja": b"{{ raise_exception('roles must alternate') }}"}
     bundle = make_bundle()
     full = types.ModelBundle.FromString(bundle)
@@ -226,7 +226,7 @@ def test_a_refusing_chat_template_is_quoted() -> None:
 @pytest.mark.parametrize(
     "fields", [{"sampling": SP(top_p=2)}, {"sampling": SP(regex="a")}, {"prompt": ids(300)}], ids=["bad", "new", "long"]
 )
-async def test_refusals_harm_nobody_and_reach_no_scheduler(
+async def test_refused_requests_reach_no_scheduler_and_affect_no_other(
     gateway: TestGateway, scheduler: FakeScheduler, fields: dict[str, Any]
 ) -> None:
     error = await refused(gateway.generate(**fields))
@@ -240,7 +240,7 @@ async def test_refusals_harm_nobody_and_reach_no_scheduler(
 
 
 async def details_of(call: Any) -> str:
-    """What the call is refused with, as INVALID_ARGUMENT."""
+    """The message of a call that is refused with INVALID_ARGUMENT."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is INVALID
@@ -256,7 +256,7 @@ async def details_of(call: Any) -> str:
         ([""], "request_ids[0] is ''"),
     ],
 )
-async def test_a_bad_abort_ends_nothing(
+async def test_an_invalid_abort_ends_no_request(
     gateway: TestGateway, scheduler: FakeScheduler, request_ids: list[str], words: str
 ) -> None:
     call = gateway.generate(request_id="mine")
@@ -265,7 +265,7 @@ async def test_a_bad_abort_ends_nothing(
     assert (scheduler.asked_to_abort, scheduler.cancels) == ([], [])
 
 
-async def test_texts_and_ids_beyond_their_limits_are_refused_unread(
+async def test_too_large_texts_and_ids_are_refused_before_they_are_read(
     gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "MAX_DETOKENIZE_IDS", 3)

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that checkpoints bring, built without a download."""
+"""Small tokenizers of every kind found in checkpoints, built without a download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
-    """Like GPT-2, Llama 3 and Qwen: bytes, with two special tokens and a plain added one."""
+    """Like GPT-2, Llama 3 and Qwen: bytes, with two special tokens and an ordinary added token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +72,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """A decoder without a plan of its own: the generic window."""
+    """A decoder that only the generic window supports."""
     words = ["[UNK]", "[CLS]", "hello", "world", "##ing", "##s", ",", "play", "do", "n't", "你"]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -92,7 +92,7 @@ KINDS = {kind.__name__: kind for kind in (byte_level, byte_fallback, gemma_style
 
 
 def bundle_files(tokenizer: Tokenizer, config: dict[str, Any] | None = None, **texts: str) -> dict[str, bytes]:
-    """A model folder's files; `chat_template` and `generation_config` are texts of theirs."""
+    """The files of a model folder; `chat_template` and `generation_config` are the contents of these."""
     files = {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config or {}).encode()}
     names = {"chat_template": "chat_template.jinja", "generation_config": "generation_config.json"}
     files.update({names[key]: text.encode() for key, text in texts.items()})
