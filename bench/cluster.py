@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
-from scheduler_svc.core.placement.fleet import Choice, Fleet
+from scheduler_svc.core.placement.fleet import Fleet, Placement
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
@@ -171,7 +171,7 @@ class BoundOnArrival(Fleet):
         self._bound: dict[int, int] = {}  # handle -> position
         self._num_open = [0] * NUM_WORKERS
 
-    def look(self, entry: QueueEntry, now: float) -> None:
+    def look_up_cached(self, entry: QueueEntry, now: float) -> None:
         i = self._pick(self._num_open)
         self._bound[entry.seq.group.handle] = i
         self._num_open[i] += 1
@@ -179,13 +179,13 @@ class BoundOnArrival(Fleet):
     def end(self, handle: int) -> None:
         self._num_open[self._bound[handle]] -= 1
 
-    def choose(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Choice:
-        self._look_again(entry, now)
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+        self._update_cached(entry, now)
         i = self._bound[entry.seq.group.handle]
         has_room = bool(self._room(entry)[i])
         if has_room:
             self._count_in(i, entry.seq.data.num_tokens, 1)
-        return Choice(self._workers[i], has_room, has_room and bool(self._is_ready[i]), not has_room)
+        return Placement(self._workers[i], has_room, has_room and bool(self._is_ready[i]), not has_room)
 
 
 class Policy:

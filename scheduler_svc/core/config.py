@@ -1,4 +1,4 @@
-"""What a deployment may turn on the core."""
+"""Settings of the scheduler core."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class SchedulerConfig:
     max_waiting: int = 1024  # sequences that may wait before new requests are refused
     max_waiting_tokens: int = 4 << 20  # tokens of their prompts and expected answers
     watermark: float = 0.01  # fraction of a pool that admissions leave free, rounded down to whole blocks
-    aging_s: float = 2.0  # a sequence passed over for longer lets nobody pass any more where it could run
+    aging_s: float = 2.0  # a sequence passed over for longer reserves the workers that could run it
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
-    aging_tokens_per_s: float = 1000.0  # uncached tokens that a second of waiting makes up for; inf: order of arrival
+    aging_tokens_per_s: float = 1000.0  # uncached tokens that one second of waiting outweighs; inf: order of arrival
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
     placement_slack: float = (
         0.1  # part of a prompt that is not worth a detour: below it the pool under least pressure wins
     )
-    leave_part: float = 0.3  # of the wait it saves that recomputing may cost when a request leaves its cached prefix
-    max_pending_prefill_steps: int = 2  # steps of prefill a worker may have before it takes no more
+    leave_part: float = 0.3  # fraction of the saved wait that recomputing a cached prefix elsewhere may cost
+    max_pending_prefill_steps: int = 2  # steps of pending prefill at which a worker accepts no more
     burst_s: float = 0.0  # how long a worker may decode on one message; 0: each step is a message
-    worker_patience_s: float = 60.0  # how long a sequence waits that no worker that is here could run
-    expected_output_tokens: int = 256  # first guess of an answer's length, until answers have been seen
+    worker_patience_s: float = 60.0  # how long a sequence waits for an eligible worker to join
+    expected_output_tokens: int = 256  # assumed mean length of answers until some have ended
     eos_token_ids: frozenset[int] = frozenset()
-    reuse_bonus: float = 2.0  # how much longer a prefix block stays that was ever hit, in turnovers of its pool
-    prefix_caching: bool = True  # off: no request shares what another has computed
+    reuse_bonus: float = 2.0  # extra time a block that was hit stays cached, in turnovers of its pool
+    prefix_caching: bool = True  # off: requests share no blocks
     publishes_prefixes: bool = True  # off: there is no prefix index, and no events are made for one
     root_salt: bytes = b""  # enters every hash chain: model revision, dtype
 

@@ -1,12 +1,12 @@
 """What the core refuses.
 
 SchedulerError
-  QueueFullError          too many wait: try again later
-  DeadlineError           it would not get its first token in time: try again later, or allow more time
+  QueueFullError          the queue is full: retry later
+  DeadlineError           the first token would come too late: retry later, or allow more time
   NoWorkerError           no worker has been here for `worker_patience_s`: try again later, or elsewhere
-  NeverFitsError          no worker could ever hold it
+  NeverFitsError          the request exceeds what any worker can hold
   DuplicateRequestError   the request id is in flight
-  WorkerMismatchError     a worker that does not fit to the others
+  WorkerMismatchError     the worker differs from the others in a size that all must share
   UnexpectedStepError     an answer to a step that is not the oldest in flight
 """
 
@@ -22,7 +22,7 @@ class QueueFullError(SchedulerError):
 
 
 class DeadlineError(SchedulerError):
-    """`retry_after_s`: when the queue will be short enough, at the pace of now."""
+    """`retry_after_s`: when the queue will be short enough, at its present rate."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The scheduler's choices as pure functions: each small, with its reason."""
+"""The scheduler's decisions as small pure functions, each with its reason."""
 
 from __future__ import annotations
 
@@ -67,27 +67,29 @@ EARLIER = np.tri(PART, dtype=np.bool_)  # [k, i]: i is at most k
 
 
 def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.bool_], mean_output: float) -> I64:
-    """Tokens still to come: known if a sequence cannot stop early, else the mean answer or as much again as so far."""
+    """Tokens still to generate: the limit if a sequence cannot stop early, else up to the mean answer or twice the
+    output so far.
+    """
     guess = np.maximum(mean_output - num_output, np.maximum(num_output, 16)).astype(np.int64)
     return np.where(may_stop, np.minimum(limit, guess), limit)
 
 
 def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
-    """Lower is better: the work that waits on each worker, and the work this request would add there.
+    """Lower is better: the pending work of each worker, and the work that this request would add there.
 
-    Longest prefix alone is a trap: one block that everybody shares would put all load on one worker. Load alone would
-    compute everything everywhere. Own work counts more than what waits (`alpha` above 1), because what is computed
-    twice also takes the room of something else that was cached.
+    The longest prefix alone would send all load to one worker when all requests share one block. The load alone would
+    compute every prefix on every worker. Added work counts more than pending work (`alpha` above 1), because blocks
+    that are computed twice also evict others.
     """
     return pending_prefill + alpha * uncached_tokens
 
 
 def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
-    """Position of the best among the allowed (one at least). Scores within `slack` of it are as good; of these the
-    pool wins of which least is in use and into which least was ever put, by its size: there least is lost.
+    """Position of the best allowed worker; at least one is allowed. Scores within `slack` of the best are ties, broken
+    by the lowest pressure of the pool.
 
-    Without the slack a short prefix that everybody shares keeps idle workers idle for ever: they do not have it, so
-    they never get it. The others' caches churn meanwhile, and a part of the memory is never used.
+    Without the slack, a short prefix that all requests share keeps idle workers idle: they do not have it, so they
+    never get it, while the other workers evict blocks.
     """
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
@@ -96,30 +98,30 @@ def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:
-    """Who comes first: shortest work first, and waiting makes up for length.
+    """Sort key of the queue: fewest tokens to compute first, with ageing.
 
-    Ordering by `uncached - aging * seconds waited` would change all the time; but it changes equally fast for all, so
-    the order is that of this constant: every uncached token counts like an arrival so much later. Nobody starves: who
-    came late enough never passes, however short. In overload this divides the mean wait, otherwise nothing queues.
+    `uncached - aging * seconds waited` changes at the same rate for all sequences, so a constant gives the same order:
+    each uncached token counts as a later arrival. No sequence starves: one that arrives late enough never passes,
+    however short it is. In overload this shortens the mean wait; otherwise nothing queues.
     """
     return arrival + uncached_tokens / aging_tokens_per_s
 
 
-def is_worth_leaving(extra_tokens: int, waited_s: float, tokens_per_s: float | None, part: float) -> bool:
-    """Whether a request should leave the worker that suits it best and has no room, for one where `extra_tokens` more
-    must be computed: only if that costs less than a part of the wait it saves.
+def is_worth_leaving(extra_tokens: int, waited_s: float, tokens_per_s: float | None, fraction: float) -> bool:
+    """Whether a request should leave its best worker, which has no room, for one where `extra_tokens` more must be
+    computed: only if that costs less than a fraction of the wait that it saves.
 
-    How long the wait would still be, nobody knows; about as long as it has been is the guess that is never far wrong.
-    Where nothing more has to be computed there is nothing to wait for.
+    The remaining wait is unknown; the time waited so far is the estimate. Without extra tokens there is no reason to
+    wait.
     """
     if extra_tokens <= 0 or tokens_per_s is None:
         return True
-    return extra_tokens / tokens_per_s < part * waited_s
+    return extra_tokens / tokens_per_s < fraction * waited_s
 
 
 def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit: int) -> bool:
-    """A full queue refuses, but not a tenant that holds less than its share of it: that would let one who floods the
-    queue lock everybody else out. Shares can make it twice as long as its limit, never longer.
+    """A full queue refuses requests, except of tenants below their share of it: else one tenant could lock the others
+    out by flooding it. With the shares the queue grows to twice its limit at most.
     """
     if num_waiting < limit:
         return False
@@ -129,24 +131,23 @@ def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit:
 def first_token_wait_s(
     tokens_ahead: int, queue_tokens_per_s: float | None, own_tokens: int, prefill_tokens_per_s: float | None
 ) -> float:
-    """Seconds until a request that arrives now shows its first token: the line before it, then its own prompt.
+    """Seconds from now to the first token of a request that arrives now: the queue ahead of it, then its own prompt.
 
-    Two paces, because they differ: what leaves the queue waits for rows and blocks too, while the own prompt only waits
-    for the model. An unknown pace counts as no wait: refusing on a guess would turn away what an idle machine could
-    serve.
+    The two rates differ: sequences in the queue wait for rows and blocks too, the request's own prompt only for the
+    model. An unknown rate counts as no wait: refusing on a guess would turn requests away from an idle machine.
     """
     wait = tokens_ahead / queue_tokens_per_s if queue_tokens_per_s else 0.0
     return wait + (own_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0)
 
 
-DEADLINE_PART = 0.8
+DEADLINE_FRACTION = 0.8
 
 
 def is_too_late(first_token_wait: float, timeout_s: float) -> bool:
-    """Whether a request should be refused rather than started. A first token that comes just before the deadline helps
-    nobody: the rest of the answer needs time too, and paces vary. What is started in vain delays those behind it.
+    """Whether a request should be refused rather than started. A first token just before the deadline is useless: the
+    rest of the answer needs time too, and rates vary. Work that is cancelled at its deadline delays other requests.
     """
-    return first_token_wait > DEADLINE_PART * timeout_s
+    return first_token_wait > DEADLINE_FRACTION * timeout_s
 
 
 def expected_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:

@@ -33,9 +33,9 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.placement.fleet import Choice, Fleet
+from scheduler_svc.core.placement.fleet import Fleet, Placement
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
-from scheduler_svc.core.queue.intake import Intake
+from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
@@ -69,7 +69,7 @@ class Scheduler:
         self._stops = Stops(config.eos_token_ids)
         self._counts = Counts()
         self._requests = Requests(config, self._workers, self._fleet, self._stops, self._measures, self._counts)
-        self._intake = Intake(config, self._requests, self._fleet, self._measures, self._counts)
+        self._admission = AdmissionControl(config, self._requests, self._fleet, self._measures, self._counts)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
@@ -84,7 +84,7 @@ class Scheduler:
         """
         if capacity.worker_id in self._workers:
             raise ValueError(f"worker {capacity.worker_id} is here already; remove it first")
-        self._intake.check_worker(capacity)
+        self._admission.check_worker(capacity)
         worker = WorkerBooks(
             capacity,
             self.config.root_salt,
@@ -98,7 +98,7 @@ class Scheduler:
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._fleet.join(worker)
         self._prefix_events.note(worker)
-        self._requests.sort_out()
+        self._requests.update_schedulable()
         for entry in self._waiting:
             entry.forget_refusals(capacity.worker_id)  # by this worker before a restart
         self._move_drained_rows()
@@ -111,7 +111,7 @@ class Scheduler:
         self._fleet.leave(worker)
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
-        self._requests.sort_out()
+        self._requests.update_schedulable()
         for row in worker.rows.active().tolist():
             self._requests.requeue(worker.preempt(row), MigrationReason.LOST)
         self._prefix_events.leave(worker)
@@ -122,8 +122,8 @@ class Scheduler:
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
-            self._fleet.close(self._workers[worker_id])
-            self._requests.sort_out()
+            self._fleet.drain(self._workers[worker_id])
+            self._requests.update_schedulable()
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
@@ -148,7 +148,7 @@ class Scheduler:
         Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError;
         then nothing has changed.
         """
-        self._intake.check_group(group, now)
+        self._admission.check_group(group, now)
         message = "another stream took the request over"
         replaced = self._requests.abort(group.request_id, FinishReason.ABORTED, message)
         return _finishes(replaced + self._requests.add(group, now))
@@ -171,12 +171,12 @@ class Scheduler:
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
-        touched = self._fleet.touched
-        while self._ready and (touched or self._waiting.num_schedulable) and (new := self._schedule_once(now)):
+        changed = self._fleet.changed
+        while self._ready and (changed or self._waiting.num_schedulable) and (new := self._schedule_once(now)):
             batches += new
-        touched.clear()
+        changed.clear()
         is_served = self._waiting.num_schedulable and any(not worker.is_draining for worker in self._workers.values())
-        self._measures.look_at_queue(now, is_served=bool(is_served))
+        self._measures.observe_queue(now, is_served=bool(is_served))
         return batches
 
     def take_expired(self) -> Deltas:
@@ -195,16 +195,16 @@ class Scheduler:
         """One step for each worker whose pipeline has room: an answer of one costs nothing for the others, and whoever
         had nothing to do has nothing until something happens to it.
         """
-        placed, touched = self._place(now), self._fleet.touched
+        placed, changed = self._place(now), self._fleet.changed
         batches = []
         for name, planner in list(self._ready.items()):
-            if name not in touched and name not in placed:
+            if name not in changed and name not in placed:
                 continue
             batch = self._schedule_worker(planner, placed.get(name, []), now)
             if batch is not None:
                 batches.append(batch)
             if batch is None or not planner.may_go_on:
-                touched.discard(name)
+                changed.discard(name)
             if not planner.books.can_send:
                 del self._ready[name]
         return batches
@@ -230,7 +230,7 @@ class Scheduler:
 
     def _note_change(self, worker: WorkerBooks) -> None:
         self._prefix_events.note(worker)
-        self._fleet.touch(worker)
+        self._fleet.mark_changed(worker)
 
     def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
         """Admit the candidates that fit. A refusal also holds for the next sequences that need as much, unasked."""
@@ -270,7 +270,7 @@ class Scheduler:
 
     def _note_admitted(self, worker: WorkerBooks, seq: Sequence, now: float) -> None:
         self._waiting.remove(seq)
-        self._fleet.fill(worker, seq.data.num_tokens - seq.num_cached_tokens)
+        self._fleet.note_written(worker, seq.data.num_tokens - seq.num_cached_tokens)
         self._measures.note_admitted(seq.data.num_tokens)
         if not seq.num_preemptions:
             seq.admitted_at = now
@@ -281,29 +281,29 @@ class Scheduler:
     # -- placement ----------------------------------------------------------------------------------------------------
 
     def _place(self, now: float) -> dict[str, list[QueueEntry]]:
-        """Who goes where, if there is room: decided anew each time, so nobody is bound before its step is made.
+        """The sequences to admit on each ready worker, in order. No sequence is bound to a worker before its step.
 
-        Ends when nobody could take more: a queue of thousands costs no more than one of a few.
+        The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few.
         """
         placed: dict[str, list[QueueEntry]] = {}
         is_mixed = len(self._requests.priorities) > 1
         if not self._waiting.num_schedulable or not self._may_admit(is_mixed=is_mixed):
             return placed
-        self._fleet.begin(self._ready, is_mixed=is_mixed)
+        self._fleet.begin_pass(self._ready, is_mixed=is_mixed)
         moved: list[tuple[QueueEntry, float]] = []
         num_passed = 0
-        for entry in self._waiting if self._fleet.num_takers else ():
-            choice = self._fleet.choose(entry, now, self._measures.prefill.per_s)
+        for entry in self._waiting if self._fleet.num_accepting else ():
+            placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
             virtual_arrival = self._requests.virtual_arrival(entry)
             if virtual_arrival != entry.key[2]:
                 moved.append((entry, virtual_arrival))
-            if choice.is_now:
-                placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
+            if placement.is_now:
+                placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
             else:
                 num_passed += 1
-            if self._is_starved(entry, choice, now):
-                self._fleet.keep_for(entry)
-            if not self._fleet.num_takers or num_passed > self.config.max_bypass:
+            if self._is_starved(entry, placement, now):
+                self._fleet.reserve_for(entry)
+            if not self._fleet.num_accepting or num_passed > self.config.max_bypass:
                 break
         for entry, virtual_arrival in moved:
             self._waiting.move(entry, virtual_arrival)
@@ -326,9 +326,9 @@ class Scheduler:
         refusals = (worker.refusal(entry) for entry in entries for worker in workers)
         return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
-    def _is_starved(self, entry: QueueEntry, choice: Choice, now: float) -> bool:
+    def _is_starved(self, entry: QueueEntry, placement: Placement, now: float) -> bool:
         """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""
-        return not choice.has_room and not choice.is_held and self._requests.note_blocked(entry, now)
+        return not placement.has_room and not placement.is_held and self._requests.note_blocked(entry, now)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

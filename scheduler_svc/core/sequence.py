@@ -1,4 +1,4 @@
-"""Sequences and their life: the readable face of what the columns store while a sequence runs."""
+"""Sequences, requests and their status table. While a sequence runs, its tokens and blocks live in columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class IllegalTransitionError(RuntimeError):
 
 @dataclass(slots=True)
 class SequenceData:
-    """What must survive preemption: the output so far. The prompt is the group's, stored once."""
+    """What must survive preemption: the output so far. The prompt is stored once, in the group."""
 
     prompt: U32  # [num_prompt_tokens], shared by all samples of the group
     output: U32  # [num_output_tokens]
@@ -82,14 +82,14 @@ class Sequence:
     worker_id: str | None = None
     row: int | None = None
     digests: list[bytes] = field(default_factory=list)  # chain digests of its full blocks, as far as computed
-    forks: list[Sequence] = field(default_factory=list)  # samples that start from this one's prompt
+    forks: list[Sequence] = field(default_factory=list)  # samples that fork from this one when its prompt is computed
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_computed_peak: int = 0  # most tokens ever computed: what a return from preemption computes again
+    num_computed_peak: int = 0  # most tokens ever computed, to count recomputed tokens
     num_preemptions: int = 0
     is_admitted_before: bool = False
-    admitted_at: float | None = None  # first place in a step
-    failed_on: str | None = None  # the worker where its row failed once: a second failure ends it
+    admitted_at: float | None = None  # first admission
+    failed_on: str | None = None  # the worker on which its row failed; a second failure ends it
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
@@ -98,7 +98,7 @@ class Sequence:
         self.status = status
 
     def count_cached(self, num_cached: int) -> None:
-        """It is admitted, with so many leading tokens cached."""
+        """Record an admission with this number of leading tokens cached."""
         if self.is_admitted_before:
             self.num_recomputed_tokens += max(0, self.num_computed_peak - num_cached)
             return
@@ -112,12 +112,12 @@ class Sequence:
 
     @property
     def is_new(self) -> bool:
-        """Nobody has seen anything of it yet."""
+        """No token of it has been sent yet, as far as is known."""
         return not (self.group.takes_over or self.is_admitted_before)
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
-        """Whose stream matters more: priority, then what stands still meanwhile, then arrival, then number."""
+        """Urgency, the lowest first: priority, then streams that have begun, then arrival, then number."""
         return (self.group.priority, self.is_new, self.group.arrival, self.seq_id)
 
 

@@ -1,6 +1,6 @@
-"""Where waiting sequences should go: what placement knows of each worker, and the choice.
+"""Placement: the worker on which a waiting sequence should run.
 
-Facts are columns over workers, refreshed for those to which something has happened, so that a choice costs about the
+The inputs are columns over workers. Only columns of changed workers are read again, so one placement costs about the
 same for 8 workers and for 64.
 """
 
@@ -17,7 +17,7 @@ from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.worker_books import WorkerBooks
@@ -27,53 +27,53 @@ U32 = npt.NDArray[np.uint32]
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-LOOK_AGE_S = 0.5  # what is cached where may be so old: pools change slowly
-NOBODY = np.iinfo(np.int64).min
+MAX_LOOKUP_AGE_S = 0.5  # pools change slowly
+NOTHING_RUNS = np.iinfo(np.int64).min  # lowest priority number: there is no row to preempt
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a look at one waiting sequence found."""
+class Placement:
+    """The result for one waiting sequence."""
 
     worker: WorkerBooks
-    has_room: bool  # it could go there at once, or at the worker's next step
-    is_now: bool  # that step is being made
-    is_held: bool  # others have room, but waiting for this worker is better
+    has_room: bool  # in the worker's next step
+    is_now: bool  # that step is being planned
+    is_held: bool  # other workers have room, but waiting for this one is better
 
 
 class Fleet:
-    """The workers, and during one pass over the queue what the choices so far would add to each.
+    """The workers, and the load that the current pass over the queue adds to each.
 
-    `begin` opens a pass; `choose` counts each sequence where it will go, so that those behind it see that load.
+    `begin_pass` starts a pass. `place` adds each sequence to the load of its worker, which later sequences then see.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.num_takers = 0  # workers that still have room in this pass
-        self.first: WorkerCapacity | None = None  # that joined when nobody was there: what waits was measured with it
+        self.num_accepting = 0  # workers that accept more in this pass
+        self.first: WorkerCapacity | None = None  # the one that joined an empty fleet: the queue was checked against it
         self._config = config
-        self._version = 0  # +1 whenever a worker joins or leaves: positions have changed
-        self._pass = 0  # the latest one's number
-        self._kept: Bools | None = None  # who takes nobody else in this pass
+        self._version = 0  # +1 whenever a worker joins or leaves: positions change
+        self._pass = 0  # number of the latest one
+        self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
     def workers(self) -> list[WorkerBooks]:
-        """All of them."""
+        """All workers, by position."""
         return self._workers
 
     def join(self, worker: WorkerBooks) -> None:
         if not self._workers:
             self.first = worker.capacity
-        filled = self._filled.min() if len(self._filled) else 0  # what is new is not filled with all that comes
-        self._set([*self._workers, worker], np.append(self._filled, filled))
+        written = self._written.min() if len(self._written) else 0  # else a new worker would get all requests
+        self._set([*self._workers, worker], np.append(self._written, written))
 
     def leave(self, worker: WorkerBooks) -> None:
         stays = np.array([other is not worker for other in self._workers])
-        self._set([other for other in self._workers if other is not worker], self._filled[stays])
+        self._set([other for other in self._workers if other is not worker], self._written[stays])
 
-    def _set(self, workers: list[WorkerBooks], filled: I64) -> None:
-        self._filled = filled  # tokens that were ever put into each pool
+    def _set(self, workers: list[WorkerBooks], written: I64) -> None:
+        self._written = written  # tokens ever written into each pool
         self._workers = workers
         self._version += 1
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
@@ -90,38 +90,37 @@ class Fleet:
         self._pending = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
-        self._least_urgent = np.full(len(workers), NOBODY)
-        self._pressure = np.zeros(
-            len(workers)
-        )  # of each pool: what is in use and what was ever put into it, by its size
-        self._load, self._free_rows, self._takes = self._pending, self._rows, self._is_open
+        self._least_urgent = np.full(len(workers), NOTHING_RUNS)
+        # Tokens in use and tokens ever written, relative to each pool's size
+        self._pressure = np.zeros(len(workers))
+        self._load, self._free_rows, self._accepts = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
-        self.touched = set(self._position)  # may have something to do: the caller takes out who has not
+        self.changed = set(self._position)  # may have something to do; the caller removes workers that have not
 
-    def touch(self, worker: WorkerBooks) -> None:
-        """Something has happened to it: its columns are read again when they are needed."""
+    def mark_changed(self, worker: WorkerBooks) -> None:
+        """Read the worker's columns again at the next pass."""
         name = worker.capacity.worker_id
         self._stale[name] = worker
-        self.touched.add(name)
+        self.changed.add(name)
 
-    def close(self, worker: WorkerBooks) -> None:
-        """It takes nothing new from now on."""
+    def drain(self, worker: WorkerBooks) -> None:
+        """The worker accepts no new sequences from now on."""
         self._is_open[self._position[worker.capacity.worker_id]] = False
-        self.touch(worker)
+        self.mark_changed(worker)
 
     def could_run(self, seq: Sequence) -> bool:
-        """Somebody could, if nobody else were there. While nobody takes anything, all wait alike."""
-        return bool(np.count_nonzero(self._able(seq)) or not np.count_nonzero(self._is_open))
+        """Some worker could run the sequence if nothing else ran there. True for all while every worker drains."""
+        return bool(np.count_nonzero(self._eligible(seq)) or not np.count_nonzero(self._is_open))
 
-    def fill(self, worker: WorkerBooks, num_tokens: int) -> None:
-        """So many tokens get new blocks of its pool."""
-        self._filled[self._position[worker.capacity.worker_id]] += num_tokens
+    def note_written(self, worker: WorkerBooks, num_tokens: int) -> None:
+        """Count tokens that get new blocks of the worker's pool."""
+        self._written[self._position[worker.capacity.worker_id]] += num_tokens
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
-    def begin(self, ready: Collection[str], *, is_mixed: bool) -> None:
-        """Open a pass. `ready`: whose next step is being made. `is_mixed`: requests of several priorities are here."""
+    def begin_pass(self, ready: Collection[str], *, is_mixed: bool) -> None:
+        """Start a pass. `ready`: workers whose next step is planned now. `is_mixed`: requests differ in priority."""
         self._pass += 1
         self._is_ready.fill(len(ready) == len(self._workers))
         if len(ready) < len(self._workers):
@@ -132,103 +131,106 @@ class Fleet:
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
         self._stale = {}
-        self._kept = None
+        self._reserved = None
         self._load, self._free_rows = self._pending.copy(), self._rows.copy()
-        has_rows = (self._free_rows > 0) | (self._least_urgent > NOBODY) if is_mixed else self._free_rows > 0
-        self._takes = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
-        self.num_takers = int(np.count_nonzero(self._takes))
+        has_rows = (self._free_rows > 0) | (self._least_urgent > NOTHING_RUNS) if is_mixed else self._free_rows > 0
+        self._accepts = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
+        self.num_accepting = int(np.count_nonzero(self._accepts))
 
     def _read(self, i: int, worker: WorkerBooks) -> None:
         self._is_open[i] = not worker.is_draining
         self._pending[i] = worker.pending_prefill
         self._rows[i] = worker.num_free_rows
         used = worker.pool.num_used * worker.capacity.block_size
-        self._pressure[i] = (self._filled[i] + used) / self._pool_tokens[i]
-        self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOBODY
+        self._pressure[i] = (self._written[i] + used) / self._pool_tokens[i]
+        self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
 
-    def choose(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Choice:
-        """Where the sequence should go, now or later. Some worker could run it, or it would be unschedulable."""
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+        """The worker for a sequence, now or later. At least one is eligible, or the sequence would be unschedulable."""
         seq = entry.seq
-        able = self._able(seq)
-        uncached = seq.data.num_tokens - self._look_again(entry, now)
+        eligible = self._eligible(seq)
+        uncached = seq.data.num_tokens - self._update_cached(entry, now)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
-        best = best_place(scores, slack, self._pressure, able)
-        room = able & self._room(entry)
+        best = best_place(scores, slack, self._pressure, eligible)
+        room = eligible & self._room(entry)
         is_held = False
         if not room[best] and np.count_nonzero(room):
             other = best_place(scores, slack, self._pressure, room)
-            is_held = self._holds(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
+            is_held = self._should_wait(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])
         self._count_in(best, int(uncached[best]), entry.num_rows)
-        return Choice(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
+        return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
 
-    def keep_for(self, entry: QueueEntry) -> None:
-        """Reserve the eligible workers of a starved sequence: they take no other one in this pass."""
-        able = self._able(entry.seq)
-        self._kept = able if self._kept is None else self._kept | able
-        self._takes &= ~able
-        self.num_takers = int(np.count_nonzero(self._takes))
+    def reserve_for(self, entry: QueueEntry) -> None:
+        """Reserve the eligible workers of a starved sequence: they accept no other one in this pass."""
+        eligible = self._eligible(entry.seq)
+        self._reserved = eligible if self._reserved is None else self._reserved | eligible
+        self._accepts &= ~eligible
+        self.num_accepting = int(np.count_nonzero(self._accepts))
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
         self._load[i] += num_tokens
         self._free_rows[i] -= num_rows
-        if not self._takes[i]:
+        if not self._accepts[i]:
             return
-        has_rows = self._free_rows[i] > 0 or self._least_urgent[i] > NOBODY
+        has_rows = self._free_rows[i] > 0 or self._least_urgent[i] > NOTHING_RUNS
         if not has_rows or self._load[i] >= self._max_pending[i]:
-            self._takes[i] = False
-            self.num_takers -= 1
+            self._accepts[i] = False
+            self.num_accepting -= 1
 
-    def _holds(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
+    def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:
             entry.held_since = now
         return not is_worth_leaving(extra_tokens, now - entry.held_since, tokens_per_s, self._config.leave_part)
 
-    def _able(self, seq: Sequence) -> Bools:
-        """Who could run it if nobody else were there."""
-        able = self._is_open
+    def _eligible(self, seq: Sequence) -> Bools:
+        """Workers that could run the sequence if nothing else ran there."""
+        eligible = self._is_open
         if not self._size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens):
-            able = able & np.array([could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_)
+            eligible = eligible & np.array(
+                [could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_
+            )
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
-        if failed is not None and np.count_nonzero(able) > able[failed]:
-            able = able.copy()
-            able[failed] = False  # elsewhere, if there is an elsewhere: it may have been the machine
-        return able
+        if failed is not None and np.count_nonzero(eligible) > eligible[failed]:
+            eligible = eligible.copy()
+            eligible[failed] = False  # the machine may have caused the failure
+        return eligible
 
     def _room(self, entry: QueueEntry) -> Bools:
-        """Workers with a row for it, or a less urgent one to preempt, that have not refused it and have little prefill
-        pending.
+        """Workers with a row for the sequence, or a less urgent one to preempt, that have not refused it and have
+        little prefill pending.
         """
+        refusals = self._refusals(entry)
         room: Bools = self._free_rows > 0
-        can_preempt = self._least_urgent > entry.seq.group.priority if self._is_mixed else None
-        for name in entry.refusals:
-            i = self._position.get(name)
-            refusal = None if i is None else self._workers[i].refusal(entry)
-            if refusal is not None:
-                room[i] = False
-                if can_preempt is not None:
-                    can_preempt[i] &= refusal.can_preempt
-        if can_preempt is not None:
+        room[[i for i, _ in refusals]] = False
+        if self._is_mixed:
+            can_preempt = self._least_urgent > entry.seq.group.priority
+            can_preempt[[i for i, refusal in refusals if not refusal.can_preempt]] = False
             room |= can_preempt
         room &= self._load < self._max_pending
-        if self._kept is not None:
-            room &= ~self._kept
+        if self._reserved is not None:
+            room &= ~self._reserved
         return room
 
-    # -- what is cached where -----------------------------------------------------------------------------------------
+    def _refusals(self, entry: QueueEntry) -> list[tuple[int, Refusal]]:
+        """Refusals that still hold, with the positions of their workers."""
+        at = [(i, self._workers[i].refusal(entry)) for i in map(self._position.get, entry.refusals) if i is not None]
+        return [(i, refusal) for i, refusal in at if refusal is not None]
 
-    def look(self, entry: QueueEntry, now: float) -> None:
+    # -- cached prefixes ----------------------------------------------------------------------------------------------
+
+    def look_up_cached(self, entry: QueueEntry, now: float) -> None:
         """Look up where a sequence that joins the queue is cached."""
         if self._workers:
-            self._look_again(entry, now)
+            self._update_cached(entry, now)
 
-    def _look_again(self, entry: QueueEntry, now: float) -> I64:
+    def _update_cached(self, entry: QueueEntry, now: float) -> I64:
         """Leading tokens cached on each worker: looked up on all if the last lookup is old, else on the ready ones."""
         seq, num_tokens = entry.seq, entry.seq.data.num_tokens
         version, last_pass, when = entry.cached_as_of
-        if entry.num_cached_at is None or version != self._version or now - when >= LOOK_AGE_S:
+        if entry.num_cached_at is None or version != self._version or now - when >= MAX_LOOKUP_AGE_S:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
             entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, num_tokens)
             entry.cached_as_of = (self._version, self._pass, now)
@@ -239,18 +241,18 @@ class Fleet:
         return entry.num_cached_at
 
     def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
-        """On each worker, and the most of all. Most hold not even the first block."""
+        """On each worker, and the largest. Most workers do not hold even the first block."""
         first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
         counts = [worker.num_cached(digests, num_tokens) if first in held else 0 for held, worker in at]
         return np.array(counts, dtype=np.int64), max(counts)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
-        """The digests of all full blocks of what a waiting sequence knows, as far as they are missing."""
-        block_size = self._workers[0].capacity.block_size  # everybody's
+        """Append the missing digests of a sequence's full blocks."""
+        block_size = self._workers[0].capacity.block_size  # equal on all workers
         self._digests.extend(digests, token_ids, root_key, block_size)
 
 
 def _least_urgent(worker: WorkerBooks) -> int:
-    """Priority of what would have to leave first; NOBODY if nothing runs."""
+    """Priority of the row that would be preempted first; NOTHING_RUNS if no row runs."""
     rows = worker.rows.active()
-    return int(worker.rows.priority[rows].max()) if len(rows) else NOBODY
+    return int(worker.rows.priority[rows].max()) if len(rows) else NOTHING_RUNS

@@ -1,4 +1,4 @@
-"""How fast something goes, measured while there is something to do, and how long answers are."""
+"""Measured rates of prefill and of the queue, and the mean length of answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class Pace:
-    """Amount per second of busy time, its last `HORIZON_S` weighing most. Unknown until it was busy for a while."""
+    """Amount per second of busy time, weighted towards the last `HORIZON_S`. Unknown for the first second of it."""
 
     HORIZON_S = 10.0
     LEAST_BUSY_S = 1.0
@@ -17,7 +17,7 @@ class Pace:
         self._seen_s = 0.0
 
     def note(self, amount: float, busy_s: float) -> None:
-        """So much was done in so many seconds in which there was something to do."""
+        """Record an amount of work done in `busy_s` seconds of busy time."""
         keep = math.exp(-busy_s / self.HORIZON_S)
         self._amount = self._amount * keep + amount
         self._busy_s = self._busy_s * keep + busy_s
@@ -25,34 +25,34 @@ class Pace:
 
     @property
     def per_s(self) -> float | None:
-        """None while it is not known."""
+        """None while it is unknown."""
         if self._seen_s < self.LEAST_BUSY_S or self._amount <= 0:
             return None
         return self._amount / self._busy_s
 
 
 class Measures:
-    """What the core has seen of its own past, from which it tells how long a new request would wait and grow."""
+    """Running measurements, from which the core estimates how long a new request would wait and grow."""
 
-    MEAN_OUTPUT_WEIGHT = 0.05  # of the newest answer in the running mean
+    MEAN_OUTPUT_WEIGHT = 0.05  # weight of the newest answer in the running mean
 
     def __init__(self, expected_output_tokens: int) -> None:
-        self.mean_output = float(expected_output_tokens)  # tokens of an answer that ended by itself
+        self.mean_output = float(expected_output_tokens)  # tokens of answers that ended before max_tokens
         self.queue = Pace()  # tokens that leave the queue
         self.prefill = Pace()  # prompt tokens that one worker computes
-        self._num_admitted_tokens = 0  # since the last look at the queue
-        self._waited_since: float | None = None  # the last look, if something waited then
+        self._num_admitted_tokens = 0  # since the last `observe_queue`
+        self._waited_since: float | None = None  # time of the last `observe_queue`, if sequences waited then
 
     def note_output(self, num_tokens: int) -> None:
-        """An answer of this length ended by itself."""
+        """Record the length of an answer that ended before max_tokens."""
         self.mean_output += self.MEAN_OUTPUT_WEIGHT * (num_tokens - self.mean_output)
 
     def note_admitted(self, num_tokens: int) -> None:
-        """So many tokens have left the queue."""
+        """Record prompt tokens that left the queue."""
         self._num_admitted_tokens += num_tokens
 
-    def look_at_queue(self, now: float, *, is_served: bool) -> None:
-        """How fast the queue has moved since the last look, if something waited then and somebody served it."""
+    def observe_queue(self, now: float, *, is_served: bool) -> None:
+        """Record how fast the queue moved since the last call, if sequences waited then and a worker served them."""
         if self._waited_since is not None:
             self.queue.note(self._num_admitted_tokens, now - self._waited_since)
         self._num_admitted_tokens = 0

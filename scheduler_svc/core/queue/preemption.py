@@ -1,4 +1,4 @@
-"""Who has to leave for whom: rows go on, and where the pool has not enough for all, the least urgent leave."""
+"""Preemption: the least urgent rows give way when the pool has too few blocks for all, or to an urgent sequence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bool:
-    """Every row goes on; True if some had to leave for that.
+    """Plan the running rows; True if some were preempted for the others.
 
-    Each decoding row gets the block it writes next; the least urgent are preempted until that works. Blocks of a
-    victim may still be named by steps in flight: then rows that got none sit this step out.
+    Each decoding row gets the block that it writes next. The least urgent rows are preempted until there are enough
+    blocks. Steps in flight may still name a victim's blocks: then rows without a block skip this step.
     """
     worker = planner.books
     if not worker.rows.num_used:
@@ -43,9 +43,7 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
 
 
 def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
-    """An urgent sequence that finds no room takes that of less urgent ones, if that is enough for it: else they would
-    leave for nobody, and come back.
-    """
+    """Preempt less urgent rows for an urgent sequence without room, unless it would not fit even then."""
     urgent = entry.seq
     if _has_space(urgent, worker) or not _may_displace(urgent, worker):
         return

@@ -1,4 +1,4 @@
-"""Every request that is here, from its arrival to its end: who waits, in which order, until when, for which tenant."""
+"""Every live request from its arrival to its end: its group, its place in the queue, its deadline and its tenant."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 RETRY_ADVICE = "retry later or on another scheduler"
-SPARE_DEADLINES = 64  # of sequences that wait no more, kept until there are more of them
+SPARE_DEADLINES = 64  # of sequences that no longer wait: removed when there are more
 
 
 class Requests:
-    """Owns groups, queue and shares. `workers`, by name, are the scheduler's: who ends gives its row back."""
+    """Owns groups, queue and shares. `workers`, by name, are the scheduler's: a sequence that ends frees its row."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Requests:
         self._stops = stops
         self._measures = measures
         self._counts = counts
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # of what has waited, nearest first
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some entries no longer wait
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
 
     def add(self, group: SequenceGroup, now: float) -> list[Finished]:
-        """It was found good and is in the queue now, but for samples whose Continuation needs nothing more."""
+        """Queue an accepted request. Returns the samples whose Continuation is complete, which end at once."""
         group.arrival = now
         group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
         group.tenant_slot = self.share.join(group.tenant_id)
@@ -90,7 +90,7 @@ class Requests:
         return [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
 
     def expire(self, now: float) -> list[Finished]:
-        """End what waits after its deadline."""
+        """End requests that still wait at their deadline."""
         ended: list[Finished] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, seq = heappop(self._deadlines)
@@ -145,12 +145,12 @@ class Requests:
         message: str = "",
         keep_forks: bool = True,
     ) -> Finished:
-        """The one way out for a sequence in any state."""
+        """End a sequence in any state; every end goes through here."""
         forks = seq.forks
         if seq.worker_id is not None and seq.row is not None:
             worker = self._workers[seq.worker_id]
             worker.finish(seq.row)
-            self._fleet.touch(worker)
+            self._fleet.mark_changed(worker)
         else:
             self._leave_queue(seq)
             seq.move_to(SequenceStatus.FINISHED)
@@ -164,13 +164,13 @@ class Requests:
         if seq in self.waiting:
             self.waiting.remove(seq)
             return
-        for leader in seq.group.sequences:  # it waited to fork off another sample
+        for leader in seq.group.sequences:  # it waited to fork from another sample
             if seq in leader.forks:
                 leader.forks.remove(seq)
                 if leader.worker_id is not None:
                     worker = self._workers[leader.worker_id]
                     worker.unreserve_row()
-                    self._fleet.touch(worker)
+                    self._fleet.mark_changed(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
@@ -183,7 +183,7 @@ class Requests:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
-        """It was taken off its worker and waits again."""
+        """Queue a preempted sequence again."""
         if migration is None:
             self._counts.num_preemptions += 1
         else:
@@ -196,16 +196,16 @@ class Requests:
             samples[0].forks = samples[1:]
             self._enqueue(samples[0])
 
-    def sort_out(self) -> None:
-        """Workers came, left or take nothing any more: what nobody could run makes way, and comes back when somebody
-        could. Not looked for later, or each step would find it again.
+    def update_schedulable(self) -> None:
+        """Workers joined, left or drain: sequences become unschedulable, or schedulable again. Checked only then, or
+        each step would check the whole queue.
         """
         if self._workers:
             self._no_worker_since = math.inf
         for seq in list(self.waiting.sequences()):
-            self._sort_out(seq)
+            self._update_schedulable(seq)
 
-    def _sort_out(self, seq: Sequence) -> None:
+    def _update_schedulable(self, seq: Sequence) -> None:
         if self._fleet.could_run(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
@@ -218,7 +218,7 @@ class Requests:
         expected = expected_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
         entry = QueueEntry(seq, expected)
         if seq.is_new:
-            self._fleet.look(entry, seq.group.arrival)
+            self._fleet.look_up_cached(entry, seq.group.arrival)
         self.waiting.add(entry, self.virtual_arrival(entry))
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -228,7 +228,7 @@ class Requests:
 
     def _note_deadline(self, seq: Sequence) -> None:
         heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
-        if len(self._deadlines) > 2 * len(self.waiting) + SPARE_DEADLINES:  # most do not wait any more
+        if len(self._deadlines) > 2 * len(self.waiting) + SPARE_DEADLINES:  # most no longer wait
             self._deadlines = list({entry for entry in self._deadlines if entry[2] in self.waiting})
             heapify(self._deadlines)
 

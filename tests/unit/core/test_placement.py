@@ -149,7 +149,7 @@ def test_a_refused_sequence_is_not_placed_in_each_step(monkeypatch: pytest.Monke
     batches = scheduler.schedule(0.0)
     waiting = scheduler.stats().num_waiting
     assert waiting
-    choices = count_calls(monkeypatch, Fleet, "choose")
+    choices = count_calls(monkeypatch, Fleet, "place")
     for _ in range(10):
         for batch in batches:
             scheduler.update(answer(batch), 0.0)

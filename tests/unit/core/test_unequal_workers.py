@@ -148,7 +148,7 @@ def test_what_no_worker_could_run_costs_a_step_nothing(monkeypatch: pytest.Monke
     scheduler = lose_the_big_one(30)
     add(scheduler, "short", 7000, 4, 20, 0.3)
     batches = scheduler.schedule(1.0)
-    monkeypatch.setattr(Fleet, "choose", lambda *_: pytest.fail("nobody is left to choose for"))
+    monkeypatch.setattr(Fleet, "place", lambda *_: pytest.fail("nobody is left to choose for"))
     monkeypatch.setattr(Fleet, "could_run", lambda *_: pytest.fail("nothing has changed"))
     for _ in range(10):
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Who may come in: workers that fit the others, and requests that can run, find room in the queue and are in time."""
+"""Admission control: workers that match the others, and requests that can run, in time, and fit the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import (
-    DEADLINE_PART,
+    DEADLINE_FRACTION,
     expected_tokens,
     first_token_wait_s,
     is_queue_full,
@@ -30,12 +30,12 @@ from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
-RETURNING_FACTOR = 4  # how many times its limits the queue holds of requests that were accepted before
+RETURNING_FACTOR = 4  # the queue's limits for requests that were accepted before, as a multiple
 LEAST_RETRY_S = 0.1
 
 
-class Intake:
-    """Refuses with a reason, or says nothing; changes nothing but its count of refusals."""
+class AdmissionControl:
+    """Raises an error for each worker or request that it refuses. Changes nothing but a count of refusals."""
 
     def __init__(
         self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures, counts: Counts
@@ -73,8 +73,8 @@ class Intake:
             self._check_deadline(group, group.timeout_s, now)
 
     def _check_queue(self, group: SequenceGroup) -> None:
-        """Bounded by sequences and by tokens. A request that was accepted before must not fall to a queue that is full
-        because its scheduler died: it has more room.
+        """The queue is bounded in sequences and in tokens. A request that was accepted before has higher limits: it
+        must not fail because the queue is full after the loss of a scheduler.
         """
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         num_waiting = queue.num_schedulable
@@ -83,13 +83,13 @@ class Intake:
         factor = RETURNING_FACTOR if group.takes_over else 1
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
-            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._config.max_waiting}; try later")
+            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._config.max_waiting}; retry later")
         new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
         if is_queue_full(queue.expected_tokens + new, queue.expected_tokens_of(slot) + new, num_tenants, limit):
             raise QueueFullError(
-                f"requests of {queue.expected_tokens} tokens wait, this one would add {new}, the limit is "
-                f"{self._config.max_waiting_tokens}; try later"
+                f"requests of {queue.expected_tokens} tokens wait and this one would add {new}; the limit is "
+                f"{self._config.max_waiting_tokens}: retry later"
             )
 
     def _check_size(self, group: SequenceGroup) -> None:
@@ -111,7 +111,7 @@ class Intake:
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
         workers = [worker for worker in self._fleet.workers if not worker.is_draining]
         if not workers:
-            return  # when one comes is anybody's guess
+            return  # the time until one joins is unknown
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         ahead = queue.tokens_ahead(slot, group.priority)
         own = len(group.prompt) + min(worker.backlog for worker in workers)
@@ -122,23 +122,22 @@ class Intake:
         self._fleet.extend_digests(digests, group.prompt, group.root_key)
         num_cached = max(worker.num_cached(digests, len(group.prompt)) for worker in workers)
         own -= num_cached
-        turn = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
-        ahead = queue.tokens_ahead(slot, group.priority, turn)
+        own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
+        ahead = queue.tokens_ahead(slot, group.priority, own_arrival)
         wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
         if not is_too_late(wait_s, timeout_s):
             return
         self._counts.refused_deadline += 1
         raise DeadlineError(
             f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: "
-            "too late for an answer; try later, or allow more time",
-            retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_PART * timeout_s),
+            "too late for an answer; retry later, or allow more time",
+            retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),
         )
 
 
 def _gives_way(live: SequenceGroup, group: SequenceGroup) -> bool:
-    """A client goes from stream to stream, and only its last one counts. A gateway that was frozen meanwhile sends the
-    request again as well: it must not win it back from where the client is now. If that one is dead, its own end frees
-    the request_id in a moment.
+    """Only the newest stream of a client counts. A gateway that was frozen may send the request again as well; it must
+    not take it back from the gateway that serves the client now. If that gateway is lost, its end frees the request_id.
     """
     return group.takes_over and (not live.takes_over or live.origin == group.origin)
 
