@@ -11,7 +11,7 @@ tokens. The last line is one JSON object:
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 
 `hit` is the part of all prompt tokens that came from a cache. `pooled` is one imaginary worker, as fast and as large as
-all together, with a plain LRU cache: what it hits is the reference, its times nobody can reach.
+all together, with a plain LRU cache: its hit rate is the reference; its times are out of reach.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def conversation(
 
 
 def chat(seconds: float) -> Workload:
-    """Multi-turn chat: histories that grow, long pauses, a short system prompt that everybody shares."""
+    """Multi-turn chat: histories that grow, long pauses, a short system prompt that all share."""
     rng = np.random.default_rng(1)
     system = tokens(rng, 64)
     arrivals = [

@@ -147,7 +147,7 @@ class SequenceGroup:
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
     takes_over: bool = False
-    origin: str = ""  # who sent it, as far as a request may change hands: a gateway's name over all its streams
+    origin: str = ""  # the gateway that sent it: the same for all its streams
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
     arrival: float = 0.0

@@ -55,7 +55,7 @@ def test_the_shortest_uncached_prompt_comes_first_however_long_it_is() -> None:
     assert order == ["cached", "short", "long"]
 
 
-def test_who_has_waited_is_not_passed_by_who_is_short() -> None:
+def test_a_short_request_does_not_pass_one_that_has_waited() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=1), aging_tokens_per_s=10.0)
     add(scheduler, "long", 50, now=0.0)
     add(scheduler, "soon", 10, now=3.0)
@@ -63,14 +63,14 @@ def test_who_has_waited_is_not_passed_by_who_is_short() -> None:
     assert [entry.seq.group.request_id for entry in scheduler._waiting] == ["soon", "long", "late"]
 
 
-def test_order_of_arrival_can_be_asked_for() -> None:
+def test_infinite_ageing_gives_the_order_of_arrival() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=1), aging_tokens_per_s=float("inf"))
     add(scheduler, "long", 50, now=0.0)
     add(scheduler, "short", 5, now=0.1)
     assert [entry.seq.group.request_id for entry in scheduler._waiting] == ["long", "short"]
 
 
-def test_a_prefix_that_came_or_went_while_it_waited_changes_the_turn() -> None:
+def test_a_prefix_cached_or_evicted_meanwhile_changes_the_order() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=1, num_blocks=64))
     add(scheduler, "first", list(range(100, 150)))
     batches = scheduler.schedule(0.0)
@@ -100,7 +100,7 @@ def test_a_request_waits_for_the_worker_that_holds_its_prefix_and_leaves_when_th
     home = batch.worker_id
     scheduler.update(answer(batch), 0.0)
     add(scheduler, "again", [*prefix, 1], now=0.0)  # 60 tokens more elsewhere: 0.6 s, worth a wait of 2 s
-    add(scheduler, "cold", list(range(300, 350)), now=0.0)  # and may go: nobody has its prefix
+    add(scheduler, "cold", list(range(300, 350)), now=0.0)  # may run there: no worker has its prefix
     batches = scheduler.schedule(0.0)
     assert "again" not in str(opened(batches))
     assert opened(batches) == {"w1" if home == "w0" else "w0": ["cold"]}
@@ -112,7 +112,7 @@ def test_a_request_waits_for_the_worker_that_holds_its_prefix_and_leaves_when_th
         assert bool(opened(batches)) == (at > 2.0)
 
 
-def test_a_few_tokens_of_prefix_hold_nobody() -> None:
+def test_a_few_cached_tokens_do_not_bind_a_request() -> None:
     scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=1) for i in range(2)))
     know_pace(scheduler, 1e9)
     add(scheduler, "a", [1, 2, 3, 4, *range(100, 110)], max_tokens=50)
@@ -123,7 +123,7 @@ def test_a_few_tokens_of_prefix_hold_nobody() -> None:
     assert opened(scheduler.schedule(0.001)) == {"w1" if batch.worker_id == "w0" else "w0": ["b"]}
 
 
-def test_an_answer_of_one_worker_costs_nothing_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_one_worker_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=2) for i in range(16)))
     for i in range(60):
         add(scheduler, f"r{i}", 9, max_tokens=40)
@@ -162,7 +162,7 @@ def test_a_refused_sequence_is_not_placed_in_each_step(monkeypatch: pytest.Monke
     assert opened(batches)
 
 
-def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_prompts_near_the_front_of_a_long_queue_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=16), max_waiting=2000)
     for i in range(1000):
         add(scheduler, f"r{i}", 9, max_tokens=3)
@@ -173,7 +173,7 @@ def test_prompts_of_a_long_queue_are_looked_at_when_their_turn_is_near(monkeypat
     assert len(looks) < 40 * 20
 
 
-def test_what_waits_ends_at_its_deadline_wherever_it_stands_in_line() -> None:
+def test_a_waiting_request_ends_at_its_deadline_anywhere_in_the_queue() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=1))
     add(scheduler, "running", 9, max_tokens=100)
     scheduler.update(answer(scheduler.schedule(0.0)[0]), 0.0)

@@ -64,7 +64,7 @@ def test_expected_remaining_is_exact_when_nothing_can_stop_it() -> None:
     assert expected_remaining(limit, output, may_stop, 200.0).tolist() == [500, 200, 5, 300]
 
 
-def test_a_full_queue_still_takes_who_holds_less_than_its_share() -> None:
+def test_a_full_queue_accepts_a_tenant_below_its_share() -> None:
     assert not is_queue_full(9, 9, 1, 10)
     assert is_queue_full(10, 10, 1, 10)
     assert not is_queue_full(10, 4, 2, 10)
@@ -84,7 +84,7 @@ def test_a_first_token_at_the_deadline_is_too_late() -> None:
     assert not is_too_late(0.0, 0.0)
 
 
-def test_answers_are_held_at_their_usual_length() -> None:
+def test_answers_are_expected_at_their_mean_length() -> None:
     assert expected_tokens(100, 4000, 2, 256.0) == 100 + 2 * 256
     assert expected_tokens(100, 10, 1, 256.0) == 110
 
@@ -131,4 +131,4 @@ def test_a_cached_prefix_is_left_when_the_wait_has_cost_more_than_computing_it_a
     assert not is_worth_leaving(3000, 9.9, 1000.0, 0.3)
     assert is_worth_leaving(3000, 10.1, 1000.0, 0.3)
     assert is_worth_leaving(0, 0.0, 1000.0, 0.3)  # nothing to compute again: nothing to wait for
-    assert is_worth_leaving(3000, 0.0, None, 0.3)  # nobody knows what it costs
+    assert is_worth_leaving(3000, 0.0, None, 0.3)  # the cost is unknown

@@ -185,7 +185,7 @@ def test_rows_that_share_what_a_failed_row_computed_are_computed_again() -> None
     deltas = scheduler.update(answer(batch, failures=(0,)), 0.0)
     scheduler.check_invariants()
     assert [(f.group.request_id, f.message) for f in deltas.finished] == [("bad", "NaN in the logits")]
-    assert not len(deltas.token_ids)  # good's token came from blocks that nobody filled
+    assert not len(deltas.token_ids)  # good's token came from blocks that were never filled
     (batch,) = scheduler.schedule(0.0)
     assert (batch.opens[0].group.request_id, batch.opens[0].num_computed_tokens) == ("good", 0)
     deltas = scheduler.update(answer(batch), 0.0)
@@ -396,7 +396,7 @@ def test_what_waits_past_its_deadline_is_never_computed() -> None:
     scheduler.check_invariants()
 
 
-def test_a_drained_workers_row_stays_if_nobody_else_could_ever_hold_it() -> None:
+def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> None:
     scheduler = make()
     scheduler.add_group(group("big", range(40), max_tokens=20), 0.0)
     scheduler.add_group(group("small", range(100, 104)), 0.0)
@@ -447,7 +447,7 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
         send("f", takes_over=True)  # f wakes up: its stream has ended, it does not know about its client yet
     assert send("g", takes_over=True) == [ord("g")]  # g lost its stream: it comes again on the next one
     scheduler.abort_group("a", FinishReason.ABORTED)
-    assert send("f", takes_over=True) == []  # g died: nobody has it
+    assert send("f", takes_over=True) == []  # g is lost: no gateway has it
     scheduler.check_invariants()
 
 
@@ -486,8 +486,8 @@ def test_a_sequence_without_room_beside_equals_is_not_asked_in_each_step(monkeyp
     assert 0 < len(checks) <= 16, "again when a row ends, and as the projected peak falls"
 
 
-def test_who_was_displaced_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
-    """They are cached, so it needed next to nothing to come back, was displaced again, and nobody got anywhere."""
+def test_a_displaced_sequence_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
+    """Its blocks are cached, so it was admitted again at almost no cost, displaced again, and neither made progress."""
     scheduler = make(num_blocks=8, pipeline_depth=3)
     scheduler.add_group(group("patient", range(20), max_tokens=8), 0.0)
     in_flight = scheduler.schedule(0.0)

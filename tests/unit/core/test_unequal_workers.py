@@ -1,4 +1,4 @@
-"""Workers of different sizes: who can only run on some of them waits for these, and in nobody's way."""
+"""Workers of different sizes: a request that fits only some of them waits for these and delays no other one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lose_the_big_one(num_streams: int) -> Scheduler:
     return scheduler
 
 
-def test_what_no_worker_could_run_stands_in_nobodys_way() -> None:
+def test_an_unschedulable_request_delays_no_other_one() -> None:
     scheduler = lose_the_big_one(20)
     for i in range(5):
         add(scheduler, f"short{i}", 7000 + 10 * i, 4, 4, 0.3, tenant_id=f"t{i}")
@@ -58,7 +58,7 @@ def test_what_no_worker_could_run_stands_in_nobodys_way() -> None:
     assert len(ended) == 20
 
 
-def test_what_no_worker_could_run_ends_when_none_comes_in_time() -> None:
+def test_an_unschedulable_request_ends_when_no_worker_joins_in_time() -> None:
     scheduler = lose_the_big_one(2)
     assert not run(scheduler, 1.0)
     assert scheduler.patience_ends_at == 61.0
@@ -107,7 +107,7 @@ def test_samples_run_one_after_the_other_on_a_worker_with_fewer_rows() -> None:
     assert not scheduler.has_work
 
 
-def test_who_has_waited_too_long_keeps_no_worker_idle_that_it_cannot_use() -> None:
+def test_a_starved_request_reserves_no_worker_that_it_cannot_use() -> None:
     """It failed on one, and waits for the other, which is full."""
     scheduler = make_scheduler(*(make_capacity(name, num_blocks=128, max_num_seqs=2) for name in ("w0", "w1")))
     for i in range(4):
@@ -125,7 +125,7 @@ def test_who_has_waited_too_long_keeps_no_worker_idle_that_it_cannot_use() -> No
     scheduler.check_invariants()
 
 
-def test_who_has_waited_too_long_for_the_big_worker_leaves_the_small_one_to_others() -> None:
+def test_a_request_starved_for_the_big_worker_leaves_the_small_one_to_others() -> None:
     scheduler = make_scheduler(BIG, SMALL, watermark=0.0)
     add(scheduler, "runs", 0, 100, 100, 0.0)
     for i in range(12):
@@ -144,11 +144,11 @@ def test_who_has_waited_too_long_for_the_big_worker_leaves_the_small_one_to_othe
     assert {name for name, _ in opened} == {"small"}
 
 
-def test_what_no_worker_could_run_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unschedulable_request_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = lose_the_big_one(30)
     add(scheduler, "short", 7000, 4, 20, 0.3)
     batches = scheduler.schedule(1.0)
-    monkeypatch.setattr(Fleet, "place", lambda *_: pytest.fail("nobody is left to choose for"))
+    monkeypatch.setattr(Fleet, "place", lambda *_: pytest.fail("no schedulable sequence is left to place"))
     monkeypatch.setattr(Fleet, "could_run", lambda *_: pytest.fail("nothing has changed"))
     for _ in range(10):
         for batch in batches:
