@@ -34,6 +34,7 @@ Outcome = worker_pb2.StepOutput | Exception
 
 NUM_KEPT_ANSWERS = 64
 FIRST_STEP_ID = 1
+MAX_EPOCH_JUMP = 1 << 32  # a single Lease must not use up the epochs; more leases than any deployment takes
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
 
@@ -195,15 +196,13 @@ class StepExecutor:
 
         It does not wait for a running step, whose result is discarded. The model thread closes the rows before the
         first step of the new lease. `epoch` 0 means the last one + 1. Raises StaleEpochError unless it is higher
-        than all previous epochs.
+        than all previous epochs, by at most MAX_EPOCH_JUMP.
         """
         runner = self._loaded()
-        epoch = epoch or self._last_epoch + 1
-        if epoch <= self._last_epoch:
-            raise StaleEpochError(
-                f"scheduler_epoch {epoch} is stale: this worker was leased with {self._last_epoch}; use a higher epoch",
-                field="scheduler_epoch",
-            )
+        last = self._last_epoch
+        epoch = epoch or last + 1
+        if not last < epoch <= last + MAX_EPOCH_JUMP:
+            raise _bad_epoch(epoch, last)
         lease = Lease(epoch, self.worker_epoch, scheduler_id)
         older, self._lease, self._last_epoch = self._lease, lease, epoch
         if older is not None:
@@ -433,6 +432,14 @@ def _settle(steps: Sequence[QueuedStep], done: asyncio.Future[list[Outcome]]) ->
 
 def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:
     return (blocks_to_proto(*columns) for columns in runner.committed_blocks())
+
+
+def _bad_epoch(epoch: int, last: int) -> StaleEpochError:
+    what = "is stale" if epoch <= last else f"is more than {MAX_EPOCH_JUMP} above the last one"
+    return StaleEpochError(
+        f"scheduler_epoch {epoch} {what}: this worker was leased with {last}; use a higher one, or 0 for the next",
+        field="scheduler_epoch",
+    )
 
 
 def _superseded(older: Lease, newer: Lease) -> StaleEpochError:

@@ -106,6 +106,17 @@ async def test_lease_epochs_increase_and_lower_ones_are_refused(worker: WorkerUn
         assert "10" in error.details()
 
 
+async def test_an_epoch_far_above_the_last_one_is_refused_and_later_leases_work(worker: WorkerUnderTest) -> None:
+    assert (await worker.lease(7)).fence.scheduler_epoch == 7
+    for epoch in (2**64 - 1, 2**63, 7 + 2**32 + 1):
+        error = await refusal(worker.lease(epoch))
+        assert error.code() is FAILED_PRECONDITION
+        assert f"scheduler_epoch {epoch} is more than 4294967296 above the last one" in error.details()
+    assert (await worker.lease()).fence.scheduler_epoch == 8
+    assert (await worker.lease(8 + 2**32)).fence.scheduler_epoch == 8 + 2**32
+    assert (await worker.lease()).fence.scheduler_epoch == 9 + 2**32
+
+
 async def test_another_protocol_version_is_refused(worker: WorkerUnderTest) -> None:
     error = await refusal(worker.stub.Lease(worker_pb2.LeaseRequest(protocol_version=2), timeout=60))
     assert error.code() is INVALID_ARGUMENT
