@@ -1,7 +1,7 @@
 """The keys of the prefix index in Redis (commands of 6.2).
 
     <namespace>:generation        string  written by the first scheduler that finds none; gone or changed: data was lost
-    <namespace>:scheduler_epoch   string  counter of leases
+    <namespace>:scheduler_epoch   string  counter of leases, 1 to MAX_SCHEDULER_EPOCH; any other value counts as 0
     <namespace>:worker:<id>       hash    epoch, address, owner; expires when its scheduler stops renewing it
     <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from prefix_index.changes import Holder
 
 EPOCH_BYTES = 8
+MAX_SCHEDULER_EPOCH = 1 << 53  # Redis scripts count in float64
 
 
 def generation_key(namespace: str) -> str:

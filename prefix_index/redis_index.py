@@ -12,14 +12,26 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from prefix_index.changes import Holder, PrefixChanges
-from prefix_index.keys import entry_key, epoch_key, generation_key, member_of, worker_key
+from prefix_index.keys import MAX_SCHEDULER_EPOCH, entry_key, epoch_key, generation_key, member_of, worker_key
 from prefix_index.server import Availability, connect
 
 log = logging.getLogger(__name__)
 
-# Raises a counter to a value, never lowers it.
-RAISE_COUNTER = """
-if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+# `counter` of a key whose value may be anything: a decimal number, or nil.
+READ_COUNTER = """
+local found = redis.pcall('GET', KEYS[1])
+local digits = type(found) == 'string' and #found < 17 and string.match(found, '^%d+$')
+local counter = digits and tonumber(digits)
+"""
+# Increments a counter. For a value that is not one, returns that value as a string and leaves it.
+NEXT_EPOCH = f"""{READ_COUNTER}
+if not found or (counter and counter < {MAX_SCHEDULER_EPOCH}) then return redis.call('INCR', KEYS[1]) end
+return type(found) == 'string' and string.sub(found, 1, 64) or 'not a string'"""
+# Raises a counter to a value, never lowers it. A value that is not a counter is replaced.
+RAISE_COUNTER = f"""{READ_COUNTER}
+if not counter or counter >= {MAX_SCHEDULER_EPOCH} or counter < tonumber(ARGV[1]) then
+  redis.call('SET', KEYS[1], ARGV[1])
+end
 return 0"""
 # Deletes a worker's record unless another epoch or scheduler has taken it over.
 FORGET_WORKER = """
@@ -69,6 +81,7 @@ class RedisPrefixIndex:
         self._addresses: dict[Holder, str] = {}
         self._dirty: dict[Holder, bool] = {}  # records to write (True) or to delete
         self._epoch_floor = 0
+        self._has_warned_epoch = False
         self._generation: bytes | None = None
         self._needs_snapshot = False
         self._refresh_at = 0.0
@@ -127,7 +140,8 @@ class RedisPrefixIndex:
         self._wake.set()
 
     def note_scheduler_epoch(self, epoch: int) -> None:
-        self._epoch_floor = max(self._epoch_floor, epoch)
+        if epoch < MAX_SCHEDULER_EPOCH:
+            self._epoch_floor = max(self._epoch_floor, epoch)
         self._wake.set()
 
     def state(self) -> str:
@@ -146,10 +160,24 @@ class RedisPrefixIndex:
     async def next_scheduler_epoch(self) -> int:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return int(await self._redis.incr(epoch_key(self._prefix)))
-        except (RedisError, OSError, TimeoutError, ValueError) as error:
+                epoch = await self._redis.eval(NEXT_EPOCH, 1, epoch_key(self._prefix))
+        except (RedisError, OSError, TimeoutError) as error:
             self._server.went_down(error)
             return 0
+        if isinstance(epoch, int):
+            return epoch
+        self._warn_bad_epoch(epoch)
+        return 0
+
+    def _warn_bad_epoch(self, found: bytes) -> None:
+        if self._has_warned_epoch:
+            return
+        self._has_warned_epoch = True
+        log.error(
+            "redis key %s is %r, not a number from 0 to %d: it counts as 0 and is set by the next lease; find out what "
+            "else writes to this Redis, or use another --redis-namespace",
+            epoch_key(self._prefix), found.decode(errors="replace"), MAX_SCHEDULER_EPOCH,
+        )  # fmt: skip
 
     # -- the task that writes -----------------------------------------------------------------------------------------
 

@@ -211,6 +211,36 @@ async def test_scheduler_epochs_only_grow(index: RedisPrefixIndex) -> None:
     await until(is_above)
 
 
+@pytest.mark.parametrize("value", ["-5", "2e3", "x\n", "1.5", "", str(2**53), str(2**63 - 1), "9" * 400, None])
+async def test_a_bad_scheduler_epoch_counts_as_0_and_is_replaced(
+    index: RedisPrefixIndex, caplog: pytest.LogCaptureFixture, value: str | None
+) -> None:
+    key = "quire:scheduler_epoch"
+    await index._redis.delete(key)
+    await (index._redis.lpush(key, "a list") if value is None else index._redis.set(key, value))  # type: ignore[misc]
+    assert await index.next_scheduler_epoch() == 0
+    assert await index.next_scheduler_epoch() == 0
+    assert index.num_errors == 0
+    assert caplog.text.count("redis key quire:scheduler_epoch is ") == 1
+    index.note_scheduler_epoch(7)
+
+    async def counts_again() -> bool:
+        return await index.next_scheduler_epoch() >= 8
+
+    await until(counts_again)
+
+
+async def test_an_absurd_epoch_of_a_worker_is_not_published(index: RedisPrefixIndex) -> None:
+    index.note_scheduler_epoch(2**64 - 1)
+    index.note_scheduler_epoch(40)
+
+    async def is_above() -> bool:
+        return await index.next_scheduler_epoch() > 40
+
+    await until(is_above)
+    assert await index.next_scheduler_epoch() < 1000
+
+
 # -- several schedulers, leases, outages -----------------------------------------------------------------------------
 
 
