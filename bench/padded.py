@@ -1,7 +1,7 @@
-"""What the CPU worker's engine is compared with: the best plain PyTorch loop for a workload that is known beforehand.
+"""The baseline of bench/worker.py: the fastest plain PyTorch loop for a workload that is known in advance.
 
-Dense KV of the longest length, one batch, scaled_dot_product_attention, requests sorted so that those that end can be
-dropped from the end. No paging, no scheduler, no sampling but argmax: nothing that serving needs.
+Dense KV of the longest length, one batch, scaled_dot_product_attention, requests sorted so that finished ones can be
+dropped from the end. No paging, no scheduler, argmax only.
 """
 
 from __future__ import annotations

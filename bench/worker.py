@@ -4,11 +4,11 @@
     python bench/worker.py --quick            # fewer requests and layers, under a minute
     python bench/worker.py --workloads w1 --numbers bfloat16 --profile
 
-Beside it, in the same run: a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and
-of reading memory. `of_limit` is the least time these allow for the linear layers of the workload's steps (each step the
-longer of multiplying and of reading the weights) over the time that was taken. int8 is --quantize int8 over bfloat16.
-tok_s is the best of the repeats; tok_per_cpu_s counts processor time, which other processes disturb less. The last line
-is one JSON object.
+The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
+speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
+step the longer of multiplying and reading the weights), divided by the measured time. int8 is --quantize int8 with
+bfloat16. tok_s is the best of the repeats; tok_per_cpu_s uses processor time, which other processes disturb less. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine can do now: multiply-adds per second by number type, and bytes read per second."""
+    """Limits of this machine now: multiply-adds per second by number type, and bytes read per second."""
 
     macs: dict[str, float]
     read: float
@@ -225,7 +225,7 @@ def measure_padded(folder: Path, number: str, workload: Workload, args: argparse
 
 
 def profile(loop: Loop) -> None:
-    """Prints where the time of one run goes, by operation of the backend; not fused, so that they can be told apart."""
+    """Prints the time of one run by operation of the backend, without the fused call."""
     backend, spent, calls = loop.runner._backend, Counter(), Counter()
     loop.runner._model._fused = None
 

@@ -1,4 +1,4 @@
-"""What banned token ids must do, on any engine: the same steps for the CPU and the GPU."""
+"""Tests of banned token ids with the same steps for the CPU and the GPU engine."""
 
 from __future__ import annotations
 

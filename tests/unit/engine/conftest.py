@@ -11,7 +11,7 @@ from worker_svc.engine import cpu_backend
 from worker_svc.engine.kernels.build import load_kernels, load_kernels_built_with
 from worker_svc.engine.machine import instruction_sets
 
-# Threads that wait for each other sleep: on a busy machine spinning takes the core that the other one needs.
+# Waiting threads sleep: on a busy machine a spinning thread takes the core that the other one needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -28,8 +28,8 @@ def rewrite_config():
     return rewrite
 
 
-# Compiler flags of processors with fewer instructions, and what this processor must have to run the result. -O1
-# compiles in a third of the time, and shows that the optimiser decides no result.
+# Compiler flags of processors with fewer instructions, and the instruction sets that they need. -O1 compiles in a
+# third of the time, and shows that results do not depend on the optimiser.
 BUILDS = {
     "native": ((), ()),
     "avx512": (("-march=x86-64-v4", "-O1"), ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
@@ -40,7 +40,7 @@ BUILDS = {
 
 @pytest.fixture(scope="session")
 def kernel_builds():
-    """Kernels compiled as for the processor of that name in BUILDS; skips the test if this one cannot run them."""
+    """A function that compiles the kernels of a build by name, and skips the test if this processor cannot run them."""
 
     def load(name):
         flags, needed = BUILDS[name]
@@ -53,7 +53,7 @@ def kernel_builds():
 
 @pytest.fixture(params=BUILDS)
 def kernel_build(request, kernel_builds, monkeypatch):
-    """Lets CPU backends use the kernels of each build in turn; the build's name."""
+    """Makes CPU backends use the kernels of each build in turn. Returns the name of the build."""
     kernels = kernel_builds(request.param)
     monkeypatch.setattr(cpu_backend, "load_kernels", lambda: kernels)
     return request.param

@@ -25,7 +25,7 @@ def u32(*values: int) -> U32:
 
 @dataclass
 class Row:
-    """What the driver knows of an open row."""
+    """The driver's state of an open row."""
 
     tokens: list[int]
     prompt_len: int
@@ -80,7 +80,7 @@ class Driver:
         return state
 
     def close(self, row: int, *, keep_blocks: bool = False) -> Row:
-        """Closes a row in the next step; its blocks are used again unless they are kept."""
+        """Closes a row in the next step; its blocks are freed unless they are kept."""
         state = self.rows.pop(row)
         self._closes.append(row)
         if not keep_blocks:
@@ -157,7 +157,7 @@ class Driver:
         for i, (row, token) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in self.rows:
                 continue
-            if self._sampled:  # replayed graphs show none
+            if self._sampled:  # replayed graphs record none
                 self.logits[row, len(self.rows[row].tokens)] = self._sampled[0][i]
             self.rows[row].tokens.append(token)
 

@@ -1,4 +1,4 @@
-"""Model folders that cannot be served say which tensor or field is wrong; good ones say what they are."""
+"""Errors of bad model folders name the tensor or field; facts about good ones."""
 
 from __future__ import annotations
 
@@ -100,16 +100,16 @@ def test_folder_problems_are_named(tmp_path, folder):
         load(folder)
 
 
-def test_a_head_of_its_own_beside_tied_embeddings_is_refused(tmp_path):
+def test_a_separate_head_with_tied_embeddings_is_refused(tmp_path):
     folder = make_model(tmp_path, "llama", tie_word_embeddings=True, num_hidden_layers=1)
     change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    load(folder)  # the same weights once more
+    load(folder)  # equal to the embedding
     change_tensors(folder, lambda t: t["lm_head.weight"].add_(1.0))
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, and lm_head\.weight is not"):
         load(folder)
 
 
-def test_a_single_file_counts_beside_an_index(folder):
+def test_a_single_file_has_precedence_over_an_index(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "nowhere.safetensors"}}')
     load(folder)
 
@@ -133,11 +133,11 @@ def test_info(folder, rewrite_config):
     assert info.model == "some-model"
     assert (info.vocab_size, info.eos_token_ids) == (211, (2, 5))
     assert info.default_sampling == SamplingParams(0.6, 20, 0.95, 0.0, 0)
-    assert (info.dtype, info.max_model_len) == ("float32", 128)  # what 8 blocks hold
+    assert (info.dtype, info.max_model_len) == ("float32", 128)  # the capacity of 8 blocks
     assert load(folder, model_name="renamed").info.model == "renamed"
 
 
-def test_revision_names_what_is_served(tmp_path, folder, rewrite_config):
+def test_revision_depends_on_config_and_dtype(tmp_path, folder, rewrite_config):
     revision = load(folder).info.revision
     assert load(make_model(tmp_path / "copy", "qwen3", num_hidden_layers=1)).info.revision == revision
     assert load(folder, dtype="bfloat16").info.revision != revision
@@ -185,7 +185,7 @@ def test_mistral_window_caps_the_length(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_unknown_backend_says_so(folder, name):
+def test_unknown_backend_is_refused(folder, name):
     with pytest.raises(BackendUnavailableError, match=f"'{name}' is not one of cpu, cuda and reference"):
         load(folder, backend=name)
 
@@ -205,9 +205,9 @@ def test_broken_compiler_falls_back_too(folder, monkeypatch, tmp_path, caplog):
     assert list(tmp_path.glob("build_*")) == []
 
 
-def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_path):
+def test_processes_that_start_together_compile_the_kernels_once(monkeypatch, tmp_path):
     compiler, cache, calls = tmp_path / "c++", tmp_path / "cache", tmp_path / "calls"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec g++ "$@" -O0\n')  # quick: nobody runs these
+    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec g++ "$@" -O0\n')  # fast: these kernels never run
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(cache))
@@ -216,8 +216,8 @@ def test_kernels_are_compiled_once_by_any_number_of_processes(monkeypatch, tmp_p
             assert future.result().quire_abi_version() == ABI_VERSION
     assert len(list(cache.iterdir())) == 1  # one library and no leftovers
     load_kernels()
-    told = calls.read_text().split()
-    assert sorted(Path(word).name for word in told if word.endswith(".cpp")) == sorted(s.name for s in SOURCES)
+    words = calls.read_text().split()
+    assert sorted(Path(word).name for word in words if word.endswith(".cpp")) == sorted(s.name for s in SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_generation_config_is_optional_json(folder):
     assert load(folder).info.default_sampling.temperature == 0.0
 
 
-def test_generation_config_may_switch_off(folder, rewrite_config):
+def test_generation_config_may_disable_filters(folder, rewrite_config):
     rewrite_config(folder, "generation_config.json", top_k=-1, top_p=0.0, min_p=None)
     assert load(folder).info.default_sampling == SamplingParams(1.0, 0, 1.0, 0.0, 0)
 

@@ -1,4 +1,4 @@
-"""Exact mode: a row's logits are the same bits whatever runs beside it and however its tokens are cut up."""
+"""Exact mode: the logits of a row are the same bits for any batch, chunks, threads and processor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCAB = 211
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def runner_factory(request, tmp_path_factory):
-    """Runners of one model whose inner sizes are no powers of two."""
+    """Runners of one model whose inner sizes are not powers of two."""
     folder = make_model(
         tmp_path_factory.mktemp("model"),
         "qwen3",
@@ -115,7 +115,7 @@ def test_prefix_hit_and_recompute_change_nothing(runner_factory):
     assert_same(expected, 0, driver, 3)
 
 
-def test_all_layers_in_one_call_are_the_operations_one_by_one(runner_factory):
+def test_one_call_for_all_layers_equals_the_operations_one_by_one(runner_factory):
     runner = runner_factory()
     (prompt,) = prompts([75])
     expected = alone(runner, prompt, 5, seeded(3))
@@ -123,7 +123,7 @@ def test_all_layers_in_one_call_are_the_operations_one_by_one(runner_factory):
     driver = Driver(runner)
     runner.reset_rows()
     driver.open(1, prompt, seeded(3))
-    driver.prefill(1, 31)  # chunks whose hidden states nobody reads
+    driver.prefill(1, 31)  # chunks whose hidden states are not used
     driver.decode([1], 5)
     assert_same(expected, 0, driver, 1)
 
@@ -136,8 +136,8 @@ def test_block_size_changes_nothing(runner_factory, block_size):
     assert_same(expected, 0, driver, 0)
 
 
-def test_blocks_left_dirty_change_nothing(runner_factory):
-    """Stale values of any kind in a block are never read."""
+def test_stale_blocks_change_nothing(runner_factory):
+    """Stale values in a block are never read."""
     runner = runner_factory()
     (prompt,) = prompts([50])
     expected = alone(runner, prompt, 5, seeded(2))
@@ -196,7 +196,7 @@ def test_fixed_point_rows_do_not_depend_on_their_number(out_size, in_size, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vector_width_and_optimiser_change_no_result(kernel_builds, monkeypatch, dtype):
-    """Builds that compute alike give the same bits: all with fused multiply-adds and without pairs of bfloat16."""
+    """Both builds fuse multiply-adds and have no instruction for pairs of bfloat16."""
     weight, bias, x = make_layer(96, 250, dtype)
     results = []
     for name in ("avx2", "avx512"):
@@ -208,7 +208,7 @@ def test_vector_width_and_optimiser_change_no_result(kernel_builds, monkeypatch,
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
 def test_a_model_is_exact_on_every_processor(kernel_build, tmp_path, dtype, quantize):
-    """Alone, in chunks, among others and behind a shared prefix, with kernels compiled for less than this processor."""
+    """Alone, in chunks, in a batch and after a shared prefix, also with kernels compiled for older processors."""
     folder = make_model(tmp_path, "qwen3", intermediate_size=128, num_hidden_layers=1, head_dim=24)
     settings = {"num_blocks": 256, "max_num_seqs": 40, "quantize": quantize}
     runner = ModelRunner(EngineConfig(folder, dtype, threads=1, **settings))
@@ -244,7 +244,7 @@ def test_rotary_tables_do_not_depend_on_their_length_or_threads():
 
 
 def test_best_effort_serves_on_a_processor_without_avx512(tmp_path):
-    """oneDNN's path, with oneDNN held to AVX2: environment variables count only before torch is loaded."""
+    """With oneDNN restricted to AVX2, in a process of its own: the variables take effect when torch is imported."""
     folder = make_model(tmp_path, "qwen3")
     code = f"""
 import torch
@@ -271,7 +271,7 @@ for dtype in ("float32", "bfloat16"):
 
 
 @pytest.mark.parametrize(("dtype", "is_packed"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_onednn_multiplies_where_amx_makes_it_faster_and_exactness_is_not_asked_for(monkeypatch, dtype, is_packed):
+def test_best_effort_uses_onednn_with_amx(monkeypatch, dtype, is_packed):
     monkeypatch.setattr(cpu_backend, "has_amx", lambda: True)
     weight, bias, x = make_layer(96, 40, dtype)
     exact = make_backend("cpu", 1, "exact").make_linear(weight, bias)

@@ -1,4 +1,4 @@
-"""Weights as int8: the kernel against plain torch, rows that stay alone, and how little the answers move."""
+"""int8 weights: the kernel against plain torch, independence of rows, and accuracy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_layer(out_size, in_size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out_size", "in_size"), SHAPES)
-def test_int8_kernel_is_plain_torch_bit_for_bit(kernel_build, out_size, in_size, dtype):
+def test_int8_kernel_equals_plain_torch_bit_for_bit(kernel_build, out_size, in_size, dtype):
     weight, bias, x = make_layer(out_size, in_size, dtype)
     weight[0], weight[1], x[5], x[6] = 0, 1e-37, 0, 1e-37
     for threads in (1, 2):
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_alone_is_the_row_among_64_and_in_chunks(folder, dtype):
+def test_a_row_gives_the_same_bits_alone_among_64_and_in_chunks(folder, dtype):
     runner = make_runner(folder, dtype=dtype, quantize="int8")
     prompt, *others = prompts([45, *range(2, 65)])
     alone = decode_alone(runner, prompt, 4)
@@ -97,7 +97,7 @@ def test_logits_stay_near_float32(folder):
     assert 0.001 < (rounded - exact).norm() / exact.norm() < 0.06
 
 
-def test_the_demo_model_still_knows_its_answers():
+def test_the_demo_model_keeps_its_answers():
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir())
     answers = []
     for quantize in (None, "int8"):
@@ -113,7 +113,7 @@ def test_the_demo_model_still_knows_its_answers():
     assert num_equal >= len(QUESTIONS) - 2
 
 
-def test_workers_that_quantize_are_of_another_revision(folder):
+def test_quantization_changes_the_revision(folder):
     plain, rounded = (make_runner(folder, backend="reference", quantize=q).info for q in (None, "int8"))
     assert (plain.quantize, rounded.quantize) == (None, "int8")
     assert plain.revision != rounded.revision
@@ -126,6 +126,6 @@ def test_a_layer_too_wide_for_32_bits_is_refused(name):
 
 
 @pytest.mark.parametrize(("quantize", "backend"), [("int4", "cpu"), ("int8", "cuda")])
-def test_settings_that_cannot_be_are_named(tmp_path, quantize, backend):
+def test_impossible_settings_are_named(tmp_path, quantize, backend):
     with pytest.raises(ValueError, match="quantize"):
         EngineConfig(tmp_path, quantize=quantize, backend=backend)

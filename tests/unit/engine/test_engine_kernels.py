@@ -1,4 +1,4 @@
-"""Each compiled kernel against the plain torch operation it stands for."""
+"""Each compiled kernel against the same operation in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.kv_cache import KVCachePool
 from worker_svc.engine.model import rotary_table
 
-DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # with the largest difference allowed at values of size 1
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # largest difference allowed for values of magnitude 1
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_gated_activation(backends, randn, dtype, dim, activation):
 
 
 def kernel_layout(kernels, keys, values):
-    """Keys [.., dim, block] and values [.., block, dim] as the kernels lay them out."""
+    """Keys [.., dim, block] and values [.., block, dim] in the layout of the kernels."""
     *lead, dim, block = keys.shape
     if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
         return keys, values
@@ -75,7 +75,7 @@ def kernel_layout(kernels, keys, values):
 
 
 def plain_layout(kernels, keys, values):
-    """The other way round."""
+    """The inverse of `kernel_layout`."""
     *lead, dim, block = keys.shape
     if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
         return keys, values
@@ -156,17 +156,17 @@ def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size
 
 
 def test_callers_share_no_threads(randn):
-    """Each calling thread has helpers of its own, here more than there are cores, and they end with it."""
+    """Each calling thread has its own helpers, here more than cores, which end with it."""
     kernels = make_backend("cpu", 5, "exact")
     layer = kernels.make_linear(randn(512, 256), None)
     x = randn(200, 256)
     expected = layer(x)
-    assert torch.equal(layer(x), expected)  # torch has its threads from now on
+    assert torch.equal(layer(x), expected)  # torch has started its threads
     num_threads = len(os.listdir("/proc/self/task"))
     with ThreadPoolExecutor(4) as callers:
         results = list(callers.map(lambda _: [layer(x) for _ in range(50)], range(4)))
     assert all(torch.equal(found, expected) for result in results for found in result)
-    deadline = time.monotonic() + 10  # a thread is gone a moment after it was joined
+    deadline = time.monotonic() + 10  # a joined thread disappears a moment later
     while len(os.listdir("/proc/self/task")) > num_threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) <= num_threads
@@ -181,7 +181,7 @@ def test_rotation_is_the_rotary_embedding():
 
 
 def test_store_and_attention_agree_on_the_layout(backends, randn):
-    """A value stored at a slot is the one that attention reads there."""
+    """Attention reads the value that was stored at a slot."""
     kernels, _ = backends
     shape = HeadShape(1, 1, 16)
     pool = KVCachePool(1, 8, 4, 1, 16, torch.float32)

@@ -1,4 +1,4 @@
-"""Limits of a control group count, as in a container."""
+"""Cores and memory respect the limits of a control group, as in a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models against transformers: fp32 logits within 1e-4, the same greedy tokens, however the work is cut up."""
+"""Whole models against transformers: fp32 logits within 1e-4, and the same greedy tokens for any batches and chunks."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_old_rope_fields_are_read(tmp_path, rewrite_config):
     check_against(reference, driver, [0])
 
 
-def test_of_rope_fields_given_twice_the_same_counts_as_in_transformers(tmp_path, rewrite_config):
+def test_duplicate_rope_fields_have_the_precedence_of_transformers(tmp_path, rewrite_config):
     folder = make_model(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     rewrite_config(folder, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=48)
     reference = load_reference(folder)
@@ -158,7 +158,7 @@ def test_of_rope_fields_given_twice_the_same_counts_as_in_transformers(tmp_path,
 
 
 def test_bfloat16_is_as_close_as_transformers(tmp_path):
-    """Rounding of the same size as transformers' own: a planted error would be far above it."""
+    """Rounding of the size of transformers' own; a planted error would be far above it."""
     folder = make_model(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=4)
     exact, rounded = load_reference(folder), load_reference(folder, torch.bfloat16)
     runner = ModelRunner(EngineConfig(folder, "auto", num_blocks=64, max_num_seqs=8, threads=1))
@@ -206,12 +206,12 @@ def mask_off_by_one(driver):
         attention(q, cache, replace(batch, context_lens=batch.context_lens - 1), out, shape)
 
     backend.paged_attention = short_sighted
-    driver.runner._model._fused = None  # a pass in one call does not come by here
+    driver.runner._model._fused = None  # a pass in one call would skip these operations
 
 
 @pytest.mark.parametrize("plant", [wrong_rotation, page_read_twice, swapped_norms, mask_off_by_one])
-def test_planted_bugs_are_seen(tmp_path, plant):
-    """The models are peaked enough that each of these moves logits far beyond the tolerance."""
+def test_planted_bugs_are_detected(tmp_path, plant):
+    """Each bug moves logits far beyond the tolerance, because attention is peaked."""
     folder = make_model(tmp_path)
     driver = Driver(load(folder))
     driver.open(0, prompts([40])[0])

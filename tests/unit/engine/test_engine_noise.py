@@ -13,7 +13,7 @@ from worker_svc.engine.backends import make_backend
 from worker_svc.engine.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
 from worker_svc.engine.rows import sampling_columns
 
-# Philox4x32-10, the vectors that its authors publish (Random123, kat_vectors).
+# Test vectors of Philox4x32-10 by its authors (Random123, kat_vectors).
 PHILOX_VECTORS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -95,7 +95,7 @@ def test_kernel_noise_has_the_same_bits(kernels):
         assert np.array_equal(kernel_noise(kernels, key, ids), gumbel_noise(*key, ids))
 
 
-def test_noise_never_passes_the_bound_that_prunes():
+def test_noise_never_exceeds_the_pruning_bound():
     words = np.array([0, 1, 2**32 - 1], np.float64)
     noise = -np.log(-np.log1p(-(words + 0.5) * 2.0**-32))
     assert noise.max() < MAX_NOISE
@@ -115,7 +115,7 @@ PARAMS = {
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize("vocab", [7, 211, 4096])
-def test_kernel_picks_what_the_reference_picks(kernels, name, scale, vocab):
+def test_kernel_samples_the_token_of_the_reference(kernels, name, scale, vocab):
     rng = np.random.default_rng(vocab)
     count = 40
     logits = (rng.standard_normal((count, vocab)) * scale).astype(np.float32)
@@ -137,7 +137,7 @@ def test_bfloat16_logits_sample_like_their_float_values(kernels):
     assert np.array_equal(kernels.sample(logits, cols)[0], kernels.sample(logits.float(), cols)[0])
 
 
-def test_pruning_drops_no_winner(kernels):
+def test_pruning_never_drops_the_best_token(kernels):
     """Against the argmax over every id, without any pruning."""
     rng = np.random.default_rng(0)
     ids = np.arange(2000, dtype=np.uint32)
@@ -178,10 +178,10 @@ def test_unusable_logits_are_reported(backend, temperature):
         ({"top_p": 0.71}, 3),
         ({"min_p": 0.49}, 3),
         ({"min_p": 0.6, "top_k": 4}, 2),
-        ({"top_k": 2, "top_p": 0.5}, 1),  # of the two left, the first weighs 0.57
+        ({"top_k": 2, "top_p": 0.5}, 1),  # of the two kept by top_k, the first has probability 0.57
     ],
 )
-def test_filters_keep_what_they_say(fields, expected):
+def test_filters_keep_the_expected_ids(fields, expected):
     z = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
     assert int((z >= keep_threshold(z, seeded(0, **fields))).sum()) == expected
 

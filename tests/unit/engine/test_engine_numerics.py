@@ -1,4 +1,4 @@
-"""What a worker says of the bits that it computes."""
+"""What a worker announces about its arithmetic."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def shared_runner(folder):
 
 @pytest.fixture
 def runner(shared_runner):
-    """A runner with no row open; the pool keeps what earlier tests left."""
+    """A runner without open rows; the pool keeps the content of earlier tests."""
     shared_runner.reset_rows()
     shared_runner._backend.__dict__.pop("sample", None)
     return shared_runner
@@ -117,7 +117,7 @@ def test_bad_row_is_left_out(runner, name):
     assert torch.equal(runner._pool.keys[:, 2:], before[:, 2:])
 
 
-def test_two_rows_on_one_slot_never_both_run(runner):
+def test_two_rows_that_write_one_slot_do_not_both_run(runner):
     output = runner.execute(batch((0, 1), (10, 10), (0, 0), [*range(10), *range(10)], opens=[opening(0), opening(1)]))
     assert "also written by another row" in output.errors[0].message
     assert output.rows.tolist() == [1]
@@ -196,9 +196,9 @@ def test_nan_fails_its_row_only(folder):
     assert output.rows.tolist() == [1]
     driver.errors.clear()
     late = runner.execute(batch((0,), (1,), (21,), driver.slots(driver.rows[0], 21, 22)))
-    assert late.errors[0].code is RowErrorCode.BAD_INPUT  # the step that was sent before the failure was known
+    assert late.errors[0].code is RowErrorCode.BAD_INPUT  # a step that was sent before the failure was known
     driver.close(0)
-    driver.open(2, prompts([40], seed=9)[0])  # takes the poisoned blocks over
+    driver.open(2, prompts([40], seed=9)[0])  # reuses the poisoned blocks
     driver.step({1: 1, 2: 40})
     assert driver.errors == []
     check_against(load_reference(folder), driver, [1, 2])

@@ -40,7 +40,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     assert not read_bundle(make_folder(tmp_path / "m", "config.json")).has_tokenizer
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_paths_that_are_no_model_folder(tmp_path: Path) -> None:
     make_folder(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     for name, says in (("missing", "does not exist"), ("file", "is no folder"), ("empty", "has no config.json")):

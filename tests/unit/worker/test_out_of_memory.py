@@ -1,4 +1,4 @@
-"""A step that gets no memory: its rows fail and the worker goes on, unless that happens again and again."""
+"""A step that runs out of memory: its rows fail and the worker continues, unless that repeats."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_the_rows_of_a_step_without_memory_fail_alone(
     assert not worker.fatal
 
 
-async def test_a_worker_that_never_gets_memory_ends(
+async def test_a_worker_that_stays_out_of_memory_exits(
     worker: WorkerUnderTest, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner._model, "forward", ask_too_much)
@@ -83,7 +83,7 @@ async def test_a_worker_that_never_gets_memory_ends(
     assert len(worker.fatal) == 1
 
 
-async def test_changes_that_find_no_memory_are_fatal(
+async def test_changes_without_memory_are_fatal(
     worker: WorkerUnderTest, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner._pool, "copy", ask_too_much)
@@ -92,6 +92,6 @@ async def test_changes_that_find_no_memory_are_fatal(
     assert len(worker.fatal) == 1
 
 
-def test_other_errors_are_no_lack_of_memory() -> None:
+def test_other_errors_do_not_count_as_out_of_memory() -> None:
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -1,4 +1,4 @@
-"""The worker's process: flags, start, health, drain, and how it leaves."""
+"""The worker process: flags, start, health, drain and shutdown."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_simulated_worker_needs_no_torch() -> None:
         assert "libtorch" not in worker.loaded_files()
 
 
-async def test_a_drain_ends_with_the_last_row_and_delivers_what_is_owed() -> None:
+async def test_a_drain_ends_with_the_last_row_and_delivers_pending_answers() -> None:
     async with simulated("--sim-step-ms", "700") as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
@@ -165,7 +165,7 @@ async def test_a_drain_ends_with_the_last_row_and_delivers_what_is_owed() -> Non
     assert "rows open" not in worker.log
 
 
-async def test_a_step_that_never_ends_does_not_keep_the_process() -> None:
+async def test_a_step_that_hangs_does_not_keep_the_process() -> None:
     async with simulated("--sim-step-ms", "600000", "--drain-timeout-s", "0.1") as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
@@ -179,7 +179,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_process() -> None:
             await stepping
 
 
-async def test_rows_that_stay_are_left_after_the_timeout() -> None:
+async def test_the_process_exits_with_open_rows_after_the_timeout() -> None:
     async with simulated("--drain-timeout-s", "600") as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
@@ -190,7 +190,7 @@ async def test_rows_that_stay_are_left_after_the_timeout() -> None:
     assert "exiting with 1 open rows" in worker.log
 
 
-async def test_an_idle_stream_does_not_hold_up_the_end() -> None:
+async def test_an_idle_stream_does_not_delay_the_shutdown() -> None:
     async with simulated() as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
@@ -238,7 +238,7 @@ def test_a_bad_folder_is_one_line_and_exit_2(tmp_path: Path, files: dict[str, st
         (("--backend", "abacus", "--listen", "127.0.0.1:0"), "abacus"),
     ],
 )
-def test_a_bad_setting_is_told_and_exit_2(tiny_model: Path, flags: tuple[str, ...], says: str) -> None:
+def test_a_bad_setting_is_one_line_and_exit_2(tiny_model: Path, flags: tuple[str, ...], says: str) -> None:
     done = run("--model", str(tiny_model), *flags)
     assert done.returncode == 2
     assert says in done.stderr
@@ -286,11 +286,11 @@ def test_flags_reach_the_simulation() -> None:
         ("10.1.2.3:7", "127.0.0.1:1", "10.1.2.3:7"),
     ],
 )
-def test_the_advertised_address_can_be_dialled(listen: str, towards: str, expected: str) -> None:
+def test_the_advertised_address_is_reachable(listen: str, towards: str, expected: str) -> None:
     assert reachable_address(listen, towards=towards) == expected
 
 
-def test_a_users_thread_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
     set_thread_environment(None)

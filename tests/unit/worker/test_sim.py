@@ -1,4 +1,4 @@
-"""The simulated runner: its tokens are those of the specification, and a wrong block never goes unnoticed."""
+"""The simulated runner: its tokens follow the specification, and every wrong block is detected."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_numpy_draws_the_bits_of_the_specification() -> None:
     assert extend_digest(context_digest(tokens), 50, 9) == context_digest([*tokens, 9])
 
 
-def test_the_specification_stays() -> None:
+def test_golden_tokens_of_the_specification() -> None:
     vocabulary = SimVocabulary(tuple(range(1000)))
     assert context_digest([]) == 0
     assert (mix_one(0), mix_one(1)) == (0xE220A8397B1DCDAF, 0x910A2DEC89025CC1)
@@ -138,7 +138,7 @@ def test_the_specification_stays() -> None:
 PINNED = [94, 368, 953, 482, 115, 96]
 
 
-def test_every_part_of_the_context_counts() -> None:
+def test_tokens_depend_on_every_part_of_the_context() -> None:
     base = {"digest": context_digest([1, 2, 3]), "seed": 5, "sample_index": 0, "output_position": 0}
     changes = [{"digest": context_digest([1, 3, 2])}, {"seed": 6}, {"sample_index": 1}, {"output_position": 1}]
     wide = SimVocabulary(tuple(range(2**32)[:1_000_000]))
@@ -146,7 +146,7 @@ def test_every_part_of_the_context_counts() -> None:
     assert len(tokens) == 5
 
 
-def test_only_what_the_tokenizer_prints_is_said() -> None:
+def test_only_printable_tokens_are_sampled() -> None:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
@@ -159,13 +159,13 @@ def test_only_what_the_tokenizer_prints_is_said() -> None:
     assert not {0, 1, 2} & set(VOCABULARY.printable_ids)
 
 
-def test_a_folder_without_a_tokenizer_says_any_id(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_samples_any_id(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 10, "eos_token_id": 3}')
     assert read_vocabulary(tmp_path).printable_ids == (0, 1, 2, 4, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"vocab_size": 0}', '{"vocab_size": 5, "eos_token_id": "x"}'])
-def test_a_folder_that_cannot_be_simulated_is_told(tmp_path: Path, config: str) -> None:
+def test_a_folder_that_cannot_be_simulated_is_refused(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=r"config.json|eos_token_id"):
         read_vocabulary(tmp_path)
@@ -196,7 +196,7 @@ def test_greedy_rows_ignore_seed_and_sample() -> None:
     assert outputs[0] == outputs[1] == sim_output(prompt, 6, VOCABULARY, seed=9, temperature=0.0)
 
 
-def test_a_row_goes_on_in_the_middle_as_if_it_had_never_left() -> None:
+def test_a_resumed_row_continues_with_the_same_tokens() -> None:
     prompt = make_prompt(10)
     whole = sim_output(prompt, 20, VOCABULARY, seed=7)
     row = Row(0, prompt + whole[:11], list(range(10)), prompt_len=10)
@@ -228,7 +228,7 @@ def test_a_wrong_block_is_an_error_that_names_it(
     assert driver.runner.rows_used() == 3
 
 
-def test_a_block_that_somebody_else_wrote_over_is_found_by_the_next_decode() -> None:
+def test_an_overwritten_block_is_detected_by_the_next_decode() -> None:
     driver = Driver()
     victim = Row(0, make_prompt(9), [0, 1, 2, 3])
     driver.generate(victim, 3)
@@ -239,7 +239,7 @@ def test_a_block_that_somebody_else_wrote_over_is_found_by_the_next_decode() -> 
     assert not len(output.rows)
 
 
-def test_what_a_wrong_row_writes_spoils_its_readers() -> None:
+def test_readers_of_a_wrong_row_fail_too() -> None:
     driver, prompt = Driver(), make_prompt(12)
     bad = Row(0, list(prompt), [40, 1, 2, 3], computed=4)  # block 40 was never written
     reader = Row(1, list(prompt), [10, 1, 12, 13], computed=8)
@@ -249,7 +249,7 @@ def test_what_a_wrong_row_writes_spoils_its_readers() -> None:
     assert sorted(error.row for error in output.errors) == [0, 1]
 
 
-def test_samples_fork_off_a_prompt_and_copy_its_last_block() -> None:
+def test_samples_fork_from_a_prompt_and_copy_its_last_block() -> None:
     driver, prompt = Driver(), make_prompt(6)
     parent = Row(0, list(prompt), [0, 1, 2, 3])
     child = Row(1, list(prompt), [0, 1, 8, 9], computed=6, sample_index=1)
@@ -273,7 +273,7 @@ def test_a_model_can_be_filled_to_its_last_token() -> None:
     assert driver.generate(row, 7) == sim_output(prompt, 7, VOCABULARY, seed=7)
 
 
-def test_output_ends_as_often_as_asked() -> None:
+def test_output_ends_with_the_configured_probability() -> None:
     vocabulary = read_vocabulary(demo_model_dir(), eos_probability=0.25)
     driver, prompt = Driver(make_runner(eos_probability=0.25)), make_prompt(5)
     output = driver.generate(Row(0, list(prompt), list(range(24))), 90)
@@ -281,7 +281,7 @@ def test_output_ends_as_often_as_asked() -> None:
     assert 10 <= output.count(2) <= 35
 
 
-def test_a_step_takes_the_time_of_the_model() -> None:
+def test_a_step_takes_the_simulated_time() -> None:
     sim = SimConfig(step_ms=10.0, prefill_tokens_per_s=1000.0, token_us=500.0)
     assert sim.step_s(np.array([1, 1, 20])) == pytest.approx(0.01 + 0.02 + 0.001)
     assert sim.step_s(np.array([], np.int64)) == 0.0

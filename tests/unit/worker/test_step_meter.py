@@ -1,4 +1,4 @@
-"""What a worker measures and tells of its steps."""
+"""Metrics and debug lines of a worker's steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_tokens_are_counted_by_stage() -> None:
     assert sum(meter.queue.counts) == 3
 
 
-def test_a_step_that_hangs_is_seen() -> None:
+def test_a_step_that_hangs_is_measured() -> None:
     meter = StepMeter()
     assert meter.running_s() == 0.0
     meter.begin(make_batch(1), time.monotonic())
@@ -54,10 +54,10 @@ def test_a_step_that_hangs_is_seen() -> None:
     assert meter.running_s() == 0.0
 
 
-def test_debug_lines_tell_whose_row_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_lines_name_the_request_of_each_row(caplog: pytest.LogCaptureFixture) -> None:
     row_log = RowLog()
     message = worker_pb2.StepBatch(opens=[worker_pb2.RowOpen(row=3, request_id="r", prompt_len=9)])
-    row_log.note(message, make_batch(1))  # nobody wants debug lines
+    row_log.note(message, make_batch(1))  # debug logging is off
     caplog.set_level(logging.DEBUG, logger="worker_svc.row_log")
     row_log.note(message, make_batch(1))
     row_log.note(worker_pb2.StepBatch(), make_batch(1, close_rows=(3, 4)))

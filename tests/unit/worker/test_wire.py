@@ -1,4 +1,4 @@
-"""Conversions of the worker; the refusals of malformed columns stand in the contract suite."""
+"""Conversions of the worker; tests/contract has the refusals of malformed columns."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_empty_columns_mean_all_ones() -> None:
     assert (batch.query_lens.tolist(), batch.sample_mask.tolist()) == ([1, 1], [True, True])
 
 
-def test_an_empty_batch_is_good() -> None:
+def test_an_empty_batch_is_valid() -> None:
     batch = step_batch_from_proto(worker_pb2.StepBatch(step_id=1))
     assert (len(batch.rows), len(batch.query_lens), len(batch.sample_mask), batch.opens) == (0, 0, 0, [])
 
 
-def test_unset_sampling_counts_as_the_default() -> None:
+def test_unset_sampling_means_the_default() -> None:
     opens = [
         worker_pb2.RowOpen(),
         worker_pb2.RowOpen(sampling=types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=4, min_p=0.25, seed=9)),
@@ -160,7 +160,7 @@ def test_blocks_are_columns() -> None:
     assert u32_from_bytes("token_ids", message.token_ids).tolist() == [1, 2, 3, 4]
 
 
-def test_capacity_says_what_the_engine_says() -> None:
+def test_capacity_has_the_facts_of_the_engine() -> None:
     capacity = capacity_to_proto(make_info(), bundle_digest=b"d" * 16, pipeline_depth=3)
     info = capacity.info
     assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (32, 4, 8)

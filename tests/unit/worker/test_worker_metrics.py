@@ -1,4 +1,4 @@
-"""What counts as idle time of the model."""
+"""Idle time of the model."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def num_idle(meter: StepMeter) -> int:
 def test_idle_is_the_time_that_open_rows_waited(clock: list[float]) -> None:
     meter = StepMeter()
     clock += [0.0, 1.0, 1.5, 2.5, 9.0, 10.0]
-    run_step(meter, num_rows=2, num_new=2)  # nobody waited
-    run_step(meter, num_rows=3, num_new=1)  # two did
-    run_step(meter, num_rows=1, num_new=1)  # a long pause, but nobody was there
+    run_step(meter, num_rows=2, num_new=2)  # no row waited
+    run_step(meter, num_rows=3, num_new=1)  # two rows waited
+    run_step(meter, num_rows=1, num_new=1)  # a long pause without open rows
     assert (num_idle(meter), meter.idle.total) == (1, 0.5)
     assert (sum(meter.step.counts), meter.step.total) == (3, 3.0)
 
