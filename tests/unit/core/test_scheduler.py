@@ -502,3 +502,13 @@ def test_a_displaced_sequence_does_not_take_its_blocks_back_before_the_urgent_on
         scheduler.check_invariants()
     assert opened == ["urgent"]
     assert scheduler.stats().counts.num_preemptions == 1
+
+
+def test_min_tokens_holds_back_the_end_of_a_continuation() -> None:
+    """A continuation that ends with EOS or a stop id is complete only above min_tokens."""
+    stop = StopCondition(9, frozenset({3}), min_tokens=2)
+    for token, reason in ((7, FinishReason.EOS), (3, FinishReason.STOP)):
+        for output, ends in (([1, token], []), ([1, 1, token], [reason])):
+            scheduler = make(SchedulerConfig(eos_token_ids=frozenset({7})))
+            deltas = scheduler.add_group(SequenceGroup("r", u32(1, 2), stop, outputs=[u32(*output)]), 0.0)
+            assert [finished.reason for finished in deltas.finished] == ends

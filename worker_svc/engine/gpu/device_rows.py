@@ -9,6 +9,7 @@ from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, Kind, Sampling
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
+from worker_svc.engine.gpu.kernels.threshold import STORED_AS
 from worker_svc.engine.rows import RowTable
 
 HEAD_WORDS = TABLE
@@ -31,8 +32,8 @@ def sampling_words(params: SamplingParams, sample_index: int) -> I32:
 
 
 def _to_words(name: str, kind: Kind, value: float) -> I32:
-    if name == "min_p":
-        value = np.log(np.float64(np.float32(value))) if value > 0 else -np.inf
+    if name in STORED_AS:
+        value = STORED_AS[name](value)
     if kind is Kind.FLOAT:
         return np.array([value], np.float32).view(np.int32)
     if kind is Kind.UINT64:
@@ -63,10 +64,8 @@ def _opened_words(batch: StepBatch, rows: RowTable, stride: int) -> tuple[list[I
             continue
         table = rows.tables[item.row, : rows.table_lens[item.row]]
         head = sampling_words(item.sampling, item.sample_index)
-        head[WORDS["num_banned"]], head[WORDS["banned_before"]] = (
-            len(item.banned_ids),
-            min(item.banned_before, MAX_INT32),
-        )
+        head[WORDS["num_banned"]] = len(item.banned_ids)
+        head[WORDS["banned_before"]] = min(item.banned_before, MAX_INT32)
         record = np.concatenate((head, table))
         words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
         values.append(record.astype(np.int32))

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import MAX_BANNED_IDS
-from worker_svc.engine.gpu.kernels.record import BANNED_BEFORE, NUM_BANNED
+from worker_svc.engine.gpu.kernels.record import WORDS
 
+NUM_BANNED = tl.constexpr(WORDS["num_banned"])
+BANNED_BEFORE = tl.constexpr(WORDS["banned_before"])
 BLOCK = 64
 
 

@@ -3,7 +3,7 @@
     last sampled token | sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
     first output position without them | block table | banned ids (MAX_BANNED_IDS words)
 
-64-bit integers take two words, the low one first. `min_p` is stored as its logarithm.
+64-bit integers take two words, the low one first. A kernel module names the words of the parameters that it reads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,6 @@ _SIZES |= {"sample_index": 1, "num_banned": 1, "banned_before": 1}
 WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each
 TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
 
-# Constants that kernels read.
+# Words that several kernels read.
 LAST_TOKEN = tl.constexpr(WORDS["last_token"])
 TEMPERATURE = tl.constexpr(WORDS["temperature"])
-TOP_K = tl.constexpr(WORDS["top_k"])
-TOP_P = tl.constexpr(WORDS["top_p"])
-LOG_MIN_P = tl.constexpr(WORDS["min_p"])
-SEED_LOW = tl.constexpr(WORDS["seed"])
-SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
-SAMPLE_INDEX = tl.constexpr(WORDS["sample_index"])
-NUM_BANNED = tl.constexpr(WORDS["num_banned"])
-BANNED_BEFORE = tl.constexpr(WORDS["banned_before"])

@@ -18,11 +18,14 @@ import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
-from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, SAMPLE_INDEX, SEED_HIGH, SEED_LOW, TEMPERATURE
+from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
 from worker_svc.engine.gpu.kernels.threshold import load_z
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import sample_token
 
+SEED_LOW = tl.constexpr(WORDS["seed"])
+SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
+SAMPLE_INDEX = tl.constexpr(WORDS["sample_index"])
 CHUNK = 2048
 KEYS = 128  # per program
 

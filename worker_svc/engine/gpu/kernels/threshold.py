@@ -16,13 +16,24 @@ import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.gpu.kernels.record import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P
+from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import GREEDY_BELOW, keep_threshold
 
+TOP_K = tl.constexpr(WORDS["top_k"])
+TOP_P = tl.constexpr(WORDS["top_p"])
+LOG_MIN_P = tl.constexpr(WORDS["min_p"])
 CHUNK = 4096
 TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; not a constexpr in the kernels, so that digits share one
 COUNT, WEIGH = 0, 1
+
+
+def log_min_p(min_p: float) -> float:
+    """The value that a record holds for min_p: its logarithm."""
+    return float(np.log(np.float64(np.float32(min_p)))) if min_p > 0 else -np.inf
+
+
+STORED_AS = {"min_p": log_min_p}  # parameters that the record does not hold as they are
 
 
 @dataclass(frozen=True, slots=True)
