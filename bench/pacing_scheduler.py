@@ -116,7 +116,7 @@ async def serve(args: argparse.Namespace) -> None:
     server = GrpcServer(listen=args.listen, service_names=[])
     add_SchedulerServiceServicer_to_server(PacingScheduler(args.steps_per_s), server.grpc)
     await server.start()
-    await server.set_serving(True)
+    server.set_serving(True)
     await server.run_until_stopped(lambda: asyncio.sleep(0), grace_s=0.1)
 
 

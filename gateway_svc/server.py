@@ -278,7 +278,7 @@ async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: a
         is_ready = directory.is_ready and not server.stopping.is_set()
         if is_ready != was_ready:
             log.info("serving" if is_ready else "not serving: no model is ready")
-            await server.set_serving(is_ready)
+            server.set_serving(is_ready)
         was_ready = is_ready
 
 

@@ -262,7 +262,7 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
         parts.index.start()
     loop_task = asyncio.create_task(parts.step_loop.run())
     loop_task.add_done_callback(lambda _: server.stopping.set())
-    await server.set_serving(True)
+    server.set_serving(True)
     settle_gc()
     log.info("listening on %s, prefix index in %s", servicer.address, "redis" if args.redis else "memory")
     await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))

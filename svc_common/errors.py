@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias
 
@@ -221,7 +222,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             try:
                 if isinstance(request, _Undecodable):
                     request.refuse(method)
-                async for response in behaviour(request, context):
+                responses = behaviour(request, context)
+                if isawaitable(responses):
+                    await responses  # a coroutine, which writes its responses through the context
+                    return
+                async for response in responses:
                     yield response
             except Exception as error:
                 await self._abort(context, method, error)

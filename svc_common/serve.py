@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from svc_common.errors import ErrorInterceptor
+from svc_common.health import HealthServicer
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -128,11 +129,11 @@ class GrpcServer:
         self.is_serving = False
         self._listen = listen
         self._credentials = credentials
-        self._names = ["", *service_names]
-        self._health = health.aio.HealthServicer()
+        names = list(service_names)
+        self._health = HealthServicer((*names, health.SERVICE_NAME))
         self.address = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection((*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
     async def start(self) -> str:
         """Bind and accept calls. Health is NOT_SERVING until `set_serving`. Returns host:port. Raises BindError."""
@@ -142,7 +143,6 @@ class GrpcServer:
         except RuntimeError as error:
             raise BindError(f"cannot listen on {self._listen}: {error}") from None
         self.address = f"{host}:{port}"
-        await self.set_serving(False)
         await self.grpc.start()
         return self.address
 
@@ -151,12 +151,10 @@ class GrpcServer:
             return self.grpc.add_insecure_port(self._listen)
         return self.grpc.add_secure_port(self._listen, self._credentials)
 
-    async def set_serving(self, is_serving: bool) -> None:
+    def set_serving(self, is_serving: bool) -> None:
         """Set the health status, which load balancers follow."""
         self.is_serving = is_serving
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self._health.set(name, status)
+        self._health.set(is_serving)
 
     async def run_until_stopped(self, drain: Callable[[], Awaitable[None]], *, grace_s: float = 5.0) -> None:
         """Wait for SIGTERM, SIGINT or `stopping`. Then set NOT_SERVING, await `drain()`, and stop; open calls get
@@ -168,12 +166,13 @@ class GrpcServer:
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.stopping.set)
         await self.stopping.wait()
-        await self.set_serving(False)
+        self.set_serving(False)
         log.info("draining; a second signal stops the process at once")
         hurried = asyncio.Event()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, hurried.set)
         await _first_of(drain(), hurried.wait())
+        self._health.close()
         await _first_of(self.grpc.stop(0 if hurried.is_set() else grace_s), hurried.wait())
         await self.grpc.stop(0)
         log.info("stopped")

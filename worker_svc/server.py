@@ -168,7 +168,7 @@ class Worker:
         depth = self._args.pipeline_depth
         self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
         if not self._lifecycle.is_draining:
-            await self._server.set_serving(True)
+            self._server.set_serving(True)
         log.info("ready after %.1f s: %s", loop.time() - started_at, describe(info))
 
     # -- shutdown --------------------------------------------------------------------------------------------------

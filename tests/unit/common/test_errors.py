@@ -55,3 +55,28 @@ async def test_a_long_message_keeps_its_code_and_its_start(refusing: grpc.aio.Ch
 @pytest.mark.parametrize("message", ["", "n is 0; write 1 to 16", 100 * "中文"])
 async def test_a_short_message_arrives_complete(refusing: grpc.aio.Channel, message: str) -> None:
     assert (await refused(refusing, message)).details() == message
+
+
+async def test_a_stream_handler_may_be_a_coroutine() -> None:
+    """It writes through its context instead of yielding, as some of grpc's own servicers do."""
+
+    async def count(request: bytes, context: Any) -> None:
+        for i in range(3):
+            await context.write(b"%d" % i)
+        raise InvalidRequestError("no more", field="prompt")
+
+    interceptor = ErrorInterceptor()
+    server = grpc.aio.server(interceptors=[interceptor])
+    handlers = {"Refuse": grpc.unary_stream_rpc_method_handler(count)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_stream(METHOD)(b"", timeout=10)
+        received = [await call.read() for _ in range(3)]
+        with pytest.raises(grpc.aio.AioRpcError, match="no more") as caught:
+            await call.read()
+    await server.stop(None)
+    assert received == [b"0", b"1", b"2"]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sum(interceptor.stats.errors.values()) == 1

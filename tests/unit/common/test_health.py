@@ -1,0 +1,75 @@
+"""Check and Watch of a server, with grpc's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from svc_common.serve import GrpcServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(listen="127.0.0.1:0", service_names=["a.B"])
+    await server.start()
+    yield server
+    await server.grpc.stop(None)
+
+
+@pytest.fixture
+async def stub(server: GrpcServer) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def watch(stub: Any, service: str = "") -> Any:
+    return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=30)
+
+
+async def test_watch_follows_the_status(server: GrpcServer, stub: Any) -> None:
+    calls = [watch(stub), watch(stub, "a.B"), watch(stub, "grpc.health.v1.Health")]
+    assert [(await call.read()).status for call in calls] == 3 * [NOT_SERVING]
+    server.set_serving(True)
+    assert [(await call.read()).status for call in calls] == 3 * [SERVING]
+    server.set_serving(False)
+    assert [(await call.read()).status for call in calls] == 3 * [NOT_SERVING]
+
+
+async def test_a_watcher_that_leaves_does_not_end_the_others(server: GrpcServer, stub: Any) -> None:
+    leaving, staying = watch(stub), watch(stub)
+    for call in (leaving, staying):
+        assert (await call.read()).status == NOT_SERVING
+    leaving.cancel()
+    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+    server.set_serving(True)
+    assert (await staying.read()).status == SERVING
+
+
+async def test_an_unknown_service(server: GrpcServer, stub: Any) -> None:
+    assert (await watch(stub, "x.Y").read()).status == SERVICE_UNKNOWN
+    with pytest.raises(grpc.aio.AioRpcError, match=r"known services: a\.B, grpc\.health\.v1\.Health") as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x.Y"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_stop_ends_watch_streams_after_not_serving(server: GrpcServer, stub: Any) -> None:
+    server.set_serving(True)
+    call = watch(stub)
+    assert (await call.read()).status == SERVING
+    is_drained = asyncio.Event()
+    stopped = asyncio.create_task(server.run_until_stopped(is_drained.wait, grace_s=600))
+    server.stopping.set()
+    assert (await call.read()).status == NOT_SERVING
+    is_drained.set()
+    assert await call.read() is grpc.aio.EOF
+    async with asyncio.timeout(30):
+        await stopped
