@@ -8,9 +8,8 @@ and the caller does the I/O. What the caller owes:
 - prefix events are published after the outputs that caused them;
 - `now` never goes back. Units: seconds.
 
-State is `computed` catching up with `num_tokens`: there is no prefill phase. Every step gives each running sequence the
-tokens it lacks, decodes first, then chunks of prompts, under the worker's token budget; waiting sequences fill what is
-left.
+There is no prefill phase: in every step `num_computed_tokens` of each running sequence catches up with `num_tokens`.
+Decodes are planned first, then chunks of prompts, within the worker's token budget; waiting sequences get the rest.
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
 from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
-from scheduler_svc.core.steps.failures import rows_tainted_by
+from scheduler_svc.core.steps.failures import taint_of
 from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
-MAX_REFUSALS = 4  # of one worker in one step: each costs a look at all its rows
+MAX_REFUSALS = 4  # of one worker in one step: each check reads all its rows
 
 
 class Scheduler:
     """Owns every sequence and the blocks of every worker. One caller, no threads.
 
-    `fleet` is another placement than the usual one, for comparisons.
+    `fleet` replaces the default placement, for comparisons.
     """
 
     def __init__(self, config: SchedulerConfig, fleet: Fleet | None = None) -> None:
         self.config = config
         self._workers: dict[str, WorkerBooks] = {}
         self._planners: dict[str, StepPlanner] = {}
-        self._ready: dict[str, StepPlanner] = {}  # of the workers whose pipeline takes another step
+        self._ready: dict[str, StepPlanner] = {}  # of workers whose pipeline has room for a step
         self._fleet = fleet or Fleet(config)
         self._measures = Measures(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
@@ -78,12 +77,12 @@ class Scheduler:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def add_worker(self, capacity: WorkerCapacity, blocks: Iterable[CachedBlock] = (), next_step_id: int = 1) -> None:
-        """A worker joins, with the prefixes that its pool already holds.
+        """A worker joins. `blocks` are the cached prefixes of its pool.
 
-        Raises ValueError for sizes that cannot work, WorkerMismatchError if it differs from those before it.
+        Raises ValueError for invalid sizes, WorkerMismatchError if they differ from those of the other workers.
         """
         if capacity.worker_id in self._workers:
-            raise ValueError(f"worker {capacity.worker_id} is here already; remove it first")
+            raise ValueError(f"worker {capacity.worker_id} has joined already; remove it first")
         self._admission.check_worker(capacity)
         worker = WorkerBooks(
             capacity,
@@ -104,7 +103,7 @@ class Scheduler:
         self._move_drained_rows()
 
     def remove_worker(self, worker_id: str) -> None:
-        """A worker is lost: its sequences wait again, with their tokens."""
+        """A worker is lost: its sequences return to the queue with their tokens."""
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
@@ -117,8 +116,8 @@ class Scheduler:
         self._prefix_events.leave(worker)
 
     def drain_worker(self, worker_id: str) -> None:
-        """The worker takes no new sequences; those it runs wait again, with their tokens, as soon as another worker
-        could run them. Until then they go on where they are.
+        """The worker admits no more sequences. Each of its sequences returns to the queue, with its tokens, as soon as
+        another worker could run it, and runs on the draining worker until then.
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
@@ -138,12 +137,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs."""
+        """A request is waiting or running."""
         return bool(self._requests.groups)
 
     def add_group(self, group: SequenceGroup, now: float) -> Deltas:
-        """A request arrives. Returns the finishes of samples whose Continuation needs nothing more (usually none), and
-        those of the group that it takes over.
+        """Add a request to the queue. Returns the finishes of samples whose Continuation is complete (usually none) and
+        of the group that the request takes over.
 
         Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError;
         then nothing has changed.
@@ -154,7 +153,7 @@ class Scheduler:
         return _finishes(replaced + self._requests.add(group, now))
 
     def abort_group(self, request_id: str, reason: FinishReason, message: str = "") -> Deltas:
-        """End a request in any state; its blocks are free once the steps that name them are answered."""
+        """End a request in any state. Its blocks become free when the steps that name them are answered."""
         return _finishes(self._requests.abort(request_id, reason, message))
 
     def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason) -> Deltas:
@@ -163,10 +162,10 @@ class Scheduler:
         live = [s for s in group.sequences if s.sample_index == sample_index and not s.is_finished] if group else []
         return _finishes([self._requests.end(seq, reason) for seq in live])
 
-    # -- deciding -----------------------------------------------------------------------------------------------------
+    # -- scheduling ---------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> list[StepBatch]:
-        """Everything that can be sent now: for each worker as many steps as its pipeline takes."""
+        """All steps that can be sent now: for each worker as many as its pipeline has room for."""
         self._expired += self._requests.expire(now)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
@@ -180,20 +179,20 @@ class Scheduler:
         return batches
 
     def take_expired(self) -> Deltas:
-        """What `schedule` ended since the last call: it waited past its deadline, and nobody wants it any more, or no
-        worker could run it for `worker_patience_s`.
+        """What `schedule` ended since the last call: requests that waited past their deadline, or that no worker could
+        run for `worker_patience_s`.
         """
         expired, self._expired = self._expired, []
         return _finishes(expired)
 
     @property
     def patience_ends_at(self) -> float:
-        """When `schedule` would end something for want of a worker that could run it; inf while there is nothing."""
+        """When `schedule` ends the next request that no worker can run; inf if there is none."""
         return self._requests.patience_ends_at
 
     def _schedule_once(self, now: float) -> list[StepBatch]:
-        """One step for each worker whose pipeline has room: an answer of one costs nothing for the others, and whoever
-        had nothing to do has nothing until something happens to it.
+        """One step for each worker whose pipeline has room. Workers without changes or placed sequences are skipped, so
+        the answer of one worker costs nothing for the others.
         """
         placed, changed = self._place(now), self._fleet.changed
         batches = []
@@ -333,9 +332,9 @@ class Scheduler:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def update(self, output: StepOutput, now: float) -> Deltas:
-        """A worker answered its oldest step: new tokens, and what ended.
+        """A worker answered its oldest step. Returns the new tokens and the sequences that ended.
 
-        Answers of workers that are gone are ignored. Raises UnexpectedStepError if the step is not the oldest one in
+        Answers of removed workers are ignored. Raises UnexpectedStepError if the step is not the oldest one in
         flight: the caller then removes the worker.
         """
         planner = self._planners.get(output.worker_id)
@@ -369,7 +368,7 @@ class Scheduler:
         self._measures.prefill.note(chunks, now - max(step.sent_at, planner.answered_at))
 
     def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas) -> None:
-        """End the rows whose newest token ends them."""
+        """End the rows whose newest token is their last one."""
         for i in self._stops.ending(worker.rows, rows, deltas.token_ids):
             seq = worker.rows.sequence(int(rows[i]))
             num_output = int(deltas.offsets[i]) + 1
@@ -384,16 +383,17 @@ class Scheduler:
                 deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerBooks, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
-        """A row that failed is tried once more on another worker, if there is one: it may have been the machine. Failed
-        again, or alone with its worker, it ends. Rows that read what it was to compute are recomputed, even if they
-        failed with it.
+        """Retry a failed row once on another worker, because the machine may have caused the failure; end it if it has
+        failed before or no other worker could run it. Rows that read its blocks are computed again, even if they failed
+        too.
         """
         live = [f for f in failures if step.generation[f.row] == worker.rows.generation[f.row]]
-        tainted = rows_tainted_by(worker, {failure.row for failure in live}, step)
-        for row in tainted:
+        taint = taint_of(worker, {failure.row for failure in live}, step)
+        worker.pool.forget(taint.blocks)
+        for row in taint.rows:
             self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
-        alone = [failure for failure in live if failure.row not in tainted]
-        finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in alone]
+        causes = [failure for failure in live if failure.row not in taint.rows]
+        finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in causes]
         return [end for end in finished if end is not None]
 
     def _retry_or_end(self, worker: WorkerBooks, seq: Sequence, failure: RowFailure) -> Finished | None:
@@ -407,11 +407,11 @@ class Scheduler:
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def take_prefix_events(self) -> list[PrefixChanges]:
-        """Blocks that became cached prefixes or ceased to be, since the last call."""
+        """Blocks that became cached prefixes or stopped being ones since the last call."""
         return self._prefix_events.take()
 
     def cached_prefixes(self) -> list[PrefixChanges]:
-        """Everything an index should hold now: for filling it again."""
+        """All cached prefixes: what fills an index that has lost its data."""
         return [cached_prefixes(worker) for worker in self._workers.values()]
 
     def load(self) -> Load:
@@ -432,7 +432,7 @@ class Scheduler:
             invariants.check_worker(worker)
         invariants.check_requests(self._requests, self._workers, self._fleet)
         ready = {name for name, worker in self._workers.items() if worker.can_send}
-        assert set(self._ready) == ready, "a worker could take a step and is not asked, or the reverse"
+        assert set(self._ready) == ready, "the ready workers are not those that can send"
 
 
 def _finishes(finished: list[Finished]) -> Deltas:

@@ -1,4 +1,4 @@
-"""Would the simulation notice? Each bug is planted into the real core and must be caught, by the named complaint.
+"""Tests of the simulation: each bug is planted into the real core and must be caught with the named complaint.
 
 The core's own `check_invariants` is switched off where the symbolic workers and the gateways' journals must suffice.
 The seed that caught a bug is then run once more on the core as it is, and passes.
@@ -22,8 +22,9 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.steps import step_planner, worker_books
+from scheduler_svc.core.steps import failures, step_planner, worker_books
 from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.failures import Taint
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
@@ -44,7 +45,7 @@ class Bug:
     plant: Callable[[Patch], None]
     complaint: str
     checks_invariants: bool = False
-    failure_rate: float | None = None  # for bugs that only show when rows fail in rare moments
+    failure_rate: float | None = None  # for bugs that show only if rows fail in rare states
 
     @property
     def changes(self) -> dict[str, float]:
@@ -71,12 +72,12 @@ def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 
 def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
-    """Break what is sent, not what is decided."""
+    """Change the batches that are sent, not the decisions."""
     wrap(patch, step_planner, "make_batch", lambda make, *args: change(make(*args)))
 
 
 def trust_digests(patch: Patch) -> None:
-    """Nobody compares digests: only what the slots hold can betray the bug."""
+    """Disable the comparisons of digests, so that only the content of slots can reveal the bug."""
     change_batches(patch, lambda b: replace(b, commit_blocks=b.commit_blocks[:0], commit_digests=[]))
     patch.setattr(Cluster, "_check_published", lambda *args: None)
     patch.setattr(Cluster, "_check_worker_end", lambda *args: None)
@@ -159,7 +160,7 @@ def fork_takes_two_references(patch: Patch) -> None:
     wrap(patch, StepPlanner, "_fork_if_complete", fork)
 
 
-@bug("leaks|nothing moves")
+@bug("leaks|no progress")
 def released_blocks_never_come_back(patch: Patch) -> None:
     wrap(patch, WorkerBooks, "free_released", lambda original, worker, flight: None)
 
@@ -253,7 +254,7 @@ def heads_evicted_before_tails(patch: Patch) -> None:
 @bug("evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
     def take(original: Any, line: LruQueue, count: int, until: int) -> np.ndarray:
-        places = line._here(line._head, line._tail)
+        places = line._live(line._head, line._tail)
         if not len(places):
             line._head = line._tail
         return line._blocks[places[::-1][:count]]
@@ -285,7 +286,7 @@ def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
 
 @bug("UnexpectedStepError|the oracle has|token at offset|a token after the end")
 def stale_epoch_accepted(patch: Patch) -> None:
-    """The shell's mistake: an answer of the worker's former life reaches the core."""
+    """A bug of the shell: an answer from before the worker's restart reaches the core."""
     left: dict[str, list[Any]] = {}
 
     def lose(original: Any, cluster: Cluster, worker: SymbolicWorker) -> None:
@@ -301,8 +302,8 @@ def stale_epoch_accepted(patch: Patch) -> None:
     wrap(patch, Cluster, "answer", answer)
 
 
-@bug("opens row .* which is open|never told to close|which another open row names")
-def closed_row_not_told(patch: Patch) -> None:
+@bug("opens row .* which is open|was not asked to close|which another open row names")
+def closed_row_not_reported(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, close_rows=b.close_rows[:0]))
 
 
@@ -351,18 +352,18 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, StepPlanner, "begin_step", begin)
 
 
-@bug("beyond|rows stand at|closed|not open")
-def gone_row_stays_in_its_decode_run(patch: Patch) -> None:
+@bug("beyond|rows are at|closed|not open")
+def ended_row_stays_in_its_decode_run(patch: Patch) -> None:
     wrap(patch, DecodeRun, "without_gone", lambda original, run, table: run)
 
 
-@bug("beyond|rows stand at|closed|not open")
-def decode_run_goes_on_though_rows_came(patch: Patch) -> None:
-    wrap(patch, StepPlanner, "_living_run", lambda original, planner: planner._run)
+@bug("beyond|rows are at|closed|not open")
+def decode_run_continues_after_rows_were_opened(patch: Patch) -> None:
+    wrap(patch, StepPlanner, "_current_run", lambda original, planner: planner._run)
 
 
-@bug("written to one slot|beyond their tables|rows stand at|share")
-def decode_run_begun_without_a_look_at_its_blocks(patch: Patch) -> None:
+@bug("written to one slot|beyond their tables|rows are at|share")
+def decode_run_begun_without_a_check_of_its_blocks(patch: Patch) -> None:
     def begun(original: Any, planner: StepPlanner) -> DecodeRun | None:
         rows, prefill = planner.split_by_stage()
         if not len(rows) or len(prefill):
@@ -375,26 +376,16 @@ def decode_run_begun_without_a_look_at_its_blocks(patch: Patch) -> None:
 
 @bug("the oracle has|commits block|no acknowledged step has computed")
 def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
-    wrap(patch, scheduler, "rows_tainted_by", lambda original, worker, failed, flight: [])
+    wrap(patch, scheduler, "taint_of", lambda original, worker, failed, step: Taint([], []))
 
 
 @bug("the oracle has", failure_rate=0.2)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
-    def tainted(original: Any, worker: WorkerBooks, failed: set[int], flight: InFlightStep) -> list[int]:
-        flights = (flight, *worker.in_flight)
-        forks = [f.forks for f in flights]
-        for f in flights:
-            f.forks = []
-        found: list[int] = original(worker, failed, flight)
-        for f, known in zip(flights, forks, strict=True):
-            f.forks = known
-        return found
-
-    wrap(patch, scheduler, "rows_tainted_by", tainted)
+    wrap(patch, failures, "_forks_of", lambda original, worker, bad, steps: set())
 
 
-@bug("nothing moves")
-def refused_once_and_never_asked_again(patch: Patch) -> None:
+@bug("no progress")
+def refused_once_and_never_checked_again(patch: Patch) -> None:
     def room(original: Any, worker: WorkerBooks, flight: InFlightStep) -> None:
         version = worker.room_version
         original(worker, flight)
@@ -403,7 +394,7 @@ def refused_once_and_never_asked_again(patch: Patch) -> None:
     wrap(patch, WorkerBooks, "free_released", room)
 
 
-@bug("drains and gets a new row")
+@bug("is draining and gets a new row")
 def draining_worker_gets_sequences(patch: Patch) -> None:
     def place(original: Any, core: Scheduler, now: float) -> Any:
         draining = [worker for worker in core._workers.values() if worker.is_draining]
@@ -432,7 +423,7 @@ def test_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
 
 
 def first_failure(planted: Bug) -> tuple[int | None, str]:
-    """The first seed that fails, and what was said."""
+    """The first seed that fails, and the message of its failure."""
     for seed in range(MAX_SEEDS):
         try:
             run_seed(seed, checks_invariants=planted.checks_invariants, **planted.changes)

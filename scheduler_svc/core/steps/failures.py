@@ -1,42 +1,59 @@
-"""Whom a failed row takes with it: rows that read, or were to read, what it should have computed."""
+"""Which rows a failed row affects: those that read, or would have read, what it failed to compute."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from scheduler_svc.core.steps.step_plan import InFlightStep
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
-def rows_tainted_by(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> list[int]:
-    """Rows to compute again after these rows failed in this step: they read what a failed row was to compute.
+class Taint(NamedTuple):
+    """What cannot be trusted after rows failed."""
 
-    A failed row is among them if another one's failure explains its own. What a failed row was to fill is
-    forgotten, and so is what rows that ended since were to fill: nobody can say what they read.
+    rows: list[int]  # to compute again, because they read blocks of failed rows
+    blocks: list[int]  # whose content is unknown: their digests must be forgotten
+
+
+def taint_of(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> Taint:
+    """The rows and blocks that are tainted by the failure of these rows in this step.
+
+    A failed row is tainted itself if the failure of another row explains its own. The blocks are those that failed rows
+    were to fill, and those of rows that have ended since, because it is unknown what those rows read.
     """
-    bad, flights = set(failed), (step, *worker.in_flight)
+    bad, steps = set(failed), (step, *worker.in_flight)
     while True:
-        lost = {
-            block: None if _has_ended(worker, row, f) else row
-            for f in flights
-            for row, fills in f.fills
-            if row in bad or _has_ended(worker, row, f)
-            for block, _ in fills
-        }
-        heirs = {
-            child
-            for f in flights
-            for child, parent in f.forks
-            if (parent in bad or _has_ended(worker, parent, f)) and not _has_ended(worker, child, f)
-        }
-        tainted = {row for row in worker.rows.active().tolist() if row in heirs or _reads(worker, row, lost)}
+        lost = _lost_blocks(worker, bad, steps)
+        forked = _forks_of(worker, bad, steps)
+        tainted = {row for row in worker.rows.active().tolist() if row in forked or _reads(worker, row, lost)}
         if tainted <= bad:
-            break
+            return Taint(sorted(tainted), list(lost))
         bad |= tainted
-    worker.pool.forget(list(lost))
-    return sorted(tainted)
+
+
+def _lost_blocks(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
+    """Blocks that bad or ended rows were to fill, each with its row, or None if that row has ended."""
+    return {
+        block: None if _has_ended(worker, row, step) else row
+        for step in steps
+        for row, fills in step.fills
+        if row in bad or _has_ended(worker, row, step)
+        for block, _ in fills
+    }
+
+
+def _forks_of(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> set[int]:
+    """Live rows that forked from a bad or ended row."""
+    return {
+        child
+        for step in steps
+        for child, parent in step.forks
+        if (parent in bad or _has_ended(worker, parent, step)) and not _has_ended(worker, child, step)
+    }
 
 
 def _reads(worker: WorkerBooks, row: int, lost: dict[int, int | None]) -> bool:
-    """One of the lost blocks is in the row's table, and it is not the one that was to fill it."""
+    """The row's table has a lost block that another row was to fill."""
     return any(lost.get(block, row) != row for block in worker.rows.blocks(row))
 
 
