@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the scheduler costs: microseconds per decode step and per admission, with no I/O and no worker.
+"""CPU time of the scheduler: microseconds per decode step and per admission, with no I/O and no worker.
 
     python bench/core.py [--repeats 5]
 
@@ -28,7 +28,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 STEPS = 200
-FILLS_POOLS = 400  # prompts after which every further one evicts blocks
+FILLS_POOLS = 400  # number of prompts after which each further one evicts blocks
 EOS = 2
 FENCE = worker_pb2.Fence(worker_epoch=1, scheduler_epoch=1)
 
@@ -61,7 +61,7 @@ class SteadyDecode:
         add(self.scheduler, name, self._rng.integers(3, 50_000, num_tokens, dtype=np.uint32))
 
     def answer(self, ending_row: int | None = None) -> StepOutput:
-        """What the worker says to the oldest step; the row that ends samples EOS."""
+        """The worker's answer to the oldest step; the row that ends samples EOS."""
         batch = self._in_flight.pop(0)
         rows = batch.rows[batch.sample_mask]
         token_ids = np.full(len(rows), 7, dtype=np.uint32)
@@ -70,7 +70,7 @@ class SteadyDecode:
         return StepOutput(batch.worker_id, batch.step_id, rows, token_ids)
 
     def replace_one(self) -> None:
-        """A request arrives for the place that the next answer frees."""
+        """Add a request for the row that the next answer frees."""
         self._num_added += 1
         self._add(str(self._num_added), 64)
 

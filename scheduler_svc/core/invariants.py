@@ -1,4 +1,4 @@
-"""What must hold between the books of the core, for tests: who is where, and whose blocks are whose."""
+"""Invariants between the books of the core, for tests: the place of each sequence, the holders of each block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def check_worker(worker: WorkerBooks) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
     worker.pool.check_invariants()
     rows, r = worker.rows.active(), worker.rows
-    assert worker.num_messages <= worker.capacity.pipeline_depth, "too many steps in flight"
+    assert worker.num_messages <= worker.capacity.pipeline_depth, "more messages in flight than pipeline_depth"
     num_messages = sum(step.burst_len > 0 for step in worker.in_flight)
     assert worker.num_messages == num_messages, "messages in flight are counted wrong"
-    assert not worker.in_flight or worker.in_flight[-1].burst_len, "a burst has no end"
+    assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step does not end its message"
     assert worker.pending_prefill == r.pending_prefill(), "pending prefill is counted wrong"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
@@ -36,14 +36,16 @@ def check_worker(worker: WorkerBooks) -> None:
 def _check_row(worker: WorkerBooks, row: int) -> None:
     r, seq = worker.rows, worker.rows.sequence(row)
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
-    assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: the sequence is elsewhere"
-    assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block twice in one table"
+    assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: its sequence names another place"
+    assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block is in its table twice"
     assert r.num_computed_tokens[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
     assert r.num_computed_tokens[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
-    assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: beyond limit"
+    assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), (
+        f"row {row}: more tokens than its limit"
+    )
     write = int(r.num_computed_tokens[row]) // r.block_size
     shared = (worker.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
-    assert not len(shared) or shared.max() <= write, f"row {row}: shares a block it has yet to write"
+    assert not len(shared) or shared.max() <= write, f"row {row}: shares a block that it will write to"
 
 
 def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: Fleet) -> None:
@@ -53,16 +55,16 @@ def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: F
     requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
     for entry in requests.waiting:
-        assert fleet.could_run(entry.seq), f"sequence {entry.seq.seq_id} is in line, and nobody here could run it"
+        assert fleet.could_run(entry.seq), f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
     for seq in requests.waiting.unschedulable:
-        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is unschedulable, and somebody could run it"
+        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
     for group in groups:
         for seq in group.sequences:
             _check_place(seq, requests, workers)
 
 
 def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerBooks]) -> None:
-    """A live sequence is in exactly one place: queue, row, or behind the sample it will fork off."""
+    """A live sequence is in exactly one place: in the queue, in a row, or among the forks of another sample."""
     places = [seq in requests.waiting]
     places.append(seq.worker_id is not None and workers[seq.worker_id].rows.sequences[seq.row or 0] is seq)
     places.append(any(seq in other.forks for other in seq.group.sequences))

@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out: plain data, no protobuf.
+"""The inputs and outputs of the core: plain data, no protobuf.
 
 Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch.
 """
@@ -22,7 +22,7 @@ EMPTY: U32 = np.empty(0, dtype=np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """What one worker can hold. Immutable for one `worker_epoch`; a restarted worker is a new one."""
+    """The sizes of one worker. Immutable for one `worker_epoch`: a restarted worker joins as a new one."""
 
     worker_id: str
     worker_epoch: int
@@ -50,7 +50,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class RowOpen:
-    """A sequence gets a row of a worker. `group` gives sampling parameters, which the core never reads."""
+    """A sequence gets a row of a worker. `group` has the sampling parameters, which the core does not read."""
 
     row: int
     group: SequenceGroup
@@ -76,7 +76,7 @@ class StepBatch:
     context_lens: U32  # [B] tokens in KV before this step
     sample_mask: Bools  # [B]
     slot_mapping: U32  # [sum(query_lens)]
-    is_decode: bool = False  # every row computes one token and samples: nothing else is in the two columns above
+    is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones
     fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
     fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
     close_rows: U32 = field(default_factory=lambda: EMPTY)
@@ -88,12 +88,12 @@ class StepBatch:
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
     commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
     commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
-    then: list[StepBatch] = field(default_factory=list)  # steps that go in the same message and are answered with it
+    then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """One row failed in a step (NaN, bad input); the others are not harmed."""
+    """One row failed in a step (NaN, bad input); the other rows did not."""
 
     row: int
     message: str
@@ -127,7 +127,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """What one `update` (or an abort) produced: columns of length N, one new token each, and what ended.
+    """The result of an `update` or an abort: columns of length N with one new token each, and the samples that ended.
 
     `owners` and `handles` are the caller's own numbers from SequenceGroup: the core never looks inside.
     A finish comes after the tokens of the same message.
@@ -139,7 +139,7 @@ class Deltas:
     offsets: U32  # [N] output position
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
-    owner: int | None = None  # if all columns are known to be this one's
+    owner: int | None = None  # of all tokens, None if unknown or several
 
 
 class MigrationReason(Enum):

@@ -1,4 +1,4 @@
-"""Admission is exact: where all lengths are known, no sequence is ever preempted."""
+"""Admission is exact: if all lengths are known, no sequence is ever preempted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockManager against a model of plain lists: what is free, in which order it goes, what a prompt can share."""
+"""BlockManager against a model of plain lists: free blocks, the order of eviction, the blocks a prompt can share."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Table:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Sequences come, are planned, answered and leave in any order, as the scheduler would have it."""
+    """Sequences are admitted, planned, answered and ended in any order that the scheduler can produce."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockManager(num_blocks, BLOCK_SIZE)
         self.tables: list[Table] = []
         self.users: dict[int, int] = {}
-        self.empty = list(range(num_blocks))  # first: goes next
-        self.cached: list[int] = []  # first: goes after all empty ones
+        self.empty = list(range(num_blocks))  # the first is allocated next
+        self.cached: list[int] = []  # the first is evicted next, after all empty ones
         self.holds: dict[int, bytes] = {}  # digest of blocks that may be shared
         self.committed: set[int] = set()
         self.announced: set[bytes] = set()
@@ -143,7 +143,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.cached.remove(block)
 
     def _take(self, count: int) -> list[int]:
-        """Who must go: empty blocks, oldest first, then the least recently used cached ones."""
+        """The expected blocks: empty ones, oldest first, then the least recently used cached ones."""
         taken = (self.empty + self.cached)[:count]
         self.empty = [block for block in self.empty if block not in taken]
         self.cached = [block for block in self.cached if block not in taken]
@@ -159,7 +159,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.holds.pop(block, None)
         self.empty.append(block)
 
-    # -- what always holds --------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def books_balance(self) -> None:
@@ -181,7 +181,7 @@ TestBlockManager.settings = SETTINGS
 
 
 def take_newest(line: LruQueue, count: int, until: int) -> np.ndarray:
-    return line._blocks[line._here(line._head, line._tail)[::-1][:count]]
+    return line._blocks[line._live(line._head, line._tail)[::-1][:count]]
 
 
 def take_newest_empty(ring: FreeList, count: int) -> np.ndarray:

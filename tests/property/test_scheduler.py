@@ -1,4 +1,4 @@
-"""The scheduler under arrivals, steps, aborts and losses chosen by Hypothesis, which also shrinks what fails.
+"""The scheduler under arrivals, steps, aborts and losses chosen by Hypothesis, which also shrinks failing examples.
 
 Workers and gateways are those of the simulation: each rule ends with all their checks and the core's own.
 """
@@ -20,7 +20,7 @@ EOS = frozenset({0})
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A cluster of up to two workers; `teardown` lets everything end and looks for leaks."""
+    """A cluster of up to two workers; `teardown` lets all requests end and checks for leaks."""
 
     @initialize(
         block_size=st.sampled_from((1, 2, 4)),

@@ -180,7 +180,7 @@ class Transcript:
 
     def do_cached(self, worker_id: str = "w") -> str:
         pool = self.scheduler._workers[worker_id].pool
-        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*pool.lines())
+        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*pool.queues())
 
     def do_stats(self) -> str:
         s = self.scheduler.stats()

@@ -1,4 +1,4 @@
-"""The scheduler core between gateways that keep journals and symbolic workers: every fact in, every check out.
+"""The scheduler core between gateways that keep journals and symbolic workers that check every step.
 
 A `Cluster` chooses nothing: tests say what happens next (`Simulation` from a seed, the property tests from Hypothesis).
 After each call everything that came out of the core has been compared with the oracle and with the protocol; whatever
@@ -34,7 +34,7 @@ ROOT_SALT = b"sim"
 
 @dataclass(slots=True)
 class Request:
-    """A gateway's journal of one request: what it asked, what it must get, what it got."""
+    """A gateway's journal of one request: its parameters, the expected tokens, the delivered tokens."""
 
     request_id: str
     prompt: list[int]
@@ -61,7 +61,7 @@ class Request:
 
 
 class Cluster:
-    """One scheduler and its surroundings. `now` is the tests' clock."""
+    """One scheduler with its gateways and workers. `now` is the tests' clock."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Cluster:
         self._checks_invariants = checks_invariants
         self._by_handle: dict[tuple[int, int], Request] = {}
         self._groups: dict[str, SequenceGroup] = {}  # of open requests, as the scheduler has them
-        self._told: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, row) -> (request, sample) it was opened for
+        self._opened_for: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, row) -> (request, sample)
         self._published: dict[str, set[bytes]] = {}
         self._failed_requests: set[str] = set()
         self._has_seen_worker = False
 
     def check(self) -> None:
-        """The core's own books."""
+        """The core's own invariants."""
         if self._checks_invariants:
             self.scheduler.check_invariants()
 
@@ -110,7 +110,7 @@ class Cluster:
         root_key: bytes = b"",
         owner: int = 0,
     ) -> Request:
-        """A request with the answer that the oracle gives to it."""
+        """A request with the answer of the oracle."""
         eos = self.config.eos_token_ids
         number = len(self.requests) + 1
         return Request(
@@ -129,7 +129,7 @@ class Cluster:
         )
 
     def submit(self, request: Request) -> None:
-        """A gateway sends it, with whatever was delivered before as Continuation. Gateways know the model's limit."""
+        """A gateway submits the request, with the delivered tokens as Continuation. Gateways know max_model_len."""
         self.requests[request.request_id] = request
         if not self._has_seen_worker and request.num_tokens > self.max_model_len:
             return
@@ -178,12 +178,12 @@ class Cluster:
         )
 
     def abort(self, request: Request) -> None:
-        """The client is gone."""
+        """The client has cancelled."""
         self.trace.append(("abort", request.request_id))
         request.ended_by_us.update(range(request.n))
         self._absorb(self.scheduler.abort_group(request.request_id, FinishReason.ABORTED))
         if not request.is_done:
-            raise Violation(f"{request.request_id} lives on after an abort")
+            raise Violation(f"{request.request_id} still runs after an abort")
 
     def stop_sample(self, request: Request, sample: int) -> None:
         """The gateway matched a stop string."""
@@ -191,10 +191,10 @@ class Cluster:
         request.ended_by_us.add(sample)
         self._absorb(self.scheduler.finish_sample(request.request_id, sample, FinishReason.STOP))
         if request.finished[sample] is None:
-            raise Violation(f"{request.request_id} sample {sample} lives on after it was stopped")
+            raise Violation(f"{request.request_id} sample {sample} still runs after it was stopped")
 
     def talk_nonsense(self) -> None:
-        """What callers must not do is refused or ignored, and changes nothing."""
+        """Calls that are not allowed are refused or ignored, and change nothing."""
         for request in self.open.values():
             self._must_refuse(
                 DuplicateRequestError, lambda r=request: self.scheduler.add_group(self._group(r), self.now)
@@ -221,15 +221,15 @@ class Cluster:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> int:
-        """Send whatever the core wants to send; returns the number of steps."""
+        """Send all steps that the core schedules; returns their number."""
         batches = self.scheduler.schedule(self.now)
         for batch in batches:
             worker = self.workers[batch.worker_id]
             self.trace.append(("send", batch))
             if worker.is_draining and any(opened.fork_of_row is None for opened in batch.opens):
-                raise Violation(f"worker {batch.worker_id} drains and gets a new row")
+                raise Violation(f"worker {batch.worker_id} is draining and gets a new row")
             for row in batch.close_rows.tolist():
-                self._told.pop((batch.worker_id, row), None)
+                self._opened_for.pop((batch.worker_id, row), None)
             for opened in batch.opens:
                 self._note_cached(batch.worker_id, opened)
             worker.send(batch)
@@ -239,21 +239,21 @@ class Cluster:
         return len(batches)
 
     def _check_rows(self) -> None:
-        """Whatever runs, its worker has been told of: a row that is opened in the books alone never gets a token."""
+        """Every running sequence was opened on its worker: a row that only the books know never gets a token."""
         for name in self.open:
             for seq in self._groups[name].sequences:
-                told, _ = self._told.get((seq.worker_id or "", seq.row or 0), (None, 0))
-                if seq.worker_id is not None and told != name:
+                opened_for, _ = self._opened_for.get((seq.worker_id or "", seq.row or 0), (None, 0))
+                if seq.worker_id is not None and opened_for != name:
                     raise Violation(f"row {seq.row} of {seq.worker_id} runs {name} and was never opened for it")
 
     def _note_cached(self, worker_id: str, opened: RowOpen) -> None:
-        """What usage.cached_tokens will have to say: the hit of the first admission, a fork's being its parent's."""
+        """The expected usage.cached_tokens: the hit of the first admission; for a fork, that of its parent."""
         request, sample = self.requests[opened.group.request_id], opened.sample_index
         num_cached = opened.num_computed_tokens
         if opened.fork_of_row is not None:
-            _, parent = self._told[worker_id, opened.fork_of_row]
+            _, parent = self._opened_for[worker_id, opened.fork_of_row]
             num_cached = request.num_cached[parent]
-        self._told[worker_id, opened.row] = (request.request_id, sample)
+        self._opened_for[worker_id, opened.row] = (request.request_id, sample)
         request.num_cached.setdefault(sample, min(num_cached, len(request.prompt)))
 
     def answer(self, worker: SymbolicWorker) -> None:
@@ -294,10 +294,12 @@ class Cluster:
         request.finished[sample] = finished.reason
         self._check_reason(name, request, finished)
         if finished.num_output_tokens != len(request.delivered[sample]):
-            raise Violation(f"{name}: tells {finished.num_output_tokens}, delivered {len(request.delivered[sample])}")
+            raise Violation(
+                f"{name}: reports {finished.num_output_tokens} tokens, delivered {len(request.delivered[sample])}"
+            )
         num_cached = request.num_cached.get(sample, finished.num_cached_tokens)
         if finished.num_cached_tokens != num_cached:
-            raise Violation(f"{name}: tells {finished.num_cached_tokens} cached tokens, it had {num_cached}")
+            raise Violation(f"{name}: reports {finished.num_cached_tokens} cached tokens, expected {num_cached}")
         self.num_cached_tokens += finished.num_cached_tokens
         self.num_preemptions += finished.num_preemptions
         if request.is_done:
@@ -327,19 +329,21 @@ class Cluster:
         self.trace.append(("join", c, f"blocks {len(blocks)}", f"next step {worker.next_step_id}"))
         self.workers[c.worker_id] = worker
         self._has_seen_worker = True
-        self._told = {place: told for place, told in self._told.items() if place[0] != c.worker_id}
+        self._opened_for = {
+            place: opened_for for place, opened_for in self._opened_for.items() if place[0] != c.worker_id
+        }
         self._published[c.worker_id] = set()
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:
-        """The worker is dead for the scheduler; an answer that was still on the wire comes too late."""
+        """The scheduler loses the worker; an answer that was on the wire is ignored."""
         self._remove(worker)
         if worker.queue:
             self._absorb(self.scheduler.update(worker.answer(), self.now))
 
     def reconnect(self, worker: SymbolicWorker) -> None:
-        """The connection broke, the process did not: its rows end, its committed blocks are adopted."""
+        """The connection breaks but the process survives: its rows end, its committed blocks are adopted."""
         self._remove(worker)
         worker.lease()
         self._add(worker)
@@ -351,10 +355,10 @@ class Cluster:
         del self.workers[name]
         self._follow_prefixes()
         if self._published.pop(name):
-            raise Violation(f"worker {name} is gone and still published")
+            raise Violation(f"worker {name} was removed, but its prefixes are still published")
 
     def drain(self, worker: SymbolicWorker) -> None:
-        """The worker was asked to leave."""
+        """The worker drains."""
         self.trace.append(("drain", worker.capacity.worker_id))
         worker.is_draining = True
         self.scheduler.drain_worker(worker.capacity.worker_id)
@@ -375,7 +379,7 @@ class Cluster:
     # -- the prefix index ---------------------------------------------------------------------------------------------
 
     def _follow_prefixes(self) -> None:
-        """Apply prefix events like an index would, and doubt them."""
+        """Apply prefix events like an index, and check them."""
         changes = self.scheduler.take_prefix_events()
         for change in changes:
             for digest, is_cached in change.blocks:
@@ -409,7 +413,7 @@ class Cluster:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self, choose: Callable[[list[SymbolicWorker]], SymbolicWorker]) -> None:
-        """Nothing new happens any more: all that is open must end within a bounded number of steps."""
+        """No more requests or faults: all open requests must end within a bounded number of steps."""
         work = sum(request.num_tokens * request.n for request in self.open.values())
         bound, num_idle = self.num_steps + 200 + 20 * work, 0
         while self.schedule() or self.busy_workers() or self.scheduler.has_work:
@@ -420,17 +424,17 @@ class Cluster:
                 self.answer(choose(busy))
                 self.check()
             if num_idle > 3:
-                raise Violation(f"nothing moves, and {list(self.open)} are open")
+                raise Violation(f"no progress, and {list(self.open)} are open")
             if self.num_steps > bound:
                 raise Violation(f"no end after {self.num_steps} steps")
 
     def can_finish(self) -> bool:
-        """Every open request has a worker that takes new sequences and can hold it."""
+        """Every open request has a worker that admits sequences and could run it."""
         takers = [worker for worker in self.workers.values() if not worker.is_draining]
         return all(any(self._can_hold(worker, request) for worker in takers) for request in self.open.values())
 
     def check_end(self) -> None:
-        """Everything has ended exactly once, and nothing is left behind: here, at the workers, in the index."""
+        """Every request ended exactly once, and nothing is left in the scheduler, on the workers or in the index."""
         if self.open or self.scheduler.has_work:
             raise Violation(f"{list(self.open)} never finished")
         stats = self.scheduler.stats()
@@ -449,13 +453,13 @@ class Cluster:
         for change in self.scheduler.cached_prefixes():
             held[change.holder.worker_id] |= {digest for digest, _ in change.blocks}
         if held != {name: self._published[name] for name in self.workers}:
-            raise Violation("the prefix events do not add up to what is cached")
+            raise Violation("the prefix events do not add up to the cached prefixes")
 
     def _check_worker_end(self, name: str, worker: SymbolicWorker) -> None:
         if worker.is_open.any() or worker.refs.any():
-            raise Violation(f"worker {name} was never told to close rows {np.flatnonzero(worker.is_open).tolist()}")
+            raise Violation(f"worker {name} was not asked to close rows {np.flatnonzero(worker.is_open).tolist()}")
         if not self._published[name] <= set(worker.committed.values()):
-            raise Violation(f"worker {name}: prefixes are published that it was never told to commit")
+            raise Violation(f"worker {name}: published prefixes that it was not asked to commit")
         for block in worker.list_blocks():
             if worker.content[block.block_id] != block.digest:
                 raise Violation(f"worker {name}: committed block {block.block_id} holds something else")

@@ -1,4 +1,4 @@
-"""What each sample must deliver, computed token after token with plain integers: no batch, no cache, no blocks."""
+"""The expected tokens of each sample, computed one by one with plain integers: no batch, no cache, no blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expected_output(
     eos_token_ids: frozenset[int],
     vocab_size: int,
 ) -> Expected:
-    """Run the model alone until a stop condition holds. EOS is looked at before stop ids, stop ids before the limit."""
+    """Run the model alone until a stop condition holds. EOS is checked before stop ids, stop ids before the limit."""
     digest = symbolic_model.root(root_key)
     for position, token in enumerate(prompt):
         digest = (digest + symbolic_model.term(token, position)) & symbolic_model.MASK

@@ -1,4 +1,4 @@
-"""One seed, one run: a whole cluster around the real scheduler core, in one thread, with faults on purpose.
+"""One seed is one run: a whole cluster around the real scheduler core, in one thread, with planned faults.
 
     python -m tests.sim.simulation 1234          run seed 1234; on failure print what led to it
     python -m tests.sim.simulation 0 2000        run seeds 0 to 1999 and tell what they covered
@@ -31,12 +31,12 @@ NUM_OWNERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one seed chose for the whole run. Rates are chances per event."""
+    """The choices of one seed for a whole run. Rates are probabilities per event."""
 
     num_requests: int
     max_n: int
     arrival_rate: float
-    fault_rate: float  # workers and schedulers come and go
+    fault_rate: float  # workers and schedulers are lost and restarted
     failure_rate: float  # rows fail
     abort_rate: float
     eagerness: float  # chance that `schedule` follows an event
@@ -44,7 +44,7 @@ class Setup:
 
 
 class Simulation:
-    """The random driver of a Cluster. `run` raises Violation, or whatever the core raises, if anything is wrong."""
+    """The random driver of a Cluster. `run` raises Violation, or an error of the core, on any fault."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Simulation:
         return [self.rng.randrange(self.cluster.vocab_size) for _ in range(count)]
 
     def _choose_capacity(self, worker_id: str) -> WorkerCapacity:
-        """From a pool that not every request fits into to one that never fills."""
+        """From a pool too small for some requests to one that never fills."""
         rng, bs, max_len = self.rng, self.cluster.block_size, self.cluster.max_model_len
         longest = ceil_div(max_len, bs)
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
@@ -116,7 +116,7 @@ class Simulation:
         )
 
     def _choose_prompt(self) -> list[int]:
-        """Shared beginnings, whole repetitions and continued conversations are common; so are strangers."""
+        """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
         rng, limit, kind = self.rng, self.cluster.max_model_len, self.rng.random()
         earlier = list(self.cluster.requests.values())
         if kind < 0.5:
@@ -143,7 +143,7 @@ class Simulation:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Chaos until every request has arrived and some more, then calm until all have ended; then look for leaks."""
+        """Faults until all requests have arrived and longer, then none until all have ended; check for leaks."""
         for _ in range(self.rng.choice((0, 1, 1, 2, 3))):
             self._join()
         while self._num_arrived < self.setup.num_requests:
@@ -211,7 +211,7 @@ class Simulation:
             self.cluster.answer(self.rng.choice(busy))
 
     def _join(self) -> None:
-        """A new worker, or another one under a name that was used before."""
+        """A new worker, or another one with the id of an earlier one."""
         free = [name for name in WORKER_IDS if name not in self.cluster.workers]
         if free:
             first_step = self.rng.choice((1, 1, 100))
@@ -236,7 +236,7 @@ class Simulation:
         self.cluster.restart_scheduler(order)
 
     def _provide_room(self) -> None:
-        """What an operator would do: start a worker that can hold whatever no other can."""
+        """Like an operator, start a worker that can run the requests that no other worker could."""
         if self.cluster.can_finish():
             return
         c, longest = self.cluster, ceil_div(self.cluster.max_model_len, self.cluster.block_size)
@@ -248,10 +248,10 @@ class Simulation:
             is_lazy=self.setup.is_lazy,
         )
 
-    # -- for people ---------------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def transcript(self, last: int = 40) -> str:
-        """The last events in words."""
+        """The last events as text."""
         lines = [f"seed {self.seed}: {self.setup}", f"config: {self.cluster.config}"]
         lines += [describe(event) for event in self.cluster.trace[-last:]]
         return "\n".join(lines)
@@ -279,7 +279,7 @@ def run_seed(
 
 
 def main(first: int, last: int) -> None:
-    """Run seeds first to last - 1 and tell what they covered."""
+    """Run seeds first to last - 1 and print what they covered."""
     start, totals = time.process_time(), Counter[str]()
     for seed in range(first, last):
         simulation = run_seed(seed)

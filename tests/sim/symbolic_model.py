@@ -1,4 +1,4 @@
-"""A language model made of hashes: every KV entry names the exact prefix it came from, every token follows from it.
+"""A language model made of digests: a KV entry identifies its exact prefix, and the next token follows from it.
 
 The prefix digest of position i is a 64-bit sum over mix(token_j, j) for j <= i, started at the request's root. It
 depends on every token and its place, and it is cheap both one at a time and as a cumulative sum over a column.

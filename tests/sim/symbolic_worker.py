@@ -5,8 +5,8 @@ open row's table is read back and compared with the digests of the row's own tok
 bad prefix hit and a block freed early are all one mismatch. Beyond that it checks what the protocol promises:
 
     steps       ids without gaps, at most pipeline_depth messages unanswered, budgets and row limits
-    rows        opened once, closed once, context lengths that continue where the row stands
-    tables      appends at the end, replacements only by copy-on-write, fresh blocks that nobody else names
+    rows        opened once, closed once, context lengths that continue where the row ended
+    tables      appends at the end, replacements only by copy-on-write, new blocks that no other row names
     writes      slots follow from the table, no slot twice, never into a shared or a committed block
     commits     full blocks, written by acknowledged steps, with the digest of their whole chain
     forks       off a prompt that completes in this very step
@@ -81,7 +81,7 @@ class SymbolicWorker:
         self.num_acked = next_step_id - 1
         self.is_draining = False
         self.fail_next: str | None = (
-            None  # "nan" keeps the row's KV, "lost" leaves garbage, "silent" says nothing either
+            None  # "nan" keeps the row's KV, "lost" leaves garbage, "silent" reports nothing either
         )
         self.failed_requests: set[str] = set()
         bs, rows = capacity.block_size, capacity.max_num_seqs
@@ -226,9 +226,9 @@ class SymbolicWorker:
         parent = opened.fork_of_row
         self._need_open(parent, "forks off")
         if self.group[parent].group is not opened.group or opened.num_computed_tokens != opened.prompt_len:
-            raise Violation(f"row {opened.row} forks off row {parent} of another request, or not at its prompt's end")
+            raise Violation(f"row {opened.row} forks from row {parent} of another request, or not at its prompt's end")
         if self.history_len[parent] != opened.prompt_len or opened.prompt_len != len(prompt):
-            raise Violation(f"row {opened.row} forks off row {parent}, which is past its prompt")
+            raise Violation(f"row {opened.row} forks from row {parent}, which is past its prompt")
         return self.tokens[parent, : opened.prompt_len].copy()
 
     def _change_tables(self, batch: StepBatch, fresh: list[tuple[int, int]]) -> None:
@@ -251,7 +251,7 @@ class SymbolicWorker:
             fresh.append((row, block))
 
     def _take_fresh(self, fresh: list[tuple[int, int]]) -> None:
-        """A block given anew may be named by its new row only, and by rows that start to share it in this very step."""
+        """Only its new row may name an allocated block, and rows that begin to share it in the same step."""
         for row, block in fresh:
             if self.refs[block] - self._claims[block] != 1:
                 raise Violation(f"row {row} gets block {block}, which another open row names")
@@ -316,10 +316,10 @@ class SymbolicWorker:
             raise Violation(f"computes rows {rows[~self.is_open[rows]].tolist()}, which are not open")
         if not np.array_equal(batch.context_lens, self.num_computed_tokens[rows]):
             raise Violation(
-                f"context_lens {batch.context_lens.tolist()}, rows stand at {self.num_computed_tokens[rows].tolist()}"
+                f"context_lens {batch.context_lens.tolist()}, rows are at {self.num_computed_tokens[rows].tolist()}"
             )
         ends = self.num_computed_tokens[rows] + lens
-        beyond = (ends > self.history_len[rows]) & ~self.is_broken[rows]  # a broken row gets no tokens any more
+        beyond = (ends > self.history_len[rows]) & ~self.is_broken[rows]  # a broken row gets no more tokens
         if beyond.any():
             raise Violation(f"rows {rows[beyond].tolist()} compute tokens that do not exist")
         if (ends > self.table_len[rows] * c.block_size).any():
@@ -379,7 +379,7 @@ class SymbolicWorker:
         self.kv[self.slots[row, start : self.num_computed_tokens[row]]] = POISON
 
     def _read_back(self, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Every slot of every open row must hold that row's own prefix; what depends on a failed row is garbage too."""
+        """Every slot of an open row must hold its own prefix. Content that depends on a failed row is garbage."""
         while True:
             opened = np.flatnonzero(self.is_open)
             width = int(self.num_computed_tokens[opened].max(initial=0))

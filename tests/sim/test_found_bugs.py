@@ -1,4 +1,4 @@
-"""Bugs that the simulation found in the core, each as the shortest story that shows it."""
+"""Bugs that the simulation found in the core, each as the shortest sequence of events that shows it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_failure_in_a_step_of_a_row_that_was_closed_meanwhile() -> None:
     assert again.finished == [FinishReason.LENGTH]
 
 
-def test_a_sample_that_forked_off_a_prompt_whose_earlier_chunk_failed() -> None:
-    """The prompt shares no full block, so nothing told that its samples start from garbage."""
+def test_a_sample_that_forked_from_a_prompt_whose_earlier_chunk_failed() -> None:
+    """The prompt shares no full block, so no digest showed that its samples start from garbage."""
     story = Story(block_size=16, pipeline_depth=2, max_num_seqs=4, max_num_batched_tokens=5)
     request = story.request(range(10), 4, n=2)
     story.schedule()
@@ -67,8 +67,8 @@ def test_a_block_is_not_committed_in_the_step_that_fills_it_again() -> None:
     story.finish()
 
 
-def test_a_worker_that_rejoins_is_asked_again() -> None:
-    """A refusal of its earlier life was still believed: the request waited for ever."""
+def test_refusals_of_a_worker_end_when_it_rejoins() -> None:
+    """A refusal from before the restart still counted: the request waited for ever."""
     story = Story(block_size=4, num_blocks=8)
     big = story.request(range(20), 12)
     story.schedule()
@@ -82,7 +82,7 @@ def test_a_worker_that_rejoins_is_asked_again() -> None:
 
 
 def test_adopted_blocks_are_evicted_tails_first() -> None:
-    """The heads went first, and with them every use of the rest."""
+    """The heads were evicted first, which made their tails useless."""
     story = Story(block_size=2, num_blocks=5)
     story.request(range(8), 1)
     story.finish()

@@ -56,7 +56,7 @@ class Worker:
 
 
 class Life:
-    """The core and its random surroundings."""
+    """The core with random requests, workers and faults."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -190,7 +190,7 @@ class Life:
             self._leave(worker)
 
     def _note_commits(self, worker: Worker, batch: StepBatch) -> None:
-        """What a pool would list: blocks by commit, until they are named for new content."""
+        """The blocks that a pool would list: in the order of commits, until a row names them for new content."""
         for opened in batch.opens:
             for block in opened.block_table[opened.num_computed_tokens // BLOCK_SIZE :].tolist():
                 worker.committed.pop(block, None)
@@ -224,7 +224,7 @@ class Life:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Nothing new comes; what is open ends, and the books must be empty."""
+        """No more requests: all open ones end, and the books must be empty."""
         for _ in range(20_000):
             if not self.core.has_work and not any(worker.queue for worker in self.workers.values()):
                 break

@@ -33,7 +33,7 @@ def test_a_seed_is_the_same_run_every_time() -> None:
     assert first.transcript(1000) == second.transcript(1000)
 
 
-def test_the_seeds_meet_what_they_are_for() -> None:
+def test_the_seeds_cover_every_kind_of_event() -> None:
     """Preemption, cache hits, forks with copy-on-write, moves, failures, restarts: none may silently stop happening."""
     met = set()
     for seed in range(60):

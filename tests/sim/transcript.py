@@ -1,4 +1,4 @@
-"""The trace of a cluster in words: one line per event, as short as can be read."""
+"""The trace of a cluster as text: one short line per event."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The KV blocks of one worker: who uses them, which prefix each holds, which goes next.
+"""The KV blocks of one worker: reference counts, the prefix that each block holds, the eviction order.
 
 A block is in exactly one place:
 
     empty    holds nothing                     taken first, oldest first
-    cached   holds a prefix nobody uses now    taken last, least recently used first; what was ever hit counts as used
-                                               `reuse_bonus` pools of blocks later than it was
+    cached   holds a prefix no sequence uses   taken last, least recently used first; a block that was ever hit counts
+                                               as used `reuse_bonus` * num_blocks evictions later than it was
     used     ref count > 0                     never taken
 
 A block that holds a prefix is *pending* from the moment its step is planned until that step is acknowledged: it may
@@ -55,24 +55,26 @@ class BlockManager:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
-        self.held: dict[bytes, int] = {}  # block of each digest; only `match` compares tokens. Others may read it
+        self.held: dict[bytes, int] = {}  # block of each digest, read by placement too; only `match` compares tokens
         self._empty = FreeList(num_blocks)
         self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty
         self._cached = LruQueue(self._put_back_at)  # never hit
         self._reused = LruQueue(self._put_back_at)  # hit before
         self._num_cached = 0
-        self._clock = 1  # blocks put back so far, and one
+        self._clock = 1  # 1 + blocks put back so far
         self._bonus = int(reuse_bonus * num_blocks)
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
-        self._tokens = np.full((num_blocks, block_size), 0, dtype=np.uint32)  # written, so that no step meets new pages
+        self._tokens = np.full(
+            (num_blocks, block_size), 0, dtype=np.uint32
+        )  # written now, so that no step pays for page faults
         self._digest_of: list[bytes | None] = [None] * num_blocks
-        self._committed = bytearray(num_blocks)  # 1: what it holds is announced
-        self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory, for many at once
+        self._committed = bytearray(num_blocks)  # 1: its prefix is announced
+        self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory as an array
         self.commits: list[Fill] = []  # since the last `take_commits`
-        self._has_lost_commits = False  # some may have been forgotten since
+        self._has_lost_commits = False  # some of `commits` may have been forgotten since
         self._events: deque[BlockEvent] = deque(maxlen=None if keeps_events else 0)
 
-    # -- how much there is -------------------------------------------------------------------------------------------
+    # -- counts ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
@@ -92,7 +94,7 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def num_unused(self, blocks: I64) -> int:
-        """How many of these hits are free now: taking them costs capacity."""
+        """How many of these hits no sequence uses: taking them reduces `num_free`."""
         return len(blocks) - int(np.count_nonzero(self.refs[blocks]))
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class BlockManager:
             return NO_BLOCKS
         try:
             blocks = np.fromiter(map(self.held.__getitem__, digests[:count]), dtype=np.int64, count=count)
-        except KeyError:  # a failure has torn a hole
+        except KeyError:  # a failed step has removed a block from the chain
             held = list(takewhile(self.held.__contains__, digests[:count]))
             blocks = np.array([self.held[digest] for digest in held], dtype=np.int64)
         wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
@@ -114,10 +116,9 @@ class BlockManager:
         return blocks[: int((tokens != wanted).any(axis=1).argmax())]
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
-        """Number of leading digests held here, for placement; `match` decides.
+        """Number of leading digests that blocks hold: an estimate for placement, exact unless a step has failed.
 
-        A block outlives what continues it, so what is held is a prefix and can be searched in halves. Where a failure
-        has torn a hole the answer is a guess.
+        A block is evicted after the blocks that continue it, so the held digests are a prefix, found by bisection.
         """
         end = min(max_blocks, len(digests))
         held = self.held
@@ -127,7 +128,7 @@ class BlockManager:
 
     def register(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> list[Fill]:
         """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
-        on. Returns those that were taken; the prefix of the others is held by another block.
+        on. Returns the blocks that got their digest; for the others another block holds the same prefix.
         """
         if not self._prefix_caching:
             return []
@@ -147,7 +148,7 @@ class BlockManager:
         return taken
 
     def commit(self, fills: Iterable[Fill]) -> None:
-        """The step that fills these blocks is acknowledged: announce those that have not lost their digest since."""
+        """The step that fills these blocks is acknowledged: announce those that still have this digest."""
         digest_of, committed = self._digest_of, self._committed
         for fill in fills:
             block, digest = fill
@@ -157,7 +158,7 @@ class BlockManager:
                 self._events.append((digest, True))
 
     def take_commits(self) -> list[Fill]:
-        """What was committed since the last call and is still this prefix."""
+        """Blocks committed since the last call that still hold this prefix."""
         commits, self.commits = self.commits, []
         if self._has_lost_commits:
             commits = [fill for fill in commits if self._committed[fill[0]] and self._digest_of[fill[0]] == fill[1]]
@@ -165,7 +166,7 @@ class BlockManager:
         return commits
 
     def forget(self, blocks: list[int]) -> None:
-        """They do not hold what their digests say (their step failed, or they get new content)."""
+        """Remove the digests of these blocks: their step failed, or they get new content."""
         held, digest_of, committed = self.held, self._digest_of, self._committed
         for block in blocks:
             digest = digest_of[block]
@@ -180,14 +181,14 @@ class BlockManager:
         self._has_lost_commits = bool(self.commits)
 
     def adopt(self, blocks: I64, digests: Sequence[bytes], block_tokens: U32) -> int:
-        """A worker that ran before already holds these prefixes; the first ones are the first to go. Returns how many
+        """Take over prefixes of a worker's pool; the first ones are evicted first. Returns how many
         were adopted: not those of which the block or the prefix is taken.
         """
         is_free = {
             block: self._digest_of[block] is None and not refs
             for block, refs in zip(blocks.tolist(), self.refs[blocks].tolist(), strict=True)
         }
-        places = [i for i, block in enumerate(blocks.tolist()) if is_free.pop(block, False)]  # no block twice
+        places = [i for i, block in enumerate(blocks.tolist()) if is_free.pop(block, False)]  # no block is taken twice
         fills = self.register(blocks[places], [digests[i] for i in places], block_tokens[places])
         adopted = np.array([block for block, _ in fills], dtype=np.int64)
         self._is_committed[adopted] = True
@@ -197,27 +198,27 @@ class BlockManager:
         return len(fills)
 
     def take_events(self) -> list[BlockEvent]:
-        """Since the last call, in order; none if the pool keeps none."""
+        """Changes of cached prefixes since the last call, in order; none unless the pool keeps events."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def cached_digests(self) -> list[bytes]:
-        """Every announced prefix block, for an index that must be filled again."""
+        """Digests of all announced blocks: what fills an index that has lost its data."""
         return [digest for block, digest in enumerate(self._digest_of) if digest is not None and self._committed[block]]
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
     def share(self, blocks: I64) -> None:
-        """One more sequence uses these blocks (a hit, a fork)."""
+        """One more sequence uses these blocks, after a hit or a fork."""
         refs = self.refs[blocks]
         self._num_cached -= len(blocks) - int(np.count_nonzero(refs))
         self._put_back_at[blocks] = 0
         self.refs[blocks] = refs + 1
 
     def hit(self, blocks: I64) -> None:
-        """A sequence uses what `match` found. Never called for forks: their blocks need not hold the prefix themselves,
-        and then the head of a chain would go before its tail.
+        """A sequence uses the blocks that `match` found. Not for forks: another block may hold their prefix, and then
+        the head of a chain would be evicted before its tail.
         """
         self.share(blocks)
         self._was_hit[blocks] = True
@@ -235,7 +236,7 @@ class BlockManager:
         return blocks
 
     def _evict(self, count: int) -> I64:
-        """The cached blocks that go next."""
+        """Evict this number of cached blocks."""
         evicted = []
         while count:
             evicted.append(self._take_next(count))
@@ -247,10 +248,10 @@ class BlockManager:
         return blocks
 
     def _take_next(self, count: int) -> I64:
-        """Up to `count` that go next, of one line: until it is the other one's turn."""
+        """Up to `count` blocks to evict next from one queue, before the other queue is due."""
         cached, reused, bonus = self._cached, self._reused, self._bonus
         if cached.is_empty and reused.is_empty:
-            raise RuntimeError("a block is counted as cached and stands in no line: a bug in the bookkeeping")
+            raise RuntimeError("num_cached counts a block that is in no LRU queue: a bug in the bookkeeping")
         if cached.is_empty or reused.is_empty:
             return (reused if cached.is_empty else cached).take(count, self._clock)
         if reused.head + bonus < cached.head:
@@ -258,12 +259,12 @@ class BlockManager:
         return cached.take(count, reused.head + bonus)
 
     def free(self, blocks: I64) -> None:
-        """One sequence less uses these blocks, none of them twice; pass a table tail first."""
+        """One sequence fewer uses these blocks, each of them once; pass a table tail first."""
         self.refs[blocks] -= 1
         self._put_back(blocks[self.refs[blocks] == 0])
 
     def _put_back(self, blocks: I64) -> None:
-        """Nobody uses these any more."""
+        """No sequence uses these blocks any more."""
         is_cached = self._is_committed[blocks]
         if not is_cached.all():
             self._empty_out(blocks[~is_cached])
@@ -281,20 +282,20 @@ class BlockManager:
 
     # -- tests --------------------------------------------------------------------------------------------------------
 
-    def lines(self) -> tuple[list[int], list[int], list[int]]:
-        """Cached blocks that were never hit, those that were, and empty ones; in each the next to go comes first."""
+    def queues(self) -> tuple[list[int], list[int], list[int]]:
+        """Cached blocks never hit, cached blocks hit before, and empty blocks, each in the order of allocation."""
         return self._cached.tolist(), self._reused.tolist(), self._empty.tolist()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the books do not balance."""
-        never_hit, hit, empties = self.lines()
+        """Raise AssertionError if counts, queues and digests disagree."""
+        never_hit, hit, empties = self.queues()
         empty, cached = set(empties), set(np.flatnonzero(self._put_back_at).tolist())
-        assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no line, or in two"
+        assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no LRU queue, or in two"
         assert len(cached) == self._num_cached, "cached blocks are counted wrong"
         used = set(np.flatnonzero(self.refs).tolist())
         assert len(empty) == self._empty.size, "a block is twice in the empty list"
-        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or lost"
-        assert empty | cached | used == set(range(self.num_blocks)), "a block that does not exist"
+        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or in none"
+        assert empty | cached | used == set(range(self.num_blocks)), "an unknown block"
         assert (self.refs >= 0).all(), "negative ref count"
         digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
         assert {digest: block for block, digest in digests.items()} == self.held, "digest maps disagree"

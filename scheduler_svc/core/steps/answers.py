@@ -1,4 +1,4 @@
-"""What a worker's answer to a step says: which rows failed, and the new tokens of those that are still there."""
+"""Reading the answer to a step: its failed rows, and the new tokens of the rows that are still open."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
 
 
 def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tuple[I64, Deltas]:
-    """Store the samples of rows that are still what they were when the step was sent."""
+    """Store the samples of rows that have not been closed since the step was sent."""
     run = step.run
     if run is not None and (step.generation is table.generation or _are_all_live(table, step)):
         return run.rows, _append_run(table, run, step.context_lens, output.token_ids)
@@ -69,12 +69,12 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
 
 
 def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
-    """None of the step's rows has been closed since; others may have."""
+    """None of the step's rows has been closed since it was sent."""
     return bool((step.generation[step.rows] == table.generation[step.rows]).all())
 
 
 def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, token_ids: U32) -> Deltas:
-    """The same for a step of which every row is still there."""
+    """Store the samples of a step of a run whose rows are all still open."""
     table.flat_tokens[run.token_starts + context_lens] = token_ids
     table.num_tokens += run.is_member
     table.pending -= run.is_member

@@ -1,13 +1,14 @@
-"""The running sequences of one worker as columns: what steady decode touches instead of objects.
+"""The running sequences of one worker as columns, so that a decode step touches no objects.
 
 A *row* is a slot of the worker's persistent batch. For a row in use:
 
     |<------------- num_tokens (known) ------------->|<- pending ->|
-    |<------- computed (planned or done) ------->|    todo = min(num_tokens + pending, compute_limit) - computed
+    |<----------- num_computed_tokens ---------->|    todo = min(num_tokens + pending, compute_limit)
+                                                           - num_computed_tokens
 
-`pending` counts samples of steps in step. In steady decode `todo` is 1: the newest token, known here or not yet (the
-worker feeds its own last sample). `todo` above 1 is prefill. At 0 nothing is left to compute: the answer in flight
-ends the sequence.
+`num_computed_tokens` includes the tokens of steps in flight, `pending` counts the samples of those steps. In steady
+decode `todo` is 1: the newest token, which may not be known here yet (the worker continues with its own sample).
+`todo` above 1 is prefill. At 0 nothing is left to compute: the answer in flight ends the sequence.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RowTable:
-    """Storage of running sequences. Big columns are allocated untouched: pages cost memory only once used."""
+    """Storage of running sequences. Large columns are allocated untouched: their pages cost memory when first used."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         rows, length = capacity.max_num_seqs, capacity.max_model_len
         self.block_size = capacity.block_size
         self.sequences: list[Sequence | None] = [None] * rows
-        self.digests: list[list[bytes]] = [[]] * rows  # the sequence's own list
-        self.generation = np.zeros(rows, dtype=np.int64)  # +1 whenever a row is closed: answers to older ones are void
+        self.digests: list[list[bytes]] = [[]] * rows  # the list of the sequence itself
+        self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed: answers to older steps are void
         self.tokens = np.zeros((rows, length), dtype=np.uint32)
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
@@ -79,18 +80,18 @@ class RowTable:
         return todo
 
     def todo_of(self, row: int) -> int:
-        """The same for one row."""
+        """Tokens that this row could compute now."""
         known = self.num_tokens[row] + self.pending[row]
         return int(min(known, self.compute_limit[row]) - self.num_computed_tokens[row])
 
     def num_full_blocks(self, rows: I64) -> I64:
-        """Blocks of each row that it will not write to again, counting what a step in the making may compute."""
+        """Blocks of each row that it will not write to after the step that is being planned."""
         is_prefill = self.todo(rows) > 1
         full: I64 = np.where(is_prefill, self.num_tokens[rows], self.num_computed_tokens[rows]) // self.block_size
         return full
 
     def pending_prefill(self) -> int:
-        """Tokens of prompts that are admitted and not computed."""
+        """Prompt tokens of admitted sequences that no step computes: for invariants."""
         if not self._order:
             return 0
         return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
@@ -127,7 +128,7 @@ class RowTable:
         return row
 
     def close(self, row: int) -> None:
-        self.generation = self.generation.copy()  # steps in flight keep the one that they were sent with
+        self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
         self.generation[row] += 1
         self.sequences[row] = None
         del self._order[row]
@@ -161,7 +162,7 @@ class RowTable:
         return slots[start - first * self.block_size :][:count]
 
     def fills_block(self, context_lens: I64) -> I64:
-        """Which of these, with one token more, end with a full block."""
+        """Indices of the rows that fill a block with one more token."""
         full: I64 = ((context_lens + 1) % self.block_size == 0).nonzero()[0]
         return full
 
@@ -170,7 +171,7 @@ class RowTable:
         return self.tokens[row, : self.num_tokens[row]]
 
     def last_tokens(self, rows: I64, ends: U32) -> U32:
-        """The block of tokens before each of these positions: [len(rows), block_size]."""
+        """Tokens of the block that ends before each of these positions: [len(rows), block_size]."""
         starts = rows * self.tokens.shape[1] + ends - self.block_size
         return self.flat_tokens.take(starts[:, None] + self._offsets)
 

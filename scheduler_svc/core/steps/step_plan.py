@@ -1,4 +1,4 @@
-"""A step from plan to message: what is planned, what is sent, and what is remembered of it until its answer."""
+"""A step as it is planned (`StepPlan`), sent (`make_batch`) and remembered until its answer (`InFlightStep`)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in the making. Rows are planned once; everything else is a consequence."""
+    """A step that is being planned. Each row is added at most once."""
 
-    budget: int  # tokens that may still be added
+    budget: int  # tokens that can still be added
     now: float
     joins_message: bool = False  # the step is sent in the message of the step before it
     rows: list[I64] = field(default_factory=list)
@@ -33,9 +33,9 @@ class StepPlan:
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
-    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, what its chunk completes
-    num_decode: int = 0  # of the rows: those that came first, with one token each
-    run: DecodeRun | None = None  # whose rows came first
+    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
+    num_decode: int = 0  # rows at the start with one token each
+    run: DecodeRun | None = None  # its rows are the first ones
 
     def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
         self.rows.append(rows)
@@ -45,28 +45,28 @@ class StepPlan:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was sent and not answered, with what its answer will be checked against."""
+    """A step that was sent and not answered, with everything that its answer is checked against."""
 
     step_id: int
     rows: I64
     context_lens: U32
     query_lens: U32
-    sampled: U32  # rows whose tokens the answer must hold, in its order
-    generation: I64  # of all rows of the worker when it was sent: the same array while no row has been closed
-    full: I64  # positions of those that decode and fill a block (chunks of prompts are in `fills`)
-    run: DecodeRun | None  # of which this is a step
+    sampled: U32  # rows whose tokens the answer must contain, in this order
+    generation: I64  # of all rows when the step was sent: the table's own array until a row is closed
+    full: I64  # indices of decoding rows that fill a block (prompt chunks are in `fills`)
+    run: DecodeRun | None  # the run that this step belongs to
     may_reach_limit: bool
     fills: list[tuple[int, list[Fill]]]  # per row
     forks: list[tuple[int, int]]  # (row, parent)
-    prompt_only: list[int]  # rows of max_tokens = 0 whose prompt this step completes
+    prompt_only: list[int]  # rows with max_tokens 0 whose prompt this step completes
     is_full: bool  # the token budget was used up
-    burst_len: int = 1  # steps of the message that this one ends; 0: others follow in the same message
+    burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
     sent_at: float = 0.0
-    releases: list[I64] = field(default_factory=list)  # tables whose rows ended: given back after the answer
+    releases: list[I64] = field(default_factory=list)  # block tables of ended rows: freed after the answer
 
 
 def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
-    """Slots of all tokens of a step, of which the first rows have one each."""
+    """Slots of all tokens of a step; its first `num_decode` rows have one token each."""
     columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
     parts = [table.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
     if num_decode:
@@ -80,10 +80,10 @@ def make_batch(
     step: InFlightStep,
     sample_mask: Bools,
     slots: U32,
-    news: tuple[list[int], list[Fill]],
+    changes: tuple[list[int], list[Fill]],
 ) -> StepBatch:
-    """The message of a step. `news`: rows that were closed and blocks that were committed since the one before."""
-    closed, commits = news
+    """The message of a step. `changes`: rows closed and blocks committed since the step before."""
+    closed, commits = changes
     fork_rows, fork_parents = _columns(plan.forks)
     copy_src, copy_dst = _columns(plan.copies)
     table_rows, table_indices, table_blocks = _joined(plan.tables)
@@ -111,7 +111,7 @@ def make_batch(
 
 
 def with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
-    """Rows, then those that fork off them."""
+    """The rows, then the rows that fork from them."""
     return np.concatenate((rows, [row for row, _ in forks])) if forks else rows
 
 

@@ -46,11 +46,11 @@ class StepPlanner:
         return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
 
     def continue_run(self, plan: StepPlan, *, may_begin: bool = True) -> bool:
-        """Plan one token more for every row, if that is all there is to do; False if the step needs more thought.
+        """Plan one more token for every row. False if the rows need more than that: then nothing is planned.
 
-        `may_begin`: also where that begins a run, which costs what a step costs and pays only if more steps follow.
+        `may_begin`: a new run may begin, which costs as much as a step and pays off only if more steps follow.
         """
-        run = self._run = self._living_run() or (self._new_run() if may_begin else None)
+        run = self._run = self._current_run() or (self._new_run() if may_begin else None)
         if run is None:
             return False
         num_rows, num_full = len(run.rows), len(run.full)
@@ -63,8 +63,8 @@ class StepPlanner:
         plan.run, plan.num_decode = run, num_rows
         return True
 
-    def _living_run(self) -> DecodeRun | None:
-        """The run of the step before, without the rows that have left it; None where rows came since."""
+    def _current_run(self) -> DecodeRun | None:
+        """The run of the newest step without the rows that have ended; None if a row was opened since."""
         run = self._run
         if run is None or run.num_opened != self._rows.num_opened:
             return None
@@ -73,8 +73,8 @@ class StepPlanner:
         return run.without_gone(self._rows)
 
     def _new_run(self) -> DecodeRun | None:
-        """A run may begin wherever every row that has something to compute has its newest token to compute, and a block
-        of its own to write it to, or needs the next one.
+        """A run may begin if every row with tokens to compute has exactly one, its newest, and either owns the block to
+        write it to or needs a new block.
         """
         if self.books.pending_prefill or self.books.num_reserved_rows:
             return None
@@ -106,11 +106,11 @@ class StepPlanner:
         self.answered_at = now
 
     def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
-        """Decodes first, then chunks of prefills, in the same step."""
+        """Add the decodes, then chunks of the prompts."""
         if len(decode):
             plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
             plan.num_decode = len(decode)
-            if self.books.num_reserved_rows:  # a prompt whose last token alone was uncached completes here
+            if self.books.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
                     self._fork_if_complete(row, 1, plan)
         for row in prefill.tolist():
@@ -127,7 +127,7 @@ class StepPlanner:
         return rows[todo == 1], rows[todo > 1]
 
     def rows_that_need_a_block(self, decode: I64) -> I64:
-        """Decoding rows that open a new block, or would write into one that they share (copy on write)."""
+        """Decoding rows that open a new block or would write to a shared one (copy on write)."""
         r = self._rows
         index = r.num_computed_tokens[decode] // self._capacity.block_size
         opens = index >= r.num_blocks[decode]
@@ -137,7 +137,7 @@ class StepPlanner:
     def num_blocks_for(self, needy: I64) -> int:
         """Blocks that these rows take. Of rows that share a block, the last one keeps it."""
         if len(needy) <= self._pool.num_free:
-            return len(needy)  # at most, and the pool has as many
+            return len(needy)  # an upper bound, and the pool has as many
         r = self._rows
         index = r.num_computed_tokens[needy] // self._capacity.block_size
         copies = index < r.num_blocks[needy]
@@ -145,7 +145,7 @@ class StepPlanner:
         return len(needy) - int(np.count_nonzero(self._pool.refs[shared] == num_rows))
 
     def give_blocks(self, rows: I64, plan: StepPlan) -> None:
-        """Append a block to each row's table, or replace a shared one by a copy. The pool has as many."""
+        """Append a block to each row's table, or replace a shared block by a copy. The pool has enough."""
         r = self._rows
         opens = r.num_computed_tokens[rows] // self._capacity.block_size >= r.num_blocks[rows]
         if opens.all():
@@ -168,10 +168,10 @@ class StepPlanner:
         index = int(r.num_computed_tokens[row]) // self._capacity.block_size
         shared = int(r.table[row, index])
         if self._pool.refs[shared] == 1:
-            return  # the others took copies: it is ours
+            return  # all other rows have taken copies
         block = int(self._pool.allocate(1)[0])
         plan.copies.append((shared, block))
-        self._pool.free(np.array([shared]))  # others hold it: it cannot become free here
+        self._pool.free(np.array([shared]))  # it stays in use: other rows hold it
         r.table[row, index] = block
         plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
@@ -187,7 +187,7 @@ class StepPlanner:
             self._fork_if_complete(row, count, plan)
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
-        """Blocks of known tokens that this chunk completes may be shared from now on."""
+        """Blocks that this chunk fills with known tokens may be shared from now on."""
         r, bs = self._rows, self._capacity.block_size
         first, digests = int(r.num_computed_tokens[row]) // bs, r.sequence(row).digests
         end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
@@ -197,7 +197,7 @@ class StepPlanner:
         plan.fills.append((row, self._pool.register(r.table[row, first:end], digests[first:end], tokens)))
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
-        """When a prompt completes, the other samples of its group start from it: same blocks, own first token."""
+        """If this chunk completes the prompt, open the other samples of its group: same blocks, own first token."""
         r, seq = self._rows, self._rows.sequence(row)
         if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
@@ -220,7 +220,7 @@ class StepPlanner:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
-        """Turn a plan into the batch to send and remember it as in flight; None if there is nothing to tell."""
+        """Make the message of the planned step and report it to the books; None if there is nothing to send."""
         if not plan.rows and (self.books.in_flight or not self.books.has_changes):
             return None
         if plan.run is not None and len(plan.rows) == 1:
@@ -260,7 +260,7 @@ class StepPlanner:
         return self._send(plan, step, sample_mask, slots)
 
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
-        """The step that consists of the run and nothing else: everything is one further than it was."""
+        """Finish a step that consists of a run: its columns are advanced by one token."""
         r = self._rows
         self.may_go_on = True
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)

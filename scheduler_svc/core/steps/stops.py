@@ -15,20 +15,20 @@ U32 = npt.NDArray[np.uint32]
 
 
 class Stops:
-    """The rules of one model, for columns of new tokens and for single ones."""
+    """The stop rules of one model, for columns of new tokens and for single tokens."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.uint32)
 
     def may_end(self, run: DecodeRun | None, token_ids: U32) -> bool:
-        """One of these tokens may be one that ends its sequence."""
+        """One of these tokens may end its sequence."""
         if run is None or run.has_stop_ids:
             return True
         return any(len((token_ids == eos).nonzero()[0]) for eos in self._eos)
 
     def ending(self, table: RowTable, rows: I64, token_ids: U32) -> list[int]:
-        """Positions of those rows that their newest token ends."""
+        """Indices of the rows that end with their newest token."""
         ends = table.num_tokens[rows] >= table.limit[rows]
         may_end = table.has_stop_ids[rows]
         for eos in self._eos:

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 class WorkerBooks:
-    """Owns the block pool, the row table and the steps in flight of one worker, and says what has room on it.
+    """Owns the block pool, the row table and the steps in flight of one worker, and finds room for sequences.
 
     `StepPlanner` plans its steps and reports each with `note_sent`. Blocks of a row that ends become free when the
     newest step that was in flight then is answered, because steps may still name them.
@@ -55,8 +55,8 @@ class WorkerBooks:
         self.in_flight: deque[InFlightStep] = deque()
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
         self.is_draining = False
-        self.num_reserved_rows = 0  # for samples that will fork off a running prompt
-        self.room_version = 0  # +1 whenever rows or blocks become free: refusals from before are void
+        self.num_reserved_rows = 0  # for samples that will fork from a running prompt
+        self.room_version = 0  # +1 when rows or blocks become free: refusals from before are void
         self._num_answered = 0  # steps
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more than their newest token left to plan
@@ -214,14 +214,14 @@ class WorkerBooks:
             self._commit_decoded(rows, ends)
 
     def _commit_decoded(self, rows: I64, ends: U32) -> None:
-        """Each of these rows has filled the block before `ends`, mostly with tokens that were sampled meanwhile."""
+        """Each of these rows has filled the block before `ends`, mostly with sampled tokens."""
         r, bs = self.rows, self.capacity.block_size
         tokens = r.last_tokens(rows, ends)
         indices = ends // bs - 1
         blocks, digests = block_bytes(token_bytes(tokens), bs), []
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
             known = r.digests[row]
-            if index == len(known):  # its last token was sampled: unknown until now
+            if index == len(known):  # its last token was not known before
                 known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
         self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))

@@ -1,4 +1,4 @@
-"""How often a method is called: what a pass must not do for each of thousands."""
+"""Counts the calls of a method, for tests of work that must not grow with the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def count_calls(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
-    """The arguments of every call from now on; the method does what it did."""
+    """The arguments of every call from now on; the method itself is unchanged."""
     calls: list[tuple[Any, ...]] = []
     method = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""BlockManager: what may be shared, what goes first, what is compared."""
+"""BlockManager: sharing, the order of eviction, the comparison of tokens."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_a_block_freed_before_its_step_is_acknowledged_keeps_nothing() -> None:
     pool.check_invariants()
 
 
-def test_empty_blocks_go_first_then_the_least_recently_used() -> None:
+def test_empty_blocks_are_allocated_first_then_the_least_recently_used() -> None:
     pool = BlockManager(3, 1)
     one, two = pool.allocate(2)
     for block, digest in ((one, A), (two, B)):
@@ -102,11 +102,11 @@ def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
     assert pool.adopt(np.array([1, 0]), [bytes([3] * 16), A], tokens[:2]) == 0
     assert pool.match([A], u32(1, 2), 1).tolist() == [1]
     assert pool.take_events() == [(A, True), (B, True)]
-    assert pool.lines() == ([1, 2], [], [0, 3])
+    assert pool.queues() == ([1, 2], [], [0, 3])
     pool.check_invariants()
 
 
-def test_allocating_too_much_is_a_bug_that_says_so() -> None:
+def test_allocating_too_much_raises() -> None:
     pool = BlockManager(2, 1)
     with pytest.raises(RuntimeError, match="asked for 3 blocks with 2 free"):
         pool.allocate(3)
@@ -115,7 +115,7 @@ def test_allocating_too_much_is_a_bug_that_says_so() -> None:
 
 
 def cache(pool: BlockManager, *digests: bytes) -> list[int]:
-    """Blocks that hold these prefixes and nobody uses any more."""
+    """Cached blocks that hold these prefixes."""
     blocks = pool.allocate(len(digests)).tolist()
     for i, digest in enumerate(digests):
         register(pool, blocks[i], digest, u32(i, i))
@@ -124,7 +124,7 @@ def cache(pool: BlockManager, *digests: bytes) -> list[int]:
     return blocks
 
 
-def test_what_was_hit_stays_longer_but_not_for_ever() -> None:
+def test_a_block_that_was_hit_is_cached_longer_but_not_for_ever() -> None:
     pool = BlockManager(4, 2, reuse_bonus=1.0)
     (hot,) = cache(pool, A)
     pool.hit(np.array([hot]))
@@ -135,21 +135,21 @@ def test_what_was_hit_stays_longer_but_not_for_ever() -> None:
     assert pool.match_len([A], 1) == 1  # least recently used, and it was hit
     for name in names[4:]:
         cache(pool, name)
-    assert pool.match_len([A], 1) == 0  # a pool of others has come since
+    assert pool.match_len([A], 1) == 0  # as many blocks as the pool has were cached since
     pool.check_invariants()
 
 
-def test_hits_without_end_find_room_in_the_line() -> None:
+def test_the_queue_has_room_for_any_number_of_hits() -> None:
     pool = BlockManager(2, 2)
     (hot,) = cache(pool, A)
     for _ in range(100):
         pool.hit(np.array([hot]))
         pool.free(np.array([hot]))
-    assert pool.lines() == ([], [hot], [1 - hot])
+    assert pool.queues() == ([], [hot], [1 - hot])
     pool.check_invariants()
 
 
-def test_without_a_bonus_the_least_recently_used_goes_first() -> None:
+def test_without_a_bonus_the_least_recently_used_block_is_evicted_first() -> None:
     pool = BlockManager(2, 2)
     (hot,) = cache(pool, A)
     pool.hit(np.array([hot]))

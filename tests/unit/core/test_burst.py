@@ -1,4 +1,4 @@
-"""Quick decode steps travel together; whatever comes between ends the burst, not the rows."""
+"""Short decode steps share a message; other events end the burst, not the rows."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_a_message_carries_as_many_steps_as_fit_into_the_time() -> None:
 
 
 @pytest.mark.parametrize("burst_s", [0.0, 0.9 * STEP_S])
-def test_each_step_is_a_message_if_one_takes_as_long(burst_s: float) -> None:
+def test_each_step_is_a_message_if_a_step_takes_as_long(burst_s: float) -> None:
     driver = Driver(burst_s)
     driver.add("r")
     driver.warm_up()
@@ -91,7 +91,7 @@ def test_a_burst_ends_at_the_limit_of_its_last_row() -> None:
     assert not driver.scheduler.has_work
 
 
-def test_a_row_at_its_limit_leaves_a_burst_and_the_others_go_on() -> None:
+def test_a_row_at_its_limit_leaves_a_burst_and_the_others_continue() -> None:
     driver = Driver(burst_s=100 * STEP_S, max_num_seqs=3)
     for name, max_tokens in {"long": 12, "short": 5, "longer": 14}.items():
         driver.add(name, max_tokens)
@@ -103,7 +103,7 @@ def test_a_row_at_its_limit_leaves_a_burst_and_the_others_go_on() -> None:
     assert ends == [[], [], ["short"], *[[]] * 6, ["long"], [], ["longer"]]
 
 
-def test_a_run_goes_on_when_a_row_is_aborted() -> None:
+def test_a_run_continues_when_a_row_is_aborted() -> None:
     driver = Driver(burst_s=4.5 * STEP_S)
     driver.add("stays")
     driver.add("leaves")
@@ -115,7 +115,7 @@ def test_a_run_goes_on_when_a_row_is_aborted() -> None:
     assert len(message.close_rows) == 1
 
 
-def test_tokens_after_the_one_that_ends_a_row_are_nobody_s() -> None:
+def test_tokens_after_the_last_one_of_a_row_are_discarded() -> None:
     driver = Driver(burst_s=4.5 * STEP_S)
     driver.add("r")
     driver.warm_up()
@@ -125,7 +125,7 @@ def test_tokens_after_the_one_that_ends_a_row_are_nobody_s() -> None:
     assert driver.scheduler.stats().workers[0].blocks_used == 0
 
 
-def test_a_request_that_can_begin_begins_with_the_next_message() -> None:
+def test_a_request_with_room_begins_with_the_next_message() -> None:
     driver = Driver(burst_s=4.5 * STEP_S)
     driver.add("r")
     driver.warm_up()
@@ -135,7 +135,7 @@ def test_a_request_that_can_begin_begins_with_the_next_message() -> None:
     assert ([opened.group.request_id for opened in message.opens], message.then) == (["new"], [])
 
 
-def test_what_waits_for_a_row_does_not_end_bursts() -> None:
+def test_a_request_that_waits_for_a_row_does_not_end_bursts() -> None:
     driver = Driver(burst_s=4.5 * STEP_S, max_num_seqs=1)
     driver.add("r")
     driver.warm_up()
@@ -144,7 +144,7 @@ def test_what_waits_for_a_row_does_not_end_bursts() -> None:
     assert len(driver.burst) == 4
 
 
-def test_a_burst_takes_no_block_that_is_not_there() -> None:
+def test_a_burst_ends_when_the_pool_has_no_block() -> None:
     driver = Driver(burst_s=100 * STEP_S, num_blocks=3)
     driver.add("r", max_tokens=9)
     driver.warm_up(2)

@@ -1,4 +1,4 @@
-"""Steady decode goes on exactly where the last step ended, whatever came between."""
+"""A new run of decode steps continues exactly where the last step ended."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 
-def test_a_row_that_had_no_block_for_a_while_goes_on_where_it_was() -> None:
+def test_a_row_that_lacked_a_block_continues_where_it_was() -> None:
     scheduler = Scheduler(SchedulerConfig(watermark=0.0))
     scheduler.add_worker(WorkerCapacity("w", 1, 16, 4, 1, 16, 64, pipeline_depth=4))
     scheduler.add_group(SequenceGroup("r", np.array([5, 6, 7], np.uint32), StopCondition(20)), 0.0)

@@ -1,4 +1,4 @@
-"""FreeList: first in, first out, over its end and many at once."""
+"""FreeList: first in, first out, many at once, with wrap-around."""
 
 import random
 from collections import deque
@@ -6,7 +6,7 @@ from collections import deque
 from scheduler_svc.core.blocks.free_list import FreeList
 
 
-def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
+def test_numbers_are_taken_in_the_order_in_which_they_were_put() -> None:
     ring, model, rng = FreeList(7), deque(range(7)), random.Random(0)
     out: list[int] = []
     for _ in range(200):
@@ -21,7 +21,7 @@ def test_numbers_come_out_in_the_order_in_which_they_went_in() -> None:
         assert (ring.tolist(), ring.size) == (list(model), len(model))
 
 
-def test_numbers_leave_out_of_their_turn() -> None:
+def test_numbers_are_removed_from_any_position() -> None:
     ring = FreeList(4)
     ring.put([*ring.take(2)])
     ring.remove([3, 0])

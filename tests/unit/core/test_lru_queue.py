@@ -1,4 +1,4 @@
-"""LruQueue: cached blocks in the order in which they were put back, whoever leaves meanwhile."""
+"""LruQueue: cached blocks in the order in which they were put back, also when some are used again meanwhile."""
 
 import random
 
@@ -9,7 +9,7 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 NUM_BLOCKS = 12
 
 
-def test_blocks_come_out_in_the_order_in_which_they_were_put_back() -> None:
+def test_blocks_are_taken_in_the_order_in_which_they_were_put_back() -> None:
     put_back_at, rng = np.zeros(NUM_BLOCKS, dtype=np.int64), random.Random(0)
     line, model = LruQueue(put_back_at), []
     for when in range(1, 1000):
@@ -31,7 +31,7 @@ def test_blocks_come_out_in_the_order_in_which_they_were_put_back() -> None:
         assert line.tolist() == [block for block, _ in model]
 
 
-def test_many_that_have_left_are_passed_over() -> None:
+def test_many_stale_entries_are_skipped() -> None:
     put_back_at = np.zeros(1000, dtype=np.int64)
     line = LruQueue(put_back_at)
     line.append(1, np.arange(999))

@@ -77,7 +77,7 @@ def test_status_moves_only_along_the_table() -> None:
                     seq.move_to(end)
 
 
-def test_a_full_queue_refuses_and_takes_again_when_it_is_shorter() -> None:
+def test_a_full_queue_refuses_until_it_is_shorter() -> None:
     scheduler = make(SchedulerConfig(max_waiting=2), max_num_seqs=1)
     for name in "ab":
         scheduler.add_group(group(name, range(4)), 0.0)
@@ -102,11 +102,11 @@ def test_workers_must_agree_and_sizes_must_work() -> None:
         scheduler.add_worker(capacity("x", max_model_len=32))
     with pytest.raises(ValueError, match="below max_num_seqs"):
         scheduler.add_worker(capacity("x", max_num_batched_tokens=7))
-    with pytest.raises(ValueError, match="is here already"):
+    with pytest.raises(ValueError, match="has joined already"):
         scheduler.add_worker(capacity("w"))
 
 
-def test_workers_of_another_size_may_follow_when_nothing_is_left() -> None:
+def test_workers_of_another_size_may_join_when_no_request_is_left() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4)), 0.0)
     scheduler.remove_worker("w")
@@ -120,7 +120,7 @@ def test_workers_of_another_size_may_follow_when_nothing_is_left() -> None:
     scheduler.check_invariants()
 
 
-def test_what_waits_no_more_is_forgotten_before_its_deadline() -> None:
+def test_deadlines_of_admitted_sequences_are_dropped_early() -> None:
     scheduler, now = make(), 0.0
     for i in range(200):
         scheduler.add_group(group(f"{i}", range(4), timeout_s=86_400.0), now)
@@ -163,7 +163,7 @@ def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing
     assert not len(scheduler.update(StepOutput("gone", 1, EMPTY, EMPTY), 0.0).token_ids)
 
 
-def test_a_row_without_token_has_failed_and_others_go_on() -> None:
+def test_a_row_without_token_has_failed_and_the_others_continue() -> None:
     scheduler = make()
     for name, start in (("a", 0), ("b", 50)):
         scheduler.add_group(group(name, range(start, start + 4)), 0.0)
@@ -176,7 +176,7 @@ def test_a_row_without_token_has_failed_and_others_go_on() -> None:
     assert batch.rows.tolist() == [1]
 
 
-def test_rows_that_share_what_a_failed_row_computed_are_computed_again() -> None:
+def test_rows_that_share_blocks_of_a_failed_row_are_computed_again() -> None:
     scheduler = make()
     scheduler.add_group(group("bad", range(10)), 0.0)
     scheduler.add_group(group("good", range(10), max_tokens=1), 0.0)
@@ -243,7 +243,7 @@ def test_without_prefix_caching_every_prompt_is_computed() -> None:
     assert scheduler.stats().counts.prefix_cache_hits == 0
 
 
-def test_a_drained_worker_finishes_and_takes_nothing_new() -> None:
+def test_a_drained_worker_finishes_and_admits_nothing() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
     (batch,) = scheduler.schedule(0.0)
@@ -266,7 +266,7 @@ def test_a_returned_sequence_never_exceeds_its_limit() -> None:
     assert [batch.query_lens.tolist() for batch in batches] == [[4], [1]]  # a third would compute beyond max_tokens
 
 
-def test_prefix_events_tell_what_an_index_should_hold() -> None:
+def test_prefix_events_match_the_cached_prefixes() -> None:
     scheduler = make(num_blocks=4)
     scheduler.add_group(group("a", range(8), max_tokens=1), 0.0)
     (batch,) = scheduler.schedule(0.0)
@@ -299,7 +299,7 @@ def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
     assert not scheduler.has_work
 
 
-def test_a_retry_waits_for_the_other_worker_but_not_for_one_that_is_gone() -> None:
+def test_a_retry_waits_for_the_other_worker_unless_it_is_removed() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(6)), 0.0)
     (batch,) = scheduler.schedule(0.0)
@@ -320,7 +320,7 @@ def test_a_queue_is_bounded_by_tokens_too() -> None:
     scheduler = make(SchedulerConfig(max_waiting_tokens=60, expected_output_tokens=10), max_num_seqs=1)
     scheduler.add_group(group("runs", range(40), max_tokens=20), 0.0)
     scheduler.schedule(0.0)
-    scheduler.add_group(group("first", range(50), max_tokens=14), 0.0)  # an empty queue takes anything
+    scheduler.add_group(group("first", range(50), max_tokens=14), 0.0)  # an empty queue accepts any request
     with pytest.raises(QueueFullError, match="this one would add 11"):
         scheduler.add_group(group("second", range(10), max_tokens=1), 0.0)
     scheduler.add_group(group("second", range(10), max_tokens=1, takes_over=True), 0.0)  # it was accepted before
@@ -365,7 +365,7 @@ def test_no_deadline_is_refused_on_a_cold_estimate() -> None:
     assert scheduler.stats().counts.refused_deadline == 0
 
 
-def test_what_is_cached_counts_as_no_work_of_its_own() -> None:
+def test_cached_tokens_do_not_count_as_work() -> None:
     scheduler = make(max_num_seqs=1, max_num_batched_tokens=16)
     now = 0.0
     for i in range(4):
@@ -379,7 +379,7 @@ def test_what_is_cached_counts_as_no_work_of_its_own() -> None:
     scheduler.add_group(group("warm", range(300, 340), max_tokens=1, timeout_s=1.5), now)
 
 
-def test_what_waits_past_its_deadline_is_never_computed() -> None:
+def test_a_request_that_waits_past_its_deadline_is_never_computed() -> None:
     scheduler = make(max_num_seqs=1)
     scheduler.add_group(group("runs", range(4), max_tokens=2), 0.0)
     (batch,) = scheduler.schedule(0.0)
@@ -434,7 +434,7 @@ def test_a_request_that_moves_between_owners_for_ever_leaks_nothing() -> None:
     assert stats.num_waiting == stats.num_running == stats.pending_tokens == stats.workers[0].blocks_used == 0
 
 
-def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_elsewhere() -> None:
+def test_a_gateway_that_resumes_late_does_not_take_back_a_request_that_moved() -> None:
     scheduler = make()
 
     def send(origin: str, **options: object) -> list[int]:
@@ -452,7 +452,7 @@ def test_a_gateway_that_wakes_up_late_does_not_win_back_what_its_client_took_els
 
 
 def crowded_scheduler(urgent: SequenceGroup) -> Scheduler:
-    """One urgent request runs beside many that are not; another one comes and has no room beside the first."""
+    """One urgent request runs beside many others; a second urgent one has no room beside the first."""
     scheduler = make(SchedulerConfig(watermark=0.0), num_blocks=40, max_model_len=160, max_num_batched_tokens=256)
     scheduler.add_group(group("first", range(8), max_tokens=88, priority=-1), 0.0)
     for i in range(12):
