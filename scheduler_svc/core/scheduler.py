@@ -32,12 +32,13 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.placement.fleet import Fleet, Placement
+from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
@@ -69,6 +70,7 @@ class Scheduler:
         self._counts = Counts()
         self._requests = Requests(config, self._workers, self._fleet, self._stops, self._measures, self._counts)
         self._admission = AdmissionControl(config, self._requests, self._fleet, self._measures, self._counts)
+        self._scan = QueueScan(config, self._requests, self._fleet, self._measures)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
@@ -194,7 +196,7 @@ class Scheduler:
         """One step for each worker whose pipeline has room. Workers without changes or placed sequences are skipped, so
         the answer of one worker costs nothing for the others.
         """
-        placed, changed = self._place(now), self._fleet.changed
+        placed, changed = self._scan.place(self._ready, now), self._fleet.changed
         batches = []
         for name, planner in list(self._ready.items()):
             if name not in changed and name not in placed:
@@ -276,58 +278,6 @@ class Scheduler:
             self._counts.prefix_cache_queries += seq.data.num_tokens
             self._counts.prefix_cache_hits += seq.num_cached_tokens
             self._share.charge_prompt(seq.group.tenant_slot, seq.data.num_tokens - seq.num_cached_tokens)
-
-    # -- placement ----------------------------------------------------------------------------------------------------
-
-    def _place(self, now: float) -> dict[str, list[QueueEntry]]:
-        """The sequences to admit on each ready worker, in order. No sequence is bound to a worker before its step.
-
-        The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few.
-        """
-        placed: dict[str, list[QueueEntry]] = {}
-        is_mixed = len(self._requests.priorities) > 1
-        if not self._waiting.num_schedulable or not self._may_admit(is_mixed=is_mixed):
-            return placed
-        self._fleet.begin_pass(self._ready, is_mixed=is_mixed)
-        moved: list[tuple[QueueEntry, float]] = []
-        num_passed = 0
-        for entry in self._waiting if self._fleet.num_accepting else ():
-            placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
-            virtual_arrival = self._requests.virtual_arrival(entry)
-            if virtual_arrival != entry.key[2]:
-                moved.append((entry, virtual_arrival))
-            if placement.is_now:
-                placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
-            else:
-                num_passed += 1
-            if self._is_starved(entry, placement, now):
-                self._fleet.reserve_for(entry)
-            if not self._fleet.num_accepting or num_passed > self.config.max_bypass:
-                break
-        for entry, virtual_arrival in moved:
-            self._waiting.move(entry, virtual_arrival)
-        return placed
-
-    def _may_admit(self, *, is_mixed: bool) -> bool:
-        """One of the sequences that may be admitted next has not been refused by one of the ready workers.
-
-        A refusal holds until rows or blocks become free. Only the first sequence is also asked again when the projected
-        peak may have fallen far enough: asking all of them would cost more than their admission gains.
-        """
-        workers = [p.books for p in self._ready.values() if is_mixed or p.books.num_free_rows > 0]
-        if not workers:
-            return False
-        entries = list(islice(self._waiting, self.config.max_bypass + 1))
-        if not entries[0].refusals:
-            return True
-        for worker in workers:
-            worker.expire_refusal(entries[0])
-        refusals = (worker.refusal(entry) for entry in entries for worker in workers)
-        return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
-
-    def _is_starved(self, entry: QueueEntry, placement: Placement, now: float) -> bool:
-        """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""
-        return not placement.has_room and not placement.is_held and self._requests.note_blocked(entry, now)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

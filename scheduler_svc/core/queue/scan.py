@@ -1,0 +1,74 @@
+"""One pass over the queue: which waiting sequence goes to which worker in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.placement.fleet import Fleet, Placement
+from scheduler_svc.core.queue.pace import Measures
+from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.steps.step_planner import StepPlanner
+
+
+class QueueScan:
+    """Matches the queue with the fleet. Sequences stay in the queue until a step admits them."""
+
+    def __init__(self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures) -> None:
+        self._config = config
+        self._requests = requests
+        self._waiting = requests.waiting
+        self._fleet = fleet
+        self._measures = measures
+
+    def place(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
+        """The sequences to admit on each ready worker, in order. No sequence is bound to a worker before its step.
+
+        The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few.
+        """
+        placed: dict[str, list[QueueEntry]] = {}
+        is_mixed = len(self._requests.priorities) > 1
+        if not self._waiting.num_schedulable or not self._may_admit(ready, is_mixed=is_mixed):
+            return placed
+        self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
+        moved: list[tuple[QueueEntry, float]] = []
+        num_passed = 0
+        for entry in self._waiting if self._fleet.num_accepting else ():
+            placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
+            virtual_arrival = self._requests.virtual_arrival(entry)
+            if virtual_arrival != entry.key[2]:
+                moved.append((entry, virtual_arrival))
+            if placement.is_now:
+                placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
+            else:
+                num_passed += 1
+            if self._is_starved(entry, placement, now):
+                self._fleet.reserve_for(entry)
+            if not self._fleet.num_accepting or num_passed > self._config.max_bypass:
+                break
+        for entry, virtual_arrival in moved:
+            self._waiting.move(entry, virtual_arrival)
+        return placed
+
+    def _may_admit(self, ready: Mapping[str, StepPlanner], *, is_mixed: bool) -> bool:
+        """One of the sequences that may be admitted next has not been refused by one of the ready workers.
+
+        A refusal holds until rows or blocks become free. Only the first sequence is also asked again when the projected
+        peak may have fallen far enough: asking all of them would cost more than their admission gains.
+        """
+        workers = [p.books for p in ready.values() if is_mixed or p.books.num_free_rows > 0]
+        if not workers:
+            return False
+        entries = list(islice(self._waiting, self._config.max_bypass + 1))
+        if not entries[0].refusals:
+            return True
+        for worker in workers:
+            worker.expire_refusal(entries[0])
+        refusals = (worker.refusal(entry) for entry in entries for worker in workers)
+        return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
+
+    def _is_starved(self, entry: QueueEntry, placement: Placement, now: float) -> bool:
+        """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""
+        return not placement.has_room and not placement.is_held and self._requests.note_blocked(entry, now)
