@@ -204,7 +204,7 @@ class Scheduler:
             batch = self._schedule_worker(planner, placed.get(name, []), now)
             if batch is not None:
                 batches.append(batch)
-            if batch is None or not planner.may_go_on:
+            if batch is None or not planner.may_continue:
                 changed.discard(name)
             if not planner.books.can_send:
                 del self._ready[name]
@@ -218,8 +218,8 @@ class Scheduler:
         if candidates and len(self._requests.priorities) > 1:
             displace(worker, candidates[0], self._requests, self.config.watermark, self._measures.mean_output)
         plan = planner.begin_step(now)
-        goes_on = planner.continue_run(plan, may_begin=not candidates)
-        has_preempted = not goes_on and plan_running(planner, plan, self._requests)
+        continues = planner.continue_run(plan, may_begin=not candidates)
+        has_preempted = not continues and plan_running(planner, plan, self._requests)
         if candidates and not has_preempted:
             self._admit(planner, plan, candidates, now)
         batch = planner.finish_plan(plan)

@@ -33,7 +33,7 @@ class StepPlanner:
     def __init__(self, books: WorkerBooks, next_step_id: int) -> None:
         self.books = books
         self.answered_at = 0.0  # time of the newest answer
-        self.may_go_on = True  # a step after the newest one may have tokens to compute, before any answer
+        self.may_continue = True  # a step after the newest one may have tokens to compute, before any answer
         self._capacity = books.capacity
         self._rows = books.rows
         self._pool = books.pool
@@ -238,7 +238,7 @@ class StepPlanner:
         r.pending[rows] = pending + sample_mask
         num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
-        self.may_go_on = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
+        self.may_continue = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
         step = InFlightStep(
             step_id=self._next_step_id,
@@ -262,7 +262,7 @@ class StepPlanner:
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
         """Finish a step that consists of a run: its columns are advanced by one token."""
         r = self._rows
-        self.may_go_on = True
+        self.may_continue = True
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
         r.num_computed_tokens += run.is_member
         r.pending += run.is_member
