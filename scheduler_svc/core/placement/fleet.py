@@ -202,12 +202,14 @@ class Fleet:
         """Workers with a row for the sequence, or a less urgent one to preempt, that have not refused it and have
         little prefill pending.
         """
-        refusals = self._refusals(entry)
+        refusals = self._refusals(entry) if entry.refusals else []
         room: Bools = self._free_rows > 0
-        room[[i for i, _ in refusals]] = False
+        for i, _ in refusals:
+            room[i] = False
         if self._is_mixed:
             can_preempt = self._least_urgent > entry.seq.group.priority
-            can_preempt[[i for i, refusal in refusals if not refusal.can_preempt]] = False
+            for i, refusal in refusals:
+                can_preempt[i] &= refusal.can_preempt
             room |= can_preempt
         room &= self._load < self._max_pending
         if self._reserved is not None:
