@@ -156,7 +156,7 @@ class Dispatcher:
         if isinstance(error, ELSEWHERE) and self._place(request, placement):
             return
         if not request.is_resumed or not isinstance(error, PASSING):
-            self._fail(request, min(placement.refusals.values(), key=_how_bad))
+            self._fail(request, min(placement.refusals.values(), key=_refusal_order))
             return
         self._wait(request, placement)
         delay = max(RESUBMIT_DELAY_S, error.retry_after_s or 0.0)
@@ -287,6 +287,6 @@ def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
     return client.info is not None and client.info.model == placement.model
 
 
-def _how_bad(error: QuireError) -> tuple[bool, float]:
+def _refusal_order(error: QuireError) -> tuple[bool, float]:
     """Order of refusals; the client gets the first: overloaded before unavailable, then the earliest retry."""
     return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

@@ -173,7 +173,7 @@ class SchedulerClient:
             while True:
                 started = loop.time()
                 problem = await self._attach()
-                _leave_if_cancelled()
+                _raise_if_cancelled()
                 self._on_detached(problem)
                 is_stable = loop.time() - started > STABLE_AFTER_S
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
@@ -405,7 +405,7 @@ async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> N
         await call.write(await outbox.get())
 
 
-def _leave_if_cancelled() -> None:
+def _raise_if_cancelled() -> None:
     """Raise a CancelledError that grpc.aio has swallowed.
 
     grpc.aio passes the cancellation of a reading task on to its call. If the call ends by itself at the same moment,

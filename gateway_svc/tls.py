@@ -68,7 +68,7 @@ class _Reader:
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        self._complaint = ""
+        self._last_error = ""
         self.served = _read(files)
         _check(files)
 
@@ -80,17 +80,17 @@ class _Reader:
                 return None
             _check(self._files)
         except TlsError as error:
-            self._complain(str(error))
+            self._log_once(str(error))
             return None
         self.served = contents
         log.info("loaded a new certificate from %s", self._files.cert)
         return contents.to_grpc()
 
-    def _complain(self, words: str) -> None:
+    def _log_once(self, words: str) -> None:
         """Log an error once, not for every connection."""
-        if words != self._complaint:
+        if words != self._last_error:
             log.error("cannot load the certificate, keeping the previous one: %s", words)
-        self._complaint = words
+        self._last_error = words
 
 
 def _read(files: TlsFiles) -> _Contents:
