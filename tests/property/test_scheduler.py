@@ -5,6 +5,8 @@ Workers and gateways are those of the simulation: each rule ends with all their 
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -35,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected_output_tokens=expected,
             eos_token_ids=EOS,
             root_salt=ROOT_SALT,
+            worker_patience_s=math.inf,  # requests wait for a worker to join, however long the machine loses all
         )
         self.cluster = Cluster(config, block_size=block_size, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
         self.num_joined = 0
