@@ -52,6 +52,14 @@ class ApiKeys:
             self._read_again()
         return self._owners.get(_digest(key.encode()))
 
+    def problem_of(self, authorization: object) -> str:
+        """Why this Authorization header does not let a client in; empty if it does."""
+        if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
+            return "an API key is required; set QUIRE_API_KEY, or api_key=... of the client"
+        if self.owner_of(authorization[len(SCHEME) :].strip()) is None:
+            return "the API key is not accepted by this gateway"
+        return ""
+
     def _read_again(self) -> None:
         self._read_at = self._clock()
         try:
@@ -90,12 +98,8 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        if not isinstance(given, str) or given[: len(SCHEME)].lower() != SCHEME:
-            return _refusing(handler, "an API key is required; set QUIRE_API_KEY, or api_key=... of the client")
-        if self._keys.owner_of(given[len(SCHEME) :].strip()) is None:
-            return _refusing(handler, "the API key is not accepted by this gateway")
-        return handler
+        problem = self._keys.problem_of(dict(handler_call_details.invocation_metadata or ()).get("authorization"))
+        return _refusing(handler, problem) if problem else handler
 
 
 def _refusing(handler: Handler, words: str) -> Handler:

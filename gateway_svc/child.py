@@ -1,6 +1,7 @@
-"""One of several gateway processes on one port: `python -m gateway_svc.child PARENT INDEX ADDRESS LIFE [SETTINGS ...]`.
+"""One of several gateway processes: `python -m gateway_svc.child PARENT INDEX ADDRESSES LIFE [SETTINGS ...]`.
 
-Started by gateway_svc.processes only. The settings are those of quire-gateway; ADDRESS is the shared port.
+Started by gateway_svc.processes only. The settings are those of quire-gateway. ADDRESSES are the shared ports,
+separated by a comma: gRPC, and HTTP if it is on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ READY_WITHIN_S = 5.0
 
 def main() -> None:
     """Parse as quire-gateway does, then use the addresses of this process."""
-    parent, index, address, life = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    parent, index, addresses, life = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
     args = config.parse(make_parser(), sys.argv[5:])
-    args.listen = address
+    args.listen, args.http_listen = addresses[0], addresses[1] if len(addresses) > 1 else config.OFF
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
     end_with_parent(parent)

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from svc_common.config import OFF
 from svc_common.serve import BindError
+from svc_common.sockets import bind_tcp
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +41,14 @@ class SharedPort:
     """Reserves the port without listening, so that all processes can bind it and no other program can."""
 
     def __init__(self, listen: str) -> None:
-        host, _, port = listen.rpartition(":")
-        bare = host.strip("[]")
-        family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+        host = listen.rpartition(":")[0]
         try:
             # First without SO_REUSEPORT: with it, a port that another gateway uses would be shared silently.
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((bare, int(port)))
-                number = probe.getsockname()[1]
-            self._socket = socket.socket(family)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._socket.bind((bare, number))
+            with bind_tcp(listen) as probe:
+                self.address = f"{host}:{probe.getsockname()[1]}"
+            self._socket = bind_tcp(self.address, shares_port=True)
         except OSError as error:
             raise BindError(f"cannot listen on {listen}: {error.strerror or error}") from None
-        self.address = f"{host}:{number}"
 
     def close(self) -> None:
         """Release the port."""
@@ -150,17 +144,17 @@ class Supervisor:
 
 def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run `args.processes` gateways with the settings of `argv`. Returns the exit status; raises BindError."""
-    port = SharedPort(args.listen)
-    log.info("%d gateway processes listen on %s", args.processes, port.address)
-    try:
-        return asyncio.run(_run(args.processes, port.address, argv))
-    finally:
-        port.close()
+    listens = [args.listen, *([] if args.http_listen == OFF else [args.http_listen])]
+    with ExitStack() as stack:
+        ports = [stack.enter_context(closing(SharedPort(listen))) for listen in listens]
+        addresses = [port.address for port in ports]
+        log.info("%d gateway processes listen on %s", args.processes, " and ".join(addresses))
+        return asyncio.run(_run(args.processes, addresses, argv))
 
 
-async def _run(num_processes: int, address: str, argv: Sequence[str]) -> int:
+async def _run(num_processes: int, addresses: Sequence[str], argv: Sequence[str]) -> int:
     def make(index: int) -> Child:
-        own = [sys.executable, "-m", "gateway_svc.child", str(os.getpid()), str(index), address]
+        own = [sys.executable, "-m", "gateway_svc.child", str(os.getpid()), str(index), ",".join(addresses)]
         return Child(index, lambda life: [*own, str(life), *argv])
 
     return await Supervisor([make(index) for index in range(num_processes)]).run()

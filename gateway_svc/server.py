@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import (
     add_AdminServiceServicer_to_server,
@@ -27,7 +28,7 @@ from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
-from gateway_svc.tls import TlsError, TlsFiles, server_credentials, tls_files
+from gateway_svc.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
@@ -35,6 +36,9 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
+
+if TYPE_CHECKING:
+    from gateway_svc.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +78,16 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of the gateway."""
-    parser = config.make_parser("gateway", "The public gRPC API of Quire, for any number of models.", EPILOG)
+    parser = config.make_parser("gateway", "The public gRPC and HTTP API of Quire, for any number of models.", EPILOG)
     parser.add_argument(
         "--listen", type=config.address, default="0.0.0.0:50051", metavar="HOST:PORT", help="address to listen on"
+    )
+    parser.add_argument(
+        "--http-listen",
+        type=config.address_or_off,
+        default=config.OFF,
+        metavar="HOST:PORT",
+        help="address of the OpenAI-compatible HTTP API (docs/http.md), with the same API keys and TLS files",
     )
     parser.add_argument(
         "--scheduler",
@@ -188,6 +199,7 @@ async def serve(
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
     reader, tls = make_reader(args), tls_files(args)
+    keys = None if args.api_keys is None else ApiKeys(args.api_keys)
     credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
         listen=args.listen,
@@ -195,7 +207,7 @@ async def serve(
         shares_port=shares_port,
         credentials=credentials,
         max_connection_age_s=args.max_connection_age_s,
-        interceptors=[] if args.api_keys is None else [ApiKeyInterceptor(ApiKeys(args.api_keys))],
+        interceptors=[] if keys is None else [ApiKeyInterceptor(keys)],
     )
     changed = asyncio.Event()
     bundles = BundleCache()
@@ -218,6 +230,7 @@ async def serve(
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)
+    http = make_http(args, servicer, directory, prompts, server, keys, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
     await admin.start()
@@ -227,12 +240,16 @@ async def serve(
     try:
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
+        if http is not None:
+            log.info("HTTP API at %s", await http.start())
         settle_gc()
         schedulers = ", ".join(c.address for c in clients)
         log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
         tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
+        if http is not None:
+            await http.stop()
         dispatcher.close()
         await cancel(*tasks)
         if reader is not None:
@@ -245,6 +262,30 @@ def _security(files: TlsFiles | None) -> str:
     if files is None:
         return "plaintext"
     return "TLS" if files.client_ca is None else "TLS with client certificates"
+
+
+def make_http(
+    args: argparse.Namespace,
+    servicer: InferenceServicer,
+    directory: ModelDirectory,
+    prompts: PromptReader,
+    server: GrpcServer,
+    keys: ApiKeys | None,
+    tls: TlsFiles | None,
+    *,
+    shares_port: bool,
+) -> HttpServer | None:
+    """The HTTP API, if it is on. Its packages are imported only then. Raises TlsError."""
+    if args.http_listen == config.OFF:
+        return None
+    from gateway_svc.http.app import HttpApp
+    from gateway_svc.http.handlers import Handlers
+    from gateway_svc.http.server import HttpServer
+
+    handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
+    app = HttpApp(handlers.routes(), keys=keys, stats=server.rpc)
+    context = None if tls is None else ssl_context(tls)
+    return HttpServer(app, args.http_listen, shares_port=shares_port, tls=context)
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -119,9 +119,28 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
+
+        def release_at_end(scheduler_request: SchedulerRequest) -> None:
+            # Also runs when the client disconnects while an event is being written.
+            context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
+
+        events = self.generate(request, deadline=_deadline(context), on_open=release_at_end)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def generate(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None = None,
+        on_open: Callable[[SchedulerRequest], None] = lambda _: None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The events of one generation, for gRPC and HTTP. To end the request early, cancel the task or close the
+        generator. `on_open` gets the request before it is submitted.
+        """
         validation.check_generate(request)
         model = self._directory.find(request.model, request.continuation.revision)
-        deadline = _deadline(context)
         with (
             self._open_stream(request) as (request_id, stream),
             self._metrics.request(request_id, model.name) as meter,
@@ -132,8 +151,7 @@ class InferenceServicer(InferenceServiceServicer):
             resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(plan, resumes=resumes, deadline=deadline)
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
-            # Also runs when the client disconnects while an event is being written.
-            context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
+            on_open(scheduler_request)
             try:
                 stream.set_request(scheduler_request)
                 if not scheduler_request.is_over:
@@ -249,7 +267,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context | None = None) -> pb.TokenizeResponse:
         """Token ids of a prompt."""
         validation.check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
@@ -258,7 +276,7 @@ class InferenceServicer(InferenceServiceServicer):
         validation.check_token_ids("prompt", ids, model)
         return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
         validation.check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
@@ -269,12 +287,12 @@ class InferenceServicer(InferenceServiceServicer):
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
         """All models."""
         models = self._directory.models()
         return pb.ListModelsResponse(models=[pb.Model(info=m.info, ready_workers=workers) for m, workers in models])
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Context | None = None) -> pb.GetModelResponse:
         """One model."""
         name = self._directory.find_text(request.model).name
         model, workers = next((m, w) for m, w in self._directory.models() if m.name == name)

@@ -63,6 +63,22 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
+def ssl_context(files: TlsFiles) -> ssl.SSLContext:
+    """The same for the HTTP port. Raises TlsError."""
+    reader = _Reader(files)
+    newest = _check(files)
+
+    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called at each handshake."""
+        nonlocal newest
+        if reader.fetch() is not None:
+            newest = _check(files)
+        connection.context = newest
+
+    newest.sni_callback = renew
+    return newest
+
+
 class _Reader:
     """The certificate in use. If changed files are invalid, logs an error and keeps the previous certificate."""
 
@@ -106,19 +122,21 @@ def _bytes_of(setting: str, path: Path) -> bytes:
         raise TlsError(f"{setting} {path}: {error.strerror or error}") from None
 
 
-def _check(files: TlsFiles) -> None:
-    """Check the files, because gRPC would only report that it cannot listen. Raises TlsError."""
+def _check(files: TlsFiles) -> ssl.SSLContext:
+    """A TLS context with the files. Also for gRPC, which would only report that it cannot listen. Raises TlsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
     except (OSError, _PasswordError) as error:
         raise TlsError(f"--tls-cert-file {files.cert}, --tls-key-file {files.key}: {error}") from None
     if files.client_ca is None:
-        return
+        return context
     try:
         context.load_verify_locations(files.client_ca)
     except OSError as error:
         raise TlsError(f"--tls-client-ca-file {files.client_ca}: {error}") from None
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class _PasswordError(Exception):

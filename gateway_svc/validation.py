@@ -18,7 +18,8 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.models import ServedModel
 from request_fields import checks
 from request_fields.fields import FieldError, StopCondition, stop_condition
-from svc_common.errors import InvalidRequestError, UnimplementedError
+from request_fields.sizes import LengthError
+from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 ROLES = ("system", "user", "assistant", "tool")
@@ -174,10 +175,11 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
     if kind == "chat":
         limit = max(limit, MIN_CHAT_LIMIT_BYTES)
     if size > limit:
-        raise _invalid(
-            f"prompt.{kind}",
-            f"has {size} bytes, more than the {limit} bytes that max_model_len "
+        raise ContextLengthError(
+            f"prompt.{kind} has {size} bytes, more than the {limit} bytes that max_model_len "
             f"({model.info.max_model_len} tokens) can hold: shorten it",
+            field=f"prompt.{kind}",
+            limit=model.limits.max_tokens,
         )
 
 
@@ -186,6 +188,8 @@ def _field_errors() -> Iterator[None]:
     """Turns a FieldError into the error that a client gets."""
     try:
         yield
+    except LengthError as error:
+        raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
     except FieldError as error:
         kind = UnimplementedError if error.is_unserved else InvalidRequestError
         raise kind(str(error), field=error.field) from None

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from request_fields.fields import FieldError
 
 
+class LengthError(FieldError):
+    """Prompt and output are longer than `limit` tokens together."""
+
+    def __init__(self, field: str, problem: str, *, limit: int) -> None:
+        super().__init__(field, problem)
+        self.limit = limit
+
+
 @dataclass(frozen=True, slots=True)
 class SizeLimits:
     """What the workers of a model can hold of one sequence, in tokens."""
@@ -25,20 +33,22 @@ class SizeLimits:
         return num_prompt + max_tokens <= self.max_model_len and num_slots <= self.pool_tokens
 
     def resolve(self, num_prompt: int, max_tokens: int | None) -> int:
-        """max_tokens, or all that fits if it is unset. Raises FieldError when prompt and output do not fit."""
+        """max_tokens, or all that fits if it is unset. Raises LengthError when prompt and output do not fit."""
         room = self.max_tokens - num_prompt
         is_model = self.max_model_len <= self.pool_tokens
         name = "max_model_len" if is_model else "the largest KV pool (max_num_blocks * block_size, plus 1)"
         if (room <= 0 and max_tokens is None) or not self.fits(num_prompt, 0):
-            raise FieldError(
+            raise LengthError(
                 "prompt",
                 f"has {num_prompt} tokens; {name} is {self.max_tokens} tokens for prompt and output together: "
                 "shorten the prompt",
+                limit=self.max_tokens,
             )
         if max_tokens is not None and not self.fits(num_prompt, max_tokens):
-            raise FieldError(
+            raise LengthError(
                 "stop.max_tokens",
                 f"is {max_tokens}; with the prompt's {num_prompt} tokens that is {num_prompt + max_tokens}, "
                 f"and {name} is {self.max_tokens}: ask for at most {room}, or shorten the prompt",
+                limit=self.max_tokens,
             )
         return room if max_tokens is None else max_tokens

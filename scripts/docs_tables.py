@@ -6,6 +6,7 @@ A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ import scheduler_svc.metrics
 import scheduler_svc.server
 import worker_svc.flags
 import worker_svc.metrics
-from request_fields.fields import FIELDS, Field, Kind, Side
+from gateway_svc.http.fields import ENDPOINTS, BodyField
+from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 
@@ -109,6 +111,31 @@ def unserved_rows() -> Iterator[list[str]]:
             yield [f"`{field.path}`", field.kind.value, "" if field.off in (None, "") else f"`{field.off:g}`"]
 
 
+def body_rows(rows: Sequence[BodyField]) -> Iterator[list[str]]:
+    """One row per served field of a body. Type, limits and meaning of a parameter are those of its request field."""
+    for row in rows:
+        field = BY_PATH.get(row.path)
+        if row.is_served and field is None:
+            yield [f"`{row.name}`", "", "", "", row.doc]
+        elif row.is_served and field is not None:
+            meaning = " ".join(words for words in (field.doc, row.doc) if words)
+            yield [f"`{row.name}`", f"`{row.path}`", field.kind.value, _limits_of(field), meaning]
+
+
+def refused_body_rows() -> Iterator[list[str]]:
+    """One row per field of a body that is refused."""
+    names: dict[str, tuple[str, list[str]]] = {}
+    for endpoint, rows in ENDPOINTS.items():
+        for row in rows:
+            if not row.is_served:
+                off = [BY_PATH[row.path].off] if row.path else row.only or ()
+                names.setdefault(row.name, (", ".join(f"`{json.dumps(value)}`" for value in off), []))[1].append(
+                    endpoint
+                )
+    for name, (accepted, endpoints) in names.items():
+        yield [f"`{name}`", accepted, ", ".join(f"`{endpoint}`" for endpoint in endpoints)]
+
+
 def written() -> dict[Path, str]:
     """The pages with up-to-date tables."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
@@ -119,7 +146,10 @@ def written() -> dict[Path, str]:
     head = ("field", "SDK option", "flag", "type", "default", "limits", "applied by", "rebuilt on resume", "meaning")
     tables["request fields"] = table(head, field_rows())
     tables["fields not served"] = table(("field", "type", "value that is accepted"), unserved_rows())
-    pages = [ROOT / "docs" / name for name in ("configuration.md", "metrics.md", "request-fields.md")]
+    head = ("field", "request field", "type", "limits", "meaning")
+    tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
+    tables["refused body fields"] = table(("field", "value that is accepted", "endpoints"), refused_body_rows())
+    pages = [ROOT / "docs" / name for name in ("configuration.md", "http.md", "metrics.md", "request-fields.md")]
     return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}
 
 
@@ -127,7 +157,7 @@ def _fill(page: str, tables: dict[str, str]) -> str:
     def put(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
 
-    return re.sub(r"<!-- ([a-z ]+) -->\n.*?<!-- end -->", put, page, flags=re.DOTALL)
+    return re.sub(r"<!-- ([a-z0-9/ ]+) -->\n.*?<!-- end -->", put, page, flags=re.DOTALL)
 
 
 def main() -> int:

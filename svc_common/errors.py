@@ -1,15 +1,16 @@
-"""Errors that a client may see, and their gRPC codes.
+"""Errors that a client may see, with their gRPC codes and HTTP statuses.
 
-    QuireError                  INTERNAL             a bug in the service
-      InvalidRequestError       INVALID_ARGUMENT     the caller's mistake: field, value, limit
-      NotFoundError             NOT_FOUND            no such model or request
-      AlreadyExistsError        ALREADY_EXISTS       the request id is in flight
-      OverloadedError           RESOURCE_EXHAUSTED   a limit is reached; contains when to retry
-      UnavailableError          UNAVAILABLE          no process can serve it now
-      TakenOverError            ABORTED              the same request continues in another stream
-      UnauthenticatedError      UNAUTHENTICATED      no API key, or an unknown one
-      UnimplementedError        UNIMPLEMENTED        a field that is not served yet
-      StaleEpochError           FAILED_PRECONDITION  a fence: another scheduler owns this worker now
+    QuireError                  INTERNAL             500  a bug in the service
+      InvalidRequestError       INVALID_ARGUMENT     400  the caller's mistake: field, value, limit
+        ContextLengthError      INVALID_ARGUMENT     400  prompt and output exceed the model's length
+      NotFoundError             NOT_FOUND            404  no such model or request
+      AlreadyExistsError        ALREADY_EXISTS       409  the request id is in flight
+      OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; contains when to retry
+      UnavailableError          UNAVAILABLE          503  no process can serve it now
+      TakenOverError            ABORTED              409  the same request continues in another stream
+      UnauthenticatedError      UNAUTHENTICATED      401  no API key, or an unknown one
+      UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
+      StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
 A handler raises them; `ErrorInterceptor` turns them into statuses with google.rpc details.
 """
@@ -44,6 +45,7 @@ class QuireError(Exception):
     """Base of all errors that a client may see. `field` is the request field at fault, if there is one."""
 
     code = grpc.StatusCode.INTERNAL
+    http_status = 500
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -54,38 +56,55 @@ class QuireError(Exception):
 
 class InvalidRequestError(QuireError):
     code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    """`limit`: tokens of prompt and output together."""
+
+    def __init__(self, message: str, *, field: str, limit: int) -> None:
+        super().__init__(message, field=field)
+        self.limit = limit
 
 
 class NotFoundError(QuireError):
     code = grpc.StatusCode.NOT_FOUND
+    http_status = 404
 
 
 class AlreadyExistsError(QuireError):
     code = grpc.StatusCode.ALREADY_EXISTS
+    http_status = 409
 
 
 class OverloadedError(QuireError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
 
 
 class UnavailableError(QuireError):
     code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
 
 
 class TakenOverError(QuireError):
     code = grpc.StatusCode.ABORTED
+    http_status = 409
 
 
 class UnauthenticatedError(QuireError):
     code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
 
 
 class UnimplementedError(QuireError):
     code = grpc.StatusCode.UNIMPLEMENTED
+    http_status = 400
 
 
 class StaleEpochError(QuireError):
     code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 503
 
 
 BY_CODE: dict[int, type[QuireError]] = {
@@ -236,7 +255,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        shown = error if isinstance(error, QuireError) else _unexpected(method, error)
+        shown = shown_error(method, error)
         self.stats.errors[method, shown.code.name] += 1
         await abort(context, shown)
 
@@ -263,6 +282,9 @@ def _tolerant(deserialize: Any) -> Any:
     return convert
 
 
-def _unexpected(method: str, error: Exception) -> QuireError:
+def shown_error(method: str, error: Exception) -> QuireError:
+    """The error that a client gets: a QuireError as it is; anything else becomes INTERNAL and an error log."""
+    if isinstance(error, QuireError):
+        return error
     log.error("%s failed", method, exc_info=error)
     return QuireError(f"internal error in {method}: {type(error).__name__}; see the server's log")

@@ -1,0 +1,229 @@
+"""Events of generations as JSON: chunks of a stream, or one whole answer. Pure.
+
+Choice i of prompt p has index p * n + i, as in OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.http.bodies import Generation
+from svc_common.errors import QuireError
+
+FINISH_REASONS = {
+    types.FINISH_REASON_EOS: "stop",
+    types.FINISH_REASON_STOP: "stop",
+    types.FINISH_REASON_LENGTH: "length",
+    types.FINISH_REASON_ABORTED: "abort",
+}
+DONE = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+def encode(value: Json) -> bytes:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def sse(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+class Shape(Protocol):
+    """What differs between the answers of chat and of text completion."""
+
+    id_prefix: str
+    chunk_object: str
+    whole_object: str
+
+    def begin(self, echo: str) -> Json | None:
+        """The first delta of a choice; None: there is none."""
+
+    def delta(self, text: str) -> Json: ...
+    def end(self) -> Json: ...
+    def whole(self, text: str) -> Json: ...
+
+
+class ChatShape:
+    """chat.completion and its chunks."""
+
+    id_prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def begin(self, echo: str) -> Json | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text: str) -> Json:
+        return {"delta": {"content": text}}
+
+    def end(self) -> Json:
+        return {"delta": {}}
+
+    def whole(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+class CompletionShape:
+    """text_completion, whose chunks are whole answers with part of the text."""
+
+    id_prefix = "cmpl"
+    chunk_object = whole_object = "text_completion"
+
+    def begin(self, echo: str) -> Json | None:
+        return {"text": echo} if echo else None
+
+    def delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def end(self) -> Json:
+        return {"text": ""}
+
+    def whole(self, text: str) -> Json:
+        return {"text": text}
+
+
+CHAT, COMPLETION = ChatShape(), CompletionShape()
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of all prompts and choices so far."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    outputs: dict[int, int] = field(default_factory=dict)  # by choice
+
+    def usage(self) -> Json:
+        num_output = sum(self.outputs.values())
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": self.prompt_tokens + num_output,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Answer:
+    """What chunks and whole answers have in common: head, choices and usage."""
+
+    def __init__(self, asked: Generation, shape: Shape, answer_id: str, created: int) -> None:
+        self._asked = asked
+        self._shape = shape
+        self._tally = Tally()
+        self._head: Json = {"id": answer_id, "object": "", "created": created, "model": asked.model}
+
+    def _accept(self, accepted: pb.Accepted) -> None:
+        self._tally.prompt_tokens += accepted.prompt_tokens
+        self._head |= {"model": accepted.model, "system_fingerprint": accepted.revision}
+
+    def _finish(self, choice: int, finished: pb.Finished) -> Json:
+        """The fields of a choice's end. Raises QuireError for a choice that failed."""
+        if finished.reason not in FINISH_REASONS:
+            raise QuireError(finished.message or "the server could not finish this choice")
+        self._tally.outputs[choice] = finished.usage.output_tokens
+        if finished.index == 0:
+            self._tally.cached_tokens += finished.usage.cached_tokens
+        matched = finished.WhichOneof("matched")
+        return {
+            "finish_reason": FINISH_REASONS[finished.reason],
+            "stop_reason": None if matched is None else getattr(finished, matched),
+        }
+
+    def _index(self, prompt: int, sample: int) -> int:
+        return prompt * self._asked.n + sample
+
+
+class StreamAnswer(Answer):
+    """Chunks, each as a server-sent event."""
+
+    def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
+        """The chunks for an event of the generation of this prompt. Raises QuireError for a choice that failed."""
+        return b"".join(map(sse, self._chunks(prompt, event)))
+
+    def end(self) -> bytes:
+        """What follows the last event."""
+        if not self._asked.includes_usage:
+            return DONE
+        return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
+
+    def _chunks(self, prompt: int, event: pb.GenerateResponse) -> Iterator[Json]:
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._accept(event.accepted)
+            self._head["object"] = self._shape.chunk_object
+            yield from self._first_chunks(prompt)
+        elif kind == "chunk":
+            choice = self._index(prompt, event.chunk.index)
+            self._tally.outputs[choice] = event.chunk.offset + len(event.chunk.token_ids)
+            yield self._chunk(choice, self._shape.delta(event.chunk.text))
+        elif kind == "finished":
+            choice = self._index(prompt, event.finished.index)
+            end = self._finish(choice, event.finished)
+            yield self._chunk(choice, self._shape.end(), end)
+
+    def _first_chunks(self, prompt: int) -> Iterator[Json]:
+        for sample in range(self._asked.n):
+            begin = self._shape.begin(self._asked.echoes[prompt])
+            if begin is not None:
+                yield self._chunk(self._index(prompt, sample), begin)
+
+    def _chunk(self, choice: int, part: Json, end: Json | None = None) -> Json:
+        own = {"index": choice, **part, "logprobs": None, **(end or {"finish_reason": None})}
+        chunk = {**self._head, "choices": [own]}
+        if self._asked.includes_usage:
+            chunk["usage"] = self._tally.usage() if self._asked.has_continuous_usage else None
+        return chunk
+
+
+class WholeAnswer(Answer):
+    """One JSON object."""
+
+    def __init__(self, asked: Generation, shape: Shape, answer_id: str, created: int) -> None:
+        super().__init__(asked, shape, answer_id, created)
+        self._texts: dict[int, list[str]] = {
+            self._index(prompt, sample): [echo] for prompt, echo in enumerate(asked.echoes) for sample in range(asked.n)
+        }
+        self._ends: dict[int, Json] = {}
+
+    def take(self, prompt: int, event: pb.GenerateResponse) -> None:
+        """Add an event of the generation of this prompt. Raises QuireError for a choice that failed."""
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._accept(event.accepted)
+        elif kind == "chunk":
+            self._texts[self._index(prompt, event.chunk.index)].append(event.chunk.text)
+        elif kind == "finished":
+            choice = self._index(prompt, event.finished.index)
+            self._ends[choice] = self._finish(choice, event.finished)
+
+    def whole(self) -> Json:
+        """The answer, after the last event."""
+        choices = [
+            {"index": choice, **self._shape.whole("".join(texts)), "logprobs": None, **self._ends[choice]}
+            for choice, texts in self._texts.items()
+        ]
+        head = {**self._head, "object": self._shape.whole_object}
+        return {**head, "choices": choices, "usage": self._tally.usage()}
+
+
+def model_of(model: pb.Model, created: int) -> Json:
+    """One entry of /v1/models. Clients read the length under any of three names."""
+    length = model.info.max_model_len
+    return {
+        "id": model.info.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "quire",
+        "max_model_len": length,
+        "context_length": length,
+        "context_window": length,
+    }

@@ -1,0 +1,155 @@
+"""The ASGI application: API keys, body limit, request ids, errors, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway_svc.api_keys import ApiKeys
+from gateway_svc.http.answers import encode
+from gateway_svc.http.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    MethodNotAllowedError,
+    error_body,
+    error_headers,
+)
+from gateway_svc.validation import REQUEST_ID
+from svc_common.errors import NotFoundError, RpcStats, UnauthenticatedError, shown_error
+from svc_common.tasks import cancel
+
+MAX_BODY_BYTES = 16 << 20  # some three million token ids as JSON
+BODY_TIMEOUT_S = 60.0
+OPEN_PATHS = ("/health",)  # probes need no key
+REQUEST_ID_HEADER = "x-request-id"
+
+
+class ClientGoneError(Exception):
+    """The client hung up before its body was complete."""
+
+
+class HttpApp:
+    """Calls the routes. A request whose client hangs up is cancelled, which ends it at its scheduler."""
+
+    def __init__(self, routes: Sequence[BaseRoute], *, keys: ApiKeys | None, stats: RpcStats) -> None:
+        self._router = Router(routes)
+        self._keys = keys
+        self._stats = stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
+        headers = Headers(scope=scope)
+        answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
+        try:
+            self._check_key(scope["path"], headers)
+            body = await _read_body(receive)
+            await _until_hang_up(self._router(scope, _replay(body), answer), receive)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await self._answer_error(scope, error, answer)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if self._keys is None or path in OPEN_PATHS:
+            return
+        if problem := self._keys.problem_of(headers.get("authorization")):
+            raise UnauthenticatedError(problem)
+
+    async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
+        if answer.has_started:  # the connection is closed, so the client sees that the answer is incomplete
+            raise error
+        shown = shown_error(f"HTTP {scope['path']}", _from_router(scope, error))
+        self._stats.errors[_method(scope), shown.code.name] += 1
+        body = encode(error_body(shown, scope.get("names")))
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(shown)}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await answer({"type": "http.response.start", "status": shown.http_status, "headers": raw})
+        await answer({"type": "http.response.body", "body": body})
+
+
+class _Sender:
+    """Sends an answer with its request id."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        valid = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
+        self._send = send
+        self._header = (REQUEST_ID_HEADER.encode(), valid.encode())
+        self.has_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            message["headers"] = [*message.get("headers", ()), self._header]
+        await self._send(message)
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """The whole body. Raises BodyTooLargeError, BodyTimeoutError or ClientGoneError.
+
+    A body that is too large is read to its end and discarded: many clients read an answer only after that.
+    """
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                size += len(part)
+                parts = [*parts, part] if size <= MAX_BODY_BYTES else []
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    if size > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed")
+    return b"".join(parts)
+
+
+def _replay(body: bytes) -> Receive:
+    """A `receive` that gives a body that has been read."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def _until_hang_up(answering: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Await the answer, or cancel it when the client hangs up. Raises what answering raises."""
+    task = asyncio.create_task(answering)
+    gone = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_answered = task.done()
+        await cancel(task, gone)
+    if is_answered:
+        task.result()
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _from_router(scope: Scope, error: Exception) -> Exception:
+    if not isinstance(error, HTTPException):
+        return error
+    if error.status_code == MethodNotAllowedError.http_status:
+        return MethodNotAllowedError(f"{scope['path']} does not take {scope['method']}")
+    return NotFoundError(f"there is no {scope['method']} {scope['path']}; docs/http.md lists the endpoints")
+
+
+def _method(scope: Scope) -> str:
+    """The label of an endpoint in metrics; one for all unknown paths."""
+    return f"http/{getattr(scope.get('endpoint'), '__name__', 'unknown')}"

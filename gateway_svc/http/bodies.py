@@ -1,0 +1,205 @@
+"""Bodies of HTTP requests as requests of the protocol. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.http import fields
+from gateway_svc.http.chat import chat_of, flag
+from gateway_svc.http.fields import BodyField, ignored_names, invalid, path_names, set_parameters, shown, token_ids
+from svc_common.errors import InvalidRequestError
+
+COMPLETION_MAX_TOKENS = 16  # of /v1/completions, where a body has none, as in OpenAI's API
+MAX_PROMPTS = 1024  # of one body
+MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_IGNORED_SHOWN = 32
+LONE_SURROGATE = b"\\ud"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a body of a completions endpoint asks for."""
+
+    requests: tuple[pb.GenerateRequest, ...]  # one per prompt, without request_id
+    echoes: tuple[str, ...]  # text in front of each prompt's output
+    is_stream: bool
+    includes_usage: bool
+    has_continuous_usage: bool
+    ignored: tuple[str, ...]  # names of fields without meaning here
+    names: Mapping[str, str]  # names in the body by path of GenerateRequest
+
+    @property
+    def model(self) -> str:
+        return self.requests[0].model
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        sampling = self.requests[0].sampling
+        return sampling.n if sampling.HasField("n") else 1
+
+
+def body_of(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequestError."""
+    try:
+        body = json.loads(data.decode(), parse_constant=_refuse_constant)
+        if LONE_SURROGATE in data.lower():
+            json.dumps(body, ensure_ascii=False).encode()  # \ud800 alone is JSON, but not text
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"the body is {shown(body)}; must be a JSON object")
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def chat_generation(data: bytes) -> Generation:
+    """A body of /v1/chat/completions. Raises InvalidRequestError."""
+    body = body_of(data)
+    chat, ignored = chat_of(body)
+    return _generation(fields.CHAT, body, [pb.Prompt(chat=chat)], ignored=ignored)
+
+
+def completion_generation(data: bytes) -> Generation:
+    """A body of /v1/completions. Raises InvalidRequestError."""
+    body = body_of(data)
+    prompts = _prompts_of(body.get("prompt"))
+    asked = _generation(fields.COMPLETION, body, prompts, echoes=_echoes(body, prompts))
+    for request in asked.requests:
+        if not request.stop.HasField("max_tokens"):
+            request.stop.max_tokens = COMPLETION_MAX_TOKENS
+    if body.get("best_of") not in (None, asked.n):
+        raise invalid(
+            "best_of", f"is {shown(body['best_of'])}; this version serves only best_of = n, which is {asked.n}"
+        )
+    return asked
+
+
+def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
+    """A body of /tokenize with names of ignored fields. Raises InvalidRequestError."""
+    body = body_of(data)
+    request = pb.TokenizeRequest(
+        model=_model_of(body), add_special_tokens=flag(body, "add_special_tokens", default=True)
+    )
+    ignored: list[str] = []
+    if body.get("messages") is None:
+        request.prompt.text = _string("prompt", body.get("prompt"))
+    else:
+        chat, ignored = chat_of(body)
+        request.prompt.chat.CopyFrom(chat)
+    return request, [*ignored_names(fields.TOKENIZE, body), *ignored]
+
+
+def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
+    """A body of /detokenize with names of ignored fields. Raises InvalidRequestError."""
+    body = body_of(data)
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list):
+        raise invalid("tokens", f"is {shown(tokens)}; must be a list of token ids")
+    request = pb.DetokenizeRequest(model=_model_of(body), ids=token_ids("tokens", tokens))
+    return request, ignored_names(fields.DETOKENIZE, body)
+
+
+def ignored_header(names: Sequence[str]) -> str:
+    """The value of x-ignored-fields; empty if nothing was ignored. A name from a body may hold anything."""
+    shown_names = [name if MAX_NAME.fullmatch(name) else "?" for name in names[:MAX_IGNORED_SHOWN]]
+    return ", ".join([*shown_names, *(["..."] if len(names) > MAX_IGNORED_SHOWN else [])])
+
+
+def _generation(
+    rows: tuple[BodyField, ...],
+    body: dict[str, Any],
+    prompts: Sequence[pb.Prompt],
+    *,
+    echoes: Sequence[str] = (),
+    ignored: Sequence[str] = (),
+) -> Generation:
+    request = pb.GenerateRequest(model=_model_of(body))
+    set_parameters(rows, body, request)
+    is_stream = flag(body, "stream", default=False)
+    includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
+    request.output.token_ids = is_continuous  # else only usage at the end counts them
+    return Generation(
+        requests=tuple(_with_prompt(request, prompt) for prompt in prompts),
+        echoes=tuple(echoes) or ("",) * len(prompts),
+        is_stream=is_stream,
+        includes_usage=includes_usage,
+        has_continuous_usage=is_continuous,
+        ignored=(*ignored_names(rows, body), *ignored),
+        names=path_names(rows, body),
+    )
+
+
+def _with_prompt(request: pb.GenerateRequest, prompt: pb.Prompt) -> pb.GenerateRequest:
+    own = pb.GenerateRequest()
+    own.CopyFrom(request)
+    own.prompt.CopyFrom(prompt)
+    return own
+
+
+def _stream_options(body: Mapping[str, Any], *, is_stream: bool) -> tuple[bool, bool]:
+    options = body.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise invalid("stream_options", f"is {shown(options)}; must be an object")
+    if not is_stream:
+        raise invalid("stream_options", "is set, and stream is not true; leave it out, or set stream")
+    includes_usage = flag(options, "include_usage", default=False)
+    return includes_usage, includes_usage and flag(options, "continuous_usage_stats", default=False)
+
+
+def _model_of(body: Mapping[str, Any]) -> str:
+    model = body.get("model")
+    return "" if model is None else _string("model", model)
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, f"is {shown(value)}; must be a string")
+    return value
+
+
+def _prompts_of(prompt: Any) -> list[pb.Prompt]:
+    """A string, a list of strings, a list of ids or a list of lists of ids."""
+    if isinstance(prompt, str):
+        return [pb.Prompt(text=prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not isinstance(prompt[0], str | list):
+        return [_ids_prompt("prompt", prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"has {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed: send them in parts")
+    return [_one_prompt(f"prompt[{i}]", item) for i, item in enumerate(prompt)]
+
+
+def _one_prompt(where: str, item: Any) -> pb.Prompt:
+    if isinstance(item, str):
+        return pb.Prompt(text=item)
+    if isinstance(item, list):
+        return _ids_prompt(where, item)
+    raise invalid(where, f"is {shown(item)}; must be a string or a list of token ids")
+
+
+def _ids_prompt(where: str, ids: list[Any]) -> pb.Prompt:
+    return pb.Prompt(tokens=types.TokenIds(ids=token_ids(where, ids)))
+
+
+def _echoes(body: Mapping[str, Any], prompts: Sequence[pb.Prompt]) -> list[str]:
+    if not flag(body, "echo", default=False):
+        return []
+    if any(not prompt.HasField("text") for prompt in prompts):
+        raise invalid("echo", "is true, and the prompt is token ids; this version serves echo of text only")
+    return [prompt.text for prompt in prompts]

@@ -1,0 +1,89 @@
+"""Errors as OpenAI's clients read them. Body, status and headers follow from svc_common/errors.py. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from svc_common.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    QuireError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+CODES: dict[type[QuireError], str] = {
+    ContextLengthError: "context_length_exceeded",
+    UnauthenticatedError: "invalid_api_key",
+    OverloadedError: "rate_limit_exceeded",
+}
+RETRYABLE = (OverloadedError, UnavailableError)
+# Fields of the protocol by their place in a body, besides those of the table of parameters.
+PROMPT_NAMES = {
+    "prompt.chat.template_kwargs_json": "chat_template_kwargs",
+    "prompt.chat.tools_json": "tools",
+    "prompt.chat.messages": "messages",
+    "prompt.chat": "messages",
+    "prompt.text": "prompt",
+    "prompt.tokens.ids": "prompt",
+}
+
+
+class BodyTooLargeError(InvalidRequestError):
+    http_status = 413
+
+
+class BodyTimeoutError(InvalidRequestError):
+    http_status = 408
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    http_status = 405
+
+
+def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`{"error": {...}}`. `names`: names in the body by path of GenerateRequest."""
+    message, param = _renamed(error.message, error.field, {**PROMPT_NAMES, **(names or {})})
+    if isinstance(error, ContextLengthError):  # clients recognize these words
+        message = f"This model's maximum context length is {error.limit} tokens. However, {message}"
+    kind = TYPES.get(error.http_status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": _code_of(error)}}
+
+
+def error_headers(error: QuireError) -> dict[str, str]:
+    """Whether and when a client should try again."""
+    headers = {"x-should-retry": "true" if isinstance(error, RETRYABLE) else "false"}
+    if error.retry_after_s is not None:
+        headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_after_s))
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def _code_of(error: QuireError) -> str | None:
+    if isinstance(error, NotFoundError) and error.field == "model":
+        return "model_not_found"
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
+
+
+def _renamed(message: str, field: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """Message and field with the names of the body; longer paths first, as one may begin with another."""
+    for path in sorted(names, key=len, reverse=True):
+        message = message.replace(path, names[path])
+        if field.startswith(path):
+            field = names[path] + field.removeprefix(path)
+    return message, field

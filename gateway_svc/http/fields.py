@@ -1,0 +1,257 @@
+"""The fields of HTTP bodies: one row each, per endpoint.
+
+A row with a `path` sets that field of GenerateRequest: its type, limits and whether it is served follow from
+`request_fields`. Other rows are read by `bodies.py` and `chat.py`, or refused unless they have a value that asks for
+nothing. A field without a row is ignored, and named in the response header `x-ignored-fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+
+from request_fields.checks import check_value
+from request_fields.fields import BY_PATH, MAX_UINT32, Field, FieldError, Kind
+from svc_common.errors import InvalidRequestError
+
+INTEGERS = (Kind.INT32, Kind.UINT32, Kind.UINT64)
+MAX_SHOWN = 80  # characters of a wrong value in an error
+
+
+def _off_is_0(value: Any) -> Any:
+    return 0 if value == -1 else value
+
+
+def _unsigned(value: Any) -> Any:
+    """OpenAI's seed is a signed 64-bit number, ours is unsigned: the same bits."""
+    return value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class BodyField:
+    """One field of a body. null always means that it is not set."""
+
+    name: str
+    path: str = ""  # the field of GenerateRequest that it sets
+    convert: Callable[[Any], Any] = lambda value: value
+    doc: str = ""
+    only: tuple[Any, ...] | None = None  # of a field that is not served: values that ask for nothing
+
+    @property
+    def is_served(self) -> bool:
+        return BY_PATH[self.path].is_served if self.path else self.only is None
+
+
+SAMPLING = (
+    BodyField("temperature", "sampling.temperature"),
+    BodyField("top_p", "sampling.top_p"),
+    BodyField("top_k", "sampling.top_k", _off_is_0, "-1 is off, as 0."),
+    BodyField("min_p", "sampling.min_p"),
+    BodyField("seed", "sampling.seed", _unsigned, "A negative number is taken modulo 2^64."),
+    BodyField("n", "sampling.n"),
+    BodyField("repetition_penalty", "sampling.repetition_penalty"),
+    BodyField("frequency_penalty", "sampling.frequency_penalty"),
+    BodyField("presence_penalty", "sampling.presence_penalty"),
+    BodyField("max_tokens", "stop.max_tokens"),
+    BodyField("max_completion_tokens", "stop.max_tokens", doc="Has precedence over max_tokens."),
+    BodyField("min_tokens", "stop.min_tokens"),
+    BodyField("stop", "stop.stop", _as_list, "A string or a list of strings."),
+    BodyField("stop_token_ids", "stop.stop_token_ids"),
+    BodyField("ignore_eos", "stop.ignore_eos"),
+    BodyField("include_stop_str_in_output", "stop.include_stop_in_output"),
+    BodyField("skip_special_tokens", "output.skip_special_tokens"),
+    BodyField("priority", "scheduling.priority"),
+    BodyField("cache_salt", "scheduling.cache_salt"),
+)
+STREAMING = (
+    BodyField("stream", doc="Answer with server-sent events."),
+    BodyField(
+        "stream_options",
+        doc="`include_usage`: a last chunk with the usage. `continuous_usage_stats`: usage on every chunk as well.",
+    ),
+)
+MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
+UNSERVED = (
+    BodyField("logit_bias", only=({},)),
+    BodyField("response_format", only=({"type": "text"},)),
+    BodyField("structured_outputs", only=({},)),
+    *(BodyField(name, only=()) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    BodyField("use_beam_search", only=(False,)),
+    BodyField("prompt_logprobs", only=()),
+    BodyField("truncate_prompt_tokens", only=()),
+    BodyField("allowed_token_ids", only=([],)),
+    BodyField("bad_words", only=([],)),
+    BodyField("logits_processors", only=([],)),
+)
+TEMPLATE = (
+    BodyField(
+        "messages", doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text."
+    ),
+    BodyField(
+        "add_generation_prompt", doc="Only with its value by default: true, or false with `continue_final_message`."
+    ),
+    BodyField("continue_final_message", doc="Continue the last message instead of starting an assistant turn."),
+    BodyField("chat_template_kwargs", doc="Further variables of the chat template."),
+)
+TOOLS = (
+    BodyField("tools", doc="Given to the chat template, unless tool_choice is none. Calls are returned as text."),
+    BodyField("tool_choice", doc="`none` or `auto`."),
+)
+CHAT = (
+    MODEL,
+    *TEMPLATE,
+    *TOOLS,
+    *SAMPLING,
+    *STREAMING,
+    *UNSERVED,
+    BodyField("logprobs", only=(False,)),
+    BodyField("top_logprobs", only=(0,)),
+    BodyField("chat_template", only=()),
+    BodyField("documents", only=([],)),
+    BodyField("functions", only=([],)),
+    BodyField("function_call", only=("none",)),
+    BodyField("audio", only=()),
+    BodyField("modalities", only=(["text"],)),
+)
+COMPLETION = (
+    MODEL,
+    BodyField("prompt", doc="A string, a list of strings, a list of token ids, or a list of such lists."),
+    BodyField("echo", doc="Put the prompt in front of the text; for prompts that are text."),
+    BodyField("best_of", doc="Only if it equals n."),
+    *SAMPLING,
+    *STREAMING,
+    *UNSERVED,
+    BodyField("logprobs", only=(False,)),
+    BodyField("suffix", only=("",)),
+)
+ADD_SPECIAL = BodyField("add_special_tokens", doc="Default true; a chat has its special tokens from the template.")
+TOKENIZE = (MODEL, BodyField("prompt", doc="A string, if there are no messages."), ADD_SPECIAL, *TEMPLATE, *TOOLS)
+DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
+
+ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+
+
+def invalid(field: str, words: str) -> InvalidRequestError:
+    """The error for a field of a body."""
+    return InvalidRequestError(f"{field} {words}", field=field)
+
+
+def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
+    """Set the fields of `request` that rows with a path stand for, and refuse those that are not served.
+
+    Raises InvalidRequestError.
+    """
+    for row in rows:
+        value = body.get(row.name)
+        if value is None:
+            continue
+        if row.path:
+            _set_parameter(row, value, request)
+        elif row.only is not None and not _is_one_of(value, row.only):
+            raise invalid(row.name, "is not served by this version; leave it unset")
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Equal and of the same type: 0 is not False."""
+    return any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
+    field = replace(BY_PATH[row.path], path=row.name)  # errors name the field of the body
+    typed = typed_value(row.name, field.kind, row.convert(value))
+    try:
+        check_value(field, typed)
+    except FieldError as error:
+        raise InvalidRequestError(str(error), field=error.field) from None
+    message, _, name = row.path.partition(".")
+    owner = getattr(request, message)
+    if not BY_PATH[row.path].is_served:
+        return
+    try:
+        if isinstance(typed, list):
+            getattr(owner, name).extend(typed)
+        else:
+            setattr(owner, name, typed)
+    except (ValueError, TypeError, OverflowError):
+        raise invalid(row.name, f"is {shown(value)}, which is out of range for {_kind_words(field)}") from None
+
+
+def _kind_words(field: Field) -> str:
+    return f"a field of type {field.kind.value}"
+
+
+def typed_value(name: str, kind: Kind, value: Any) -> Any:
+    """The value as the protocol's type. Raises InvalidRequestError."""
+    if kind is Kind.FLOAT and type(value) in (int, float):
+        return _as_float(name, value)
+    if kind in INTEGERS and (type(value) is int or (type(value) is float and value.is_integer())):
+        return int(value)
+    if kind is Kind.BOOL and type(value) is bool:
+        return value
+    if kind is Kind.STRING and type(value) is str:
+        return value
+    if kind is Kind.STRINGS and type(value) is list and all(type(item) is str for item in value):
+        return value
+    if kind is Kind.TOKEN_IDS and type(value) is list:
+        return token_ids(name, value)
+    raise invalid(name, f"is {shown(value)}; must be {WORDS[kind]}")
+
+
+WORDS = {
+    Kind.FLOAT: "a number",
+    **dict.fromkeys(INTEGERS, "an integer"),
+    Kind.BOOL: "true or false",
+    Kind.STRING: "a string",
+    Kind.STRINGS: "a string or a list of strings",
+    Kind.TOKEN_IDS: "a list of token ids",
+}
+
+
+def _as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid(name, f"is {shown(value)}, which is out of range for a number") from None
+
+
+def token_ids(name: str, values: list[Any]) -> list[int]:
+    """A list of token ids. Raises InvalidRequestError with the first element that is none."""
+    for i, value in enumerate(values):
+        if type(value) is not int or not 0 <= value <= MAX_UINT32:
+            raise invalid(f"{name}[{i}]", f"is {shown(value)}; must be a token id, an integer from 0 to {MAX_UINT32}")
+    return values
+
+
+def shown(value: Any) -> str:
+    """A value of a body, shortened."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)[: MAX_SHOWN + 1]
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def path_names(rows: tuple[BodyField, ...], body: Mapping[str, Any]) -> dict[str, str]:
+    """Names in the body by path of GenerateRequest, for errors that were found later."""
+    names: dict[str, str] = {}
+    for row in rows:
+        if row.path and (row.path not in names or body.get(row.name) is not None):
+            names[row.path] = row.name
+    return names
+
+
+def ignored_names(rows: tuple[BodyField, ...], body: Mapping[str, Any]) -> list[str]:
+    """Fields of the body that have no row."""
+    known = {row.name for row in rows}
+    return [name for name in body if name not in known]

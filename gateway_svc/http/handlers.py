@@ -1,0 +1,181 @@
+"""The endpoints: a body becomes requests for the handlers that gRPC uses, and their answer becomes JSON."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway_svc.directory import ModelDirectory
+from gateway_svc.http import answers, bodies
+from gateway_svc.http.answers import Shape, StreamAnswer, WholeAnswer, encode, model_of, sse
+from gateway_svc.http.bodies import Generation, ignored_header
+from gateway_svc.http.errors import error_body
+from gateway_svc.http.merge import Numbered, merged
+from gateway_svc.prompts import PromptReader
+from gateway_svc.servicer import InferenceServicer
+from svc_common.errors import UnavailableError, shown_error
+from svc_common.metrics import quire_version
+
+PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
+IGNORED_HEADER = "x-ignored-fields"
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class Handlers:
+    """One method per endpoint. Errors are raised; the app turns them into answers."""
+
+    def __init__(
+        self,
+        servicer: InferenceServicer,
+        directory: ModelDirectory,
+        prompts: PromptReader,
+        is_serving: Callable[[], bool],
+    ) -> None:
+        self._servicer = servicer
+        self._directory = directory
+        self._prompts = prompts
+        self._is_serving = is_serving
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        return [
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+        ]
+
+    async def chat_completions(self, request: Request) -> Response | EventStream:
+        """Answer a chat."""
+        asked = await self._read(request, bodies.chat_generation)
+        return await self._generate(request, asked, answers.CHAT)
+
+    async def completions(self, request: Request) -> Response | EventStream:
+        """Continue one or more prompts."""
+        asked = await self._read(request, bodies.completion_generation)
+        return await self._generate(request, asked, answers.COMPLETION)
+
+    async def models(self, request: Request) -> Response:
+        """All models."""
+        listed = await self._servicer.ListModels(pb.ListModelsRequest())
+        return _json({"object": "list", "data": [model_of(model, self._created) for model in listed.models]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        found = await self._servicer.GetModel(pb.GetModelRequest(model=request.path_params["model"]))
+        return _json(model_of(found.model, self._created))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a chat."""
+        asked, ignored = await self._read(request, bodies.tokenize_request)
+        reply = await self._servicer.Tokenize(asked)
+        ids = list(reply.ids)
+        return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids}, ignored)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        asked, ignored = await self._read(request, bodies.detokenize_request)
+        return _json({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
+
+    async def health(self, request: Request) -> Response:
+        """200 while this gateway can take requests."""
+        if not self._is_serving():
+            raise UnavailableError("this gateway is not serving: it is shutting down, or no model is ready")
+        return _json({"status": "serving"})
+
+    async def version(self, request: Request) -> Response:
+        """The gateway's version."""
+        return _json({"version": quire_version()})
+
+    async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
+        """The body in the form that `parse` gives it; a large one is parsed in a thread."""
+        data = await request.body()
+        return await self._prompts.run(len(data) // PARSE_BYTES, parse, data)
+
+    async def _generate(self, request: Request, asked: Generation, shape: Shape) -> Response | EventStream:
+        request.scope["names"] = asked.names
+        self._directory.find_text(asked.model).require_tokenizer("prompt")  # answers are text
+        answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
+        requests = _with_ids(asked.requests, answer_id)
+        events = merged([self._servicer.generate(one) for one in requests])
+        headers = _ignored(asked.ignored)
+        if asked.is_stream:
+            stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time())), events, request.scope)
+            return await EventStream.begun(stream, headers)
+        answer = WholeAnswer(asked, shape, answer_id, int(time.time()))
+        async with aclosing(events):
+            async for prompt, event in events:
+                answer.take(prompt, event)
+        return _json(answer.whole(), asked.ignored)
+
+
+class EventStream:
+    """A response of server-sent events. It exists once the first event does, so that a refusal has its status."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        self._first = first
+        self._rest = rest
+        self._headers = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+
+    @classmethod
+    async def begun(cls, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> EventStream:
+        """Wait for the first event. Raises what the generator raises before it."""
+        return cls(await anext(events), events, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for data in self._rest:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:
+    """Server-sent events. After the first one, an error is an event as well, and the last."""
+    is_begun = False
+    async with aclosing(events):
+        try:
+            async for prompt, event in events:
+                if data := answer.take(prompt, event):
+                    yield data
+                    is_begun = True
+        except Exception as error:
+            if not is_begun:
+                raise
+            yield sse(error_body(shown_error(f"HTTP {scope['path']}", error), scope["names"]))
+            return
+    yield answer.end()
+
+
+def _with_ids(requests: Sequence[pb.GenerateRequest], answer_id: str) -> Sequence[pb.GenerateRequest]:
+    """The answer's id is the id of its request, so that Abort, logs and status know it."""
+    for i, request in enumerate(requests):
+        request.request_id = answer_id if len(requests) == 1 else f"{answer_id}-{i}"
+    return requests
+
+
+def _ignored(names: Sequence[str]) -> dict[str, str]:
+    return {IGNORED_HEADER: ignored_header(names)} if names else {}
+
+
+def _json(value: dict[str, Any], ignored: Sequence[str] = ()) -> Response:
+    return Response(encode(value), media_type="application/json", headers=_ignored(ignored))

@@ -1,0 +1,63 @@
+"""The events of several generations as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from quire.v1 import inference_pb2 as pb
+
+from svc_common.tasks import cancel
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
+MAX_QUEUED = 64  # events of all generations that wait for a slow reader; the rest waits in the journals
+
+
+async def merged(streams: Sequence[Events]) -> Numbered:
+    """Every event with the index of its stream. The first events come when all streams have one, so that a refusal of
+    any is raised before anything else. Raises what a stream raises. Closing it closes all streams.
+    """
+    try:
+        if len(streams) == 1:
+            async for alone in streams[0]:
+                yield 0, alone
+            return
+        for first in enumerate(await _first_events(streams)):
+            yield first
+        queue: asyncio.Queue[tuple[int, pb.GenerateResponse | Exception | None]] = asyncio.Queue(MAX_QUEUED)
+        pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+        try:
+            num_open = len(streams)
+            while num_open:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield index, item
+        finally:
+            await cancel(*pumps)
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _first_events(streams: Sequence[Events]) -> list[pb.GenerateResponse]:
+    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+async def _pump(
+    index: int, stream: Events, queue: asyncio.Queue[tuple[int, pb.GenerateResponse | Exception | None]]
+) -> None:
+    try:
+        async for event in stream:
+            await queue.put((index, event))
+        await queue.put((index, None))
+    except Exception as error:
+        await queue.put((index, error))

@@ -1,0 +1,83 @@
+"""uvicorn in the gateway's event loop. The gateway starts and stops it, and owns the signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+
+from gateway_svc.http.app import HttpApp
+from svc_common.serve import BindError
+from svc_common.sockets import bind_tcp
+
+MAX_HEADER_BYTES = 64 << 10
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that they close them
+STOP_TIMEOUT_S = 5.0  # for answers in progress; generations were drained before
+
+
+class HttpServer:
+    """Serves an app at an address. `shares_port`: other processes of this gateway listen there too."""
+
+    def __init__(
+        self, app: HttpApp, listen: str, *, shares_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._listen = listen
+        self._shares_port = shares_port
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",  # limits the size of headers
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=int(KEEP_ALIVE_S),
+                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
+            )
+        )
+        self.address = ("", 0)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Bind and accept connections. Returns the URL. Raises BindError."""
+        bound = self._bind()
+        self.address = self._listen.rpartition(":")[0], bound.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve([bound]))
+        await self._server.listening.wait()
+        return f"{'https' if self._server.config.is_ssl else 'http'}://{self.address[0]}:{self.address[1]}"
+
+    def _bind(self) -> socket.socket:
+        try:
+            return bind_tcp(self._listen, shares_port=self._shares_port)
+        except OSError as error:
+            raise BindError(f"cannot listen on {self._listen}: {error.strerror or error}") from None
+
+    async def stop(self) -> None:
+        """Close the port, let answers in progress end, close all connections."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Set `listening` as soon as connections are accepted."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signal handlers alone: they belong to the gateway."""
+        yield

@@ -1,0 +1,319 @@
+"""Bodies of HTTP requests become requests of the protocol, or an error that names field and value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.http import fields
+from gateway_svc.http.bodies import (
+    Generation,
+    chat_generation,
+    completion_generation,
+    detokenize_request,
+    ignored_header,
+    tokenize_request,
+)
+from gateway_svc.http.errors import error_body, error_headers
+from gateway_svc.validation import check_generate
+from request_fields.fields import BY_PATH, FIELDS, Field, Kind
+from svc_common.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    QuireError,
+    TakenOverError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+HELLO = [{"role": "user", "content": "hello"}]
+# Two values of each type that a field in the middle of its range can have; in range for every served field.
+EXAMPLES: dict[Kind, tuple[Any, Any]] = {
+    Kind.FLOAT: (0.25, 0.5),
+    Kind.INT32: (1, 2),
+    Kind.UINT32: (1, 2),
+    Kind.UINT64: (1, 2),
+    Kind.BOOL: (False, True),
+    Kind.STRING: ("a", "b"),
+    Kind.STRINGS: (["a"], ["b"]),
+    Kind.TOKEN_IDS: ([1], [2]),
+}
+# Served by gRPC; a body has no field for them.
+WITHOUT_BODY_FIELD = {"output.text", "output.token_ids", "scheduling.determinism", "scheduling.tenant_id"}
+
+
+def chat(**body: Any) -> Generation:
+    return chat_generation(json.dumps({"messages": HELLO, **body}).encode())
+
+
+def completion(**body: Any) -> Generation:
+    return completion_generation(json.dumps({"prompt": "hello", **body}).encode())
+
+
+def refusal(**body: Any) -> tuple[str, str]:
+    """Field and message of the error for a chat body."""
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**body)
+    return caught.value.field, caught.value.message
+
+
+def value_at(request: pb.GenerateRequest, path: str) -> Any:
+    message, _, name = path.partition(".")
+    value = getattr(getattr(request, message), name)
+    return list(value) if BY_PATH[path].kind in (Kind.STRINGS, Kind.TOKEN_IDS) else value
+
+
+def test_every_served_field_can_be_set() -> None:
+    served = {field.path for field in FIELDS if field.is_served} - WITHOUT_BODY_FIELD
+    for rows in (fields.CHAT, fields.COMPLETION):
+        assert {row.path for row in rows if row.path and row.is_served} == served
+
+
+@pytest.mark.parametrize("row", [row for row in fields.SAMPLING if row.is_served], ids=lambda row: row.name)
+def test_a_field_is_set_and_its_value_matters(row: fields.BodyField) -> None:
+    for value in EXAMPLES[BY_PATH[row.path].kind]:
+        for make in (chat, completion):
+            (request,) = make(**{row.name: value}).requests
+            assert value_at(request, row.path) == value
+
+
+def _out_of_range(field: Field) -> Any:
+    wrong: dict[Kind, Any] = {
+        Kind.BOOL: "yes",
+        Kind.STRING: 5,
+        Kind.STRINGS: ["x" * 300],
+        Kind.TOKEN_IDS: [-1],
+    }
+    return wrong.get(field.kind, -5 if field.low is not None and field.kind is not Kind.INT32 else 2**70)
+
+
+@pytest.mark.parametrize("row", [row for row in fields.SAMPLING if row.name != "seed"], ids=lambda row: row.name)
+def test_a_wrong_value_is_refused_by_the_name_in_the_body(row: fields.BodyField) -> None:
+    for value in (_out_of_range(BY_PATH[row.path]), {"a": 1}):
+        field, message = refusal(**{row.name: value})
+        assert field.partition("[")[0] == row.name
+        assert message.startswith(row.name)
+
+
+def test_null_is_unset() -> None:
+    names = [row.name for row in fields.CHAT if row.name != "messages"]
+    asked = chat(**dict.fromkeys(names))
+    assert asked == chat()
+    check_generate(asked.requests[0])
+
+
+def test_a_number_may_be_written_as_a_float() -> None:
+    assert chat(max_tokens=16.0).requests[0].stop.max_tokens == 16
+    assert refusal(max_tokens=16.5) == ("max_tokens", "max_tokens is 16.5; must be an integer")
+    assert refusal(temperature=True) == ("temperature", "temperature is true; must be a number")
+
+
+def test_values_that_other_servers_take() -> None:
+    (request,) = chat(top_k=-1, seed=-1, stop="end", max_tokens=5, max_completion_tokens=7).requests
+    assert request.sampling.top_k == 0
+    assert request.sampling.seed == 2**64 - 1
+    assert request.stop.stop == ["end"]
+    assert request.stop.max_tokens == 7
+
+
+def test_a_completion_has_16_tokens_unless_it_says_otherwise() -> None:
+    assert completion().requests[0].stop.max_tokens == 16
+    assert completion(max_tokens=0).requests[0].stop.max_tokens == 0
+    assert not chat().requests[0].stop.HasField("max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [pb.Prompt(text="ab")]),
+        (["ab", "c"], [pb.Prompt(text="ab"), pb.Prompt(text="c")]),
+        ([1, 2], [pb.Prompt(tokens=types.TokenIds(ids=[1, 2]))]),
+        ([[1, 2], [3]], [pb.Prompt(tokens=types.TokenIds(ids=ids)) for ids in ([1, 2], [3])]),
+    ],
+)
+def test_prompts_of_every_form(prompt: Any, expected: list[pb.Prompt]) -> None:
+    assert [request.prompt for request in completion(prompt=prompt, n=2).requests] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [(None, "prompt"), ([], "prompt"), ([[1], 2], "prompt[1]"), ([1, "a"], "prompt[1]"), ([["a"]], "prompt[0][0]")],
+)
+def test_prompts_that_are_none(prompt: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field == field
+
+
+def test_too_many_prompts() -> None:
+    with pytest.raises(InvalidRequestError, match="prompt has 1025 prompts; at most 1024"):
+        completion(prompt=["a"] * 1025)
+
+
+def test_echo() -> None:
+    assert completion(prompt=["a", "b"], echo=True).echoes == ("a", "b")
+    assert completion(prompt=["a", "b"]).echoes == ("", "")
+    with pytest.raises(InvalidRequestError, match="echo of text only"):
+        completion(prompt=[1], echo=True)
+
+
+def test_messages() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+    ]
+    (request,) = chat(messages=messages).requests
+    assert [(m.role, m.content) for m in request.prompt.chat.messages] == [
+        ("system", "be brief"),
+        ("user", "a\nb"),
+        ("assistant", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ("hello", "messages"),
+        ([], "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([*HELLO, {"role": "user", "content": 5}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_messages_that_are_refused(messages: Any, field: str) -> None:
+    assert refusal(messages=messages)[0] == field
+
+
+def test_the_template() -> None:
+    (request,) = chat(continue_final_message=True, chat_template_kwargs={"enable_thinking": False}).requests
+    assert request.prompt.chat.continue_final_message
+    assert json.loads(request.prompt.chat.template_kwargs_json) == {"enable_thinking": False}
+    assert chat(continue_final_message=True, add_generation_prompt=False) == chat(continue_final_message=True)
+    assert refusal(add_generation_prompt=False)[0] == "add_generation_prompt"
+    assert refusal(add_generation_prompt=True, continue_final_message=True)[0] == "add_generation_prompt"
+
+
+def test_tools_are_given_to_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert json.loads(chat(tools=tools).requests[0].prompt.chat.tools_json) == tools
+    assert chat(tools=tools, tool_choice="auto").requests == chat(tools=tools).requests
+    assert chat(tools=tools, tool_choice="none").requests == chat().requests
+    assert refusal(tools=tools, tool_choice="required")[0] == "tool_choice"
+    assert refusal(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})[0] == "tool_choice"
+
+
+UNSERVED = [row for row in (*fields.CHAT, *fields.COMPLETION) if row.only is not None]
+
+
+@pytest.mark.parametrize("row", UNSERVED, ids=lambda row: row.name)
+def test_a_field_that_is_not_served_is_refused_unless_it_asks_for_nothing(row: fields.BodyField) -> None:
+    make = chat if row in fields.CHAT else completion
+    for value in row.only or ():
+        assert make(**{row.name: value}) == make()
+    for value in (1, {"a": 1}, ["a"], "a", True):
+        with pytest.raises(InvalidRequestError, match=f"{row.name} is not served by this version") as caught:
+            make(**{row.name: value})
+        assert caught.value.field == row.name
+
+
+def test_penalties_are_refused_unless_they_are_off() -> None:
+    assert chat(frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1).requests == chat().requests
+    assert refusal(frequency_penalty=0.5)[0] == "frequency_penalty"
+
+
+def test_streaming() -> None:
+    usage = {"include_usage": True}
+    assert (chat().is_stream, chat(stream=True).is_stream) == (False, True)
+    assert not chat(stream=True).includes_usage
+    assert chat(stream=True, stream_options=usage).includes_usage
+    continuous = chat(stream=True, stream_options={**usage, "continuous_usage_stats": True})
+    assert continuous.has_continuous_usage
+    assert continuous.requests[0].output.token_ids
+    assert refusal(stream_options=usage)[0] == "stream_options"
+    assert refusal(stream=1)[0] == "stream"
+
+
+def test_unknown_fields_are_named() -> None:
+    asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "name": "b"}])
+    assert asked.ignored == ("user", "num_ctx", "messages.name")
+    assert ignored_header(asked.ignored) == "user, num_ctx, messages.name"
+    assert ignored_header(["a\r\nset-cookie: b", "é"]) == "?, ?"
+    assert ignored_header(["a"] * 40).endswith("a, ...")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON.*surrogates"),
+        (b'{"a":' * 100_000, "not JSON"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_bodies_that_are_no_json(data: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        chat_generation(data)
+
+
+def test_tokenize_and_detokenize() -> None:
+    request, ignored = tokenize_request(b'{"model": "m", "prompt": "a", "add_special_tokens": false, "x": 1}')
+    assert request == pb.TokenizeRequest(model="m", prompt=pb.Prompt(text="a"), add_special_tokens=False)
+    assert ignored == ["x"]
+    request, _ = tokenize_request(json.dumps({"messages": HELLO}).encode())
+    assert request.prompt.chat.messages[0].content == "hello"
+    assert detokenize_request(b'{"tokens": [1, 2]}') == (pb.DetokenizeRequest(ids=[1, 2]), [])
+    for parse, body in ((tokenize_request, b"{}"), (detokenize_request, b'{"tokens": "a"}')):
+        with pytest.raises(InvalidRequestError):
+            parse(body)
+
+
+def test_errors_name_fields_as_the_body_does() -> None:
+    error = ContextLengthError("stop.max_tokens is 9; max_model_len is 8", field="stop.max_tokens", limit=8)
+    assert error_body(error, chat(max_completion_tokens=9).names) == {
+        "error": {
+            "message": "This model's maximum context length is 8 tokens. However, max_completion_tokens is 9; "
+            "max_model_len is 8",
+            "type": "invalid_request_error",
+            "param": "max_completion_tokens",
+            "code": "context_length_exceeded",
+        }
+    }
+    error = InvalidRequestError("stop.stop_token_ids[3] is 9", field="stop.stop_token_ids[3]")
+    assert error_body(error, chat().names)["error"]["param"] == "stop_token_ids[3]"
+    error = InvalidRequestError("prompt.chat.messages[0].role is 'x'", field="prompt.chat.messages[0].role")
+    assert error_body(error)["error"]["message"] == "messages[0].role is 'x'"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "retry"),
+    [
+        (QuireError("a"), 500, "server_error", None, "false"),
+        (NotFoundError("a", field="model"), 404, "not_found_error", "model_not_found", "false"),
+        (OverloadedError("a", retry_after_s=0.25), 429, "rate_limit_error", "rate_limit_exceeded", "true"),
+        (UnavailableError("a"), 503, "server_error", None, "true"),
+        (UnauthenticatedError("a"), 401, "authentication_error", "invalid_api_key", "false"),
+        (TakenOverError("a"), 409, "conflict_error", None, "false"),
+    ],
+)
+def test_status_type_code_and_retry(error: QuireError, status: int, kind: str, code: str | None, retry: str) -> None:
+    assert error.http_status == status
+    body = error_body(error)["error"]
+    assert (body["type"], body["code"]) == (kind, code)
+    headers = error_headers(error)
+    assert headers["x-should-retry"] == retry
+    if error.retry_after_s:
+        assert (headers["retry-after-ms"], headers["retry-after"]) == ("250", "1")
