@@ -1,9 +1,9 @@
-"""A runner without a model: for load and failure tests of everything around it, and for capacity studies.
+"""A runner without a model, for load tests, failure tests and capacity studies.
 
-Every slot of its KV pool holds a 64-bit digest of the exact token prefix that produced it. Before a row goes on, the
-slots of its whole table are compared with the row's own history; a wrong block, a stale one or a bad prefix hit is a
-RowError that names the first wrong position. The next token is a function of that digest (`sim_tokens`), so that any
-other loss shows in the output. Time is a model too: a step sleeps as long as it would compute.
+Every slot of its KV pool holds a 64-bit digest of the token prefix that produced it. Each step of a row first compares
+all slots of its table with the row's history: a wrong block, a stale block or a bad prefix hit is a RowError that names
+the first wrong position. The next token is a function of that digest (`sim_tokens`), so any other error shows in the
+output. Time is simulated too: a step sleeps for its configured duration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A digest of the weights themselves, computed while the model loads.
 
-Checkpoints of equal shapes differ in nothing but the content of their tensors: this is what tells them apart. It is
-computed from the tensors on every load and stored nowhere, so it cannot be out of date.
+It distinguishes checkpoints that have equal configurations and shapes. It is computed from the tensors on every load
+and stored nowhere, so it cannot be out of date.
 """
 
 from __future__ import annotations
