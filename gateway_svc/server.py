@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
+# The largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS) of 3 bytes, which a
+# varint takes in vocabularies below 2 Mi, beside a prompt of 4 MiB. It is decoded before any check of its content.
+MAX_RECEIVE_BYTES = 16 << 20
 
 EPILOG = """example:
   quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
@@ -207,6 +210,8 @@ async def serve(
         shares_port=shares_port,
         credentials=credentials,
         max_connection_age_s=args.max_connection_age_s,
+        max_receive_bytes=MAX_RECEIVE_BYTES,
+        accepts_compression=True,
         interceptors=[] if keys is None else [ApiKeyInterceptor(keys)],
     )
     changed = asyncio.Event()

@@ -32,6 +32,8 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from svc_common.field_counts import TooManyFieldsError, check_field_count, layout_of
+
 log = logging.getLogger(__name__)
 
 # gRPC refuses trailing metadata of more than 8 KB in total. It contains the message three times: as grpc-message, where
@@ -263,20 +265,27 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class _Undecodable:
     """A request whose bytes are not a valid message. Without it, grpc would answer UNKNOWN before any handler runs."""
 
-    def __init__(self, error: DecodeError) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def refuse(self, method: str) -> NoReturn:
+        if isinstance(self._error, TooManyFieldsError):
+            raise InvalidRequestError(f"the request of {method} is not decoded: {self._error}")
         raise InvalidRequestError(
             f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {self._error}"
         )
 
 
 def _tolerant(deserialize: Any) -> Any:
+    # The class of a generated FromString.
+    descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
+    layout = {} if descriptor is None else layout_of(descriptor)
+
     def convert(data: bytes) -> Any:
         try:
+            check_field_count(data, layout)
             return deserialize(data)
-        except DecodeError as error:
+        except (DecodeError, TooManyFieldsError) as error:
             return _Undecodable(error)
 
     return convert

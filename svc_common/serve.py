@@ -30,7 +30,8 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20  # between our services: a step that opens 128 rows of 128 K tokens of 4 bytes
+ONLY_IDENTITY = 1 << 0  # of GRPC_COMPRESS_NONE, DEFLATE and GZIP
 OLDER_POLLER = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -90,12 +91,14 @@ def settle_gc() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def _server_options(shares_port: bool, max_connection_age_s: float) -> list[tuple[str, Any]]:
+def _server_options(shares_port: bool, max_connection_age_s: float) -> dict[str, Any]:
     """`shares_port`: other processes of the same service may listen on the port."""
-    options = [*SERVER_OPTIONS[1:], ("grpc.so_reuseport", 1)] if shares_port else [*SERVER_OPTIONS]
+    options = dict(SERVER_OPTIONS)
+    if shares_port:
+        options["grpc.so_reuseport"] = 1
     if max_connection_age_s:
         # GOAWAY: open calls may finish on the connection, new calls use another one.
-        options.append(("grpc.max_connection_age_ms", int(max_connection_age_s * 1000)))
+        options["grpc.max_connection_age_ms"] = int(max_connection_age_s * 1000)
     return options
 
 
@@ -108,7 +111,9 @@ class GrpcServer:
 
     `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
     `credentials`: TLS; None is plaintext. `max_connection_age_s`: after this time, give or take a tenth, a client must
-    reconnect; 0: never. `interceptors` run after the error interceptor and before the handlers.
+    reconnect; 0: never. `max_receive_bytes` limits a message, also after its decompression. `accepts_compression`:
+    else a compressed request is refused with UNIMPLEMENTED; our own services never compress. `interceptors` run after
+    the error interceptor and before the handlers.
     """
 
     def __init__(
@@ -119,12 +124,18 @@ class GrpcServer:
         shares_port: bool = False,
         credentials: grpc.ServerCredentials | None = None,
         max_connection_age_s: float = 0.0,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        accepts_compression: bool = False,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         errors = ErrorInterceptor()
         self.rpc = errors.stats
-        options = _server_options(shares_port, max_connection_age_s)
-        self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=options)
+        options = _server_options(shares_port, max_connection_age_s) | {
+            "grpc.max_receive_message_length": max_receive_bytes
+        }
+        if not accepts_compression:
+            options["grpc.compression_enabled_algorithms_bitset"] = ONLY_IDENTITY
+        self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=list(options.items()))
         self.stopping = asyncio.Event()
         self.is_serving = False
         self._listen = listen

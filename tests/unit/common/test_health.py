@@ -73,3 +73,9 @@ async def test_the_stop_ends_watch_streams_after_not_serving(server: GrpcServer,
     assert await call.read() is grpc.aio.EOF
     async with asyncio.timeout(30):
         await stopped
+
+
+async def test_compressed_requests_are_refused_between_our_services(stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x" * 10_000), compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

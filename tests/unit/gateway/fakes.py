@@ -29,6 +29,7 @@ from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.server import MAX_RECEIVE_BYTES
 from gateway_svc.servicer import InferenceServicer
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -285,7 +286,11 @@ class TestGateway:
             max_request_bytes=max_request_bytes,
         )
         self._server = GrpcServer(
-            listen="127.0.0.1:0", service_names=["quire.v1.InferenceService"], interceptors=interceptors
+            listen="127.0.0.1:0",
+            service_names=["quire.v1.InferenceService"],
+            max_receive_bytes=MAX_RECEIVE_BYTES,
+            accepts_compression=True,
+            interceptors=interceptors,
         )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
         add_AdminServiceServicer_to_server(AdminServicer(self.directory), self._server.grpc)

@@ -1,0 +1,89 @@
+"""Refuses a serialized message with very many fields before it is decoded.
+
+An empty repeated message takes 2 bytes on the wire and about 50 decoded, and decoding blocks the event loop. Valid
+requests are large because of long texts and packed ids, not because of many fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+SMALL_BYTES = 64 << 10  # a message of this size decodes to 2 MB at most and is not counted
+MAX_FIELDS = 20_000  # above the largest valid request: a chat of 10,000 messages
+
+
+class TooManyFieldsError(ValueError):
+    """The message is refused."""
+
+
+# By field number: the messages to look into, those in which a few bytes can decode to many objects.
+Layout = Mapping[int, Any]
+TEXT_TYPES = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+
+
+@cache
+def layout_of(descriptor: Descriptor) -> Layout:
+    """The layout of a message that does not contain its own type."""
+    return {
+        field.number: layout_of(field.message_type)
+        for field in descriptor.fields
+        if field.message_type is not None and _has_objects(field.message_type)
+    }
+
+
+def _has_objects(descriptor: Descriptor) -> bool:
+    return any(
+        field.message_type is not None or (field.is_repeated and field.type in TEXT_TYPES)
+        for field in descriptor.fields
+    )
+
+
+def check_field_count(data: bytes, layout: Layout) -> None:
+    """Raise TooManyFieldsError if a large message has more than MAX_FIELDS fields. Malformed data passes."""
+    if len(data) <= SMALL_BYTES:
+        return
+    try:
+        _count(data, 0, len(data), layout, MAX_FIELDS)
+    except IndexError:
+        return  # truncated: the decoder says so
+
+
+def _count(data: bytes, position: int, end: int, layout: Layout, left: int) -> int:
+    """Walk over the fields of one message. Returns how many more are allowed."""
+    while position < end:
+        left -= 1
+        if left < 0:
+            raise TooManyFieldsError(
+                f"it has {len(data)} bytes and more than {MAX_FIELDS} fields; send fewer messages or texts, and "
+                "repeated numbers packed"
+            )
+        tag, position = _varint(data, position)
+        wire_type = tag & 7
+        if wire_type == LENGTH_DELIMITED:
+            length, position = _varint(data, position)
+            if (inner := layout.get(tag >> 3)) is not None:
+                left = _count(data, position, min(end, position + length), inner, left)
+            position += length
+        elif wire_type == VARINT:
+            _, position = _varint(data, position)
+        else:
+            position += {FIXED64: 8, FIXED32: 4}.get(wire_type, 0)
+    return left
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number and the position after it. Raises IndexError at the end of the data and for more than 10 bytes."""
+    value = shift = 0
+    while shift < 70:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise IndexError("a number of more than 10 bytes")
