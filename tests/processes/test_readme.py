@@ -1,6 +1,7 @@
 """Every command and example of README.md is run with a real stack, or checked where it needs what a test has not.
 
-tests/chart/test_docs.py checks the helm commands. CI runs `make demo` and `make test` in a fresh clone.
+tests/chart/test_docs.py checks the helm commands, test_http.py the curl command. CI runs `make demo` and
+`make test` in a fresh clone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LINES = [
 QUIRE = [line for line in LINES if line.startswith("quire ")]
 SERVICES = [line for line in LINES if line.startswith("quire-")]
 BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
-ELSEWHERE = ("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ")
+ELSEWHERE = ("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ", "curl ")
 LOAD = {
     "--num-prompts": "12",
     "--request-rate": "50",

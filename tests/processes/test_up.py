@@ -72,6 +72,10 @@ def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
         assert answer["usage"]["output_tokens"] == 8
         check_status(json.loads(quire(target, "status", "--json")))
         assert json.loads(quire(target, "models", "--json"))["models"][0]["name"] == "my-model"
+        (http,) = ready["http"]
+        with urllib.request.urlopen(f"{http}/models", timeout=10) as reply:
+            assert json.load(reply)["data"][0]["id"] == "my-model"
+        assert f"OpenAI-compatible HTTP API: {http}" in (tmp_path / "up.txt").read_text()
         pids = [service["pid"] for service in ready["services"]]
         assert len(pids) == 4
         process.send_signal(signal.SIGINT)

@@ -109,6 +109,13 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
     add("--port", type=port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
     add(
+        "--http-port",
+        type=port,
+        metavar="PORT",
+        help="port of the OpenAI-compatible HTTP API of the (first) gateway (default 8000, or a free one if that is in "
+        "use or --port is 0; 0 picks free ones)",
+    )
+    add(
         "--chunk-interval-ms",
         type=not_negative,
         metavar="MS",

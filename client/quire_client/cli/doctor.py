@@ -27,7 +27,15 @@ from quire_client.tls import Tls
 OK, FALLBACK, MISSING = "ok", "fallback", "missing"
 MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
 SERVICE_PACKAGES = {
-    "gateway": ("tokenizers", "jinja2", "xxhash", "grpcio-health-checking", "grpcio-reflection"),
+    "gateway": (
+        "tokenizers",
+        "jinja2",
+        "starlette",
+        "uvicorn",
+        "xxhash",
+        "grpcio-health-checking",
+        "grpcio-reflection",
+    ),
     "scheduler": ("numpy", "xxhash", "redis"),
     "worker": ("torch", "numpy", "safetensors", "xxhash"),
 }

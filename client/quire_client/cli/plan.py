@@ -23,9 +23,12 @@ NEEDED = {
     "safetensors": "worker",
     "tokenizers": "gateway",
     "jinja2": "gateway",
+    "starlette": "gateway",
+    "uvicorn": "gateway",
     "redis": "gateway and scheduler",
 }
 MAX_PORT = 65_535
+DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
 CHUNK_INTERVAL_MS = 50.0  # still smooth to read
 BURST_MS = 20.0  # the longest added wait of a new request for each of two messages
@@ -44,6 +47,7 @@ class Plan:
     model: str
     notes: tuple[str, ...]
     log_dir: Path
+    http_urls: tuple[str, ...] = ()  # of the OpenAI-compatible API, one per gateway
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -53,7 +57,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler reads the variable too
     folder, name = resolve_model(args.model, args.model_name)
     ports = _gateway_ports(args.host, args.port, args.gateways)
-    others = free_ports(args.schedulers + args.workers, excluded=ports)
+    http_ports = _http_ports(args, excluded=ports)
+    others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     threads = threads_each(args.workers, args.threads)
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
@@ -65,9 +70,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
             _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, devices[i], args)
             for i, port in enumerate(others[args.schedulers :])
         ),
-        *(_gateway_spec(name, args.host, port, schedulers, args) for name, port in _named("gateway", ports)),
+        *(
+            _gateway_spec(name, args.host, port, http_port, schedulers, args)
+            for (name, port), http_port in zip(_named("gateway", ports), http_ports, strict=True)
+        ),
     ]
-    specs = _with_metrics(specs, excluded=[*ports, *others]) if args.metrics else [_quiet(spec) for spec in specs]
+    specs = (
+        _with_metrics(specs, excluded=[*ports, *http_ports, *others])
+        if args.metrics
+        else [_quiet(spec) for spec in specs]
+    )
     notes = (
         _model_note(args.model, folder, name),
         _backend_note(args, threads),
@@ -75,7 +87,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
-    return Plan(tuple(specs), target, name, notes, log_dir)
+    urls = tuple(f"http://{_reachable(args.host)}:{port}/v1" for port in http_ports)
+    return Plan(tuple(specs), target, name, notes, log_dir, urls)
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
@@ -148,6 +161,23 @@ def _gateway_ports(host: str, port: int, count: int) -> list[int]:
     return ports
 
 
+def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[int]:
+    """The gateways' HTTP ports: consecutive from --http-port, or free ones. Without --http-port from 8000, or free ones
+    if these are in use or --port is 0.
+    """
+    first = args.http_port if args.http_port is not None else args.port and DEFAULT_HTTP_PORT
+    ports = list(range(first, min(first + args.gateways, MAX_PORT + 1)))
+    is_usable = len(ports) == args.gateways and all(p not in excluded and is_free(args.host, p) for p in ports)
+    if first and is_usable:
+        return ports
+    if args.http_port:
+        raise SetupError(
+            f"--http-port {first}: {args.gateways} gateways need free ports from {first}, and some are in use; "
+            "--http-port 0 picks free ones"
+        )
+    return free_ports(args.gateways, excluded=excluded)
+
+
 def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> ServiceSpec:
     flags = [
         ("listen", address),
@@ -200,9 +230,12 @@ def _worker_spec(
     )
 
 
-def _gateway_spec(name: str, host: str, port: int, schedulers: Sequence[str], args: argparse.Namespace) -> ServiceSpec:
+def _gateway_spec(
+    name: str, host: str, port: int, http_port: int, schedulers: Sequence[str], args: argparse.Namespace
+) -> ServiceSpec:
     flags: list[tuple[str, object]] = [
         ("listen", f"{_bracketed(host)}:{port}"),
+        ("http-listen", f"{_bracketed(host)}:{http_port}"),
         *(("scheduler", scheduler) for scheduler in schedulers),
         ("redis", args.redis),
         ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),

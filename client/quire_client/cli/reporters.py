@@ -90,6 +90,8 @@ class TextReporter:
         self._line(f"\nServing {plan.model} on {plan.target}. In another terminal:")
         self._line(f'  quire chat "{question}"{target}')
         self._line(f"  quire status{target}")
+        for url in plan.http_urls:
+            self._line(f"OpenAI-compatible HTTP API: {url}")
         self._line("Ctrl-C drains and stops.\n")
 
     def draining(self) -> None:

@@ -76,7 +76,13 @@ async def _either(running: asyncio.Task[None], stopping: asyncio.Event) -> None:
 
 def _announce(plan: Plan, stack: Stack, ready_file: str | None, reporter: Reporter) -> None:
     services = [_service_facts(service) for service in stack.services]
-    facts = {"target": plan.target, "model": plan.model, "log_dir": str(plan.log_dir), "services": services}
+    facts = {
+        "target": plan.target,
+        "http": list(plan.http_urls),
+        "model": plan.model,
+        "log_dir": str(plan.log_dir),
+        "services": services,
+    }
     if ready_file:
         scratch = Path(f"{ready_file}.{os.getpid()}")
         scratch.write_text(json.dumps(facts))

@@ -229,10 +229,30 @@ def test_plan_wires_the_services_together(model, tmp_path):
     assert (first["--model"], first["--model-name"], first["--worker-id"]) == (model, "Tiny-1", "worker-0")
     assert flags_of(made, "worker-1")["--listen"] != first["--listen"]
     quiet = {"--metrics-listen": "off", "--health-listen": "off"}
-    own = {"--listen": made.target, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
+    (url,) = made.http_urls
+    http = url.removeprefix("http://").removesuffix("/v1")
+    own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
     assert flags_of(made, "gateway") == own | quiet
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
+
+
+def test_http_ports(model, tmp_path, monkeypatch):
+    def urls(*argv):
+        return plan("--model", model, "--gateways", "2", "--log-dir", str(tmp_path), *argv).http_urls
+
+    used = set()
+    monkeypatch.setattr(plans, "is_free", lambda host, port: port not in used)
+    assert urls() == ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8001/v1")
+    assert urls("--http-port", "9000", "--host", "0.0.0.0") == ("http://127.0.0.1:9000/v1", "http://127.0.0.1:9001/v1")
+    assert "http://127.0.0.1:8000/v1" not in urls("--port", "0")
+    assert "http://127.0.0.1:8000/v1" not in urls("--http-port", "0")
+    used.add(8001)
+    assert "http://127.0.0.1:8000/v1" not in urls()
+    with pytest.raises(plans.SetupError, match=r"--http-port 8001: .* some are in use"):
+        urls("--http-port", "8001")
+    with pytest.raises(plans.SetupError, match="--http-port 65535"):
+        urls("--http-port", "65535")
 
 
 def test_every_service_gets_its_own_metrics_port_on_request(model, tmp_path):
