@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from prefix_index.redis_index import FORGET_WORKER, RAISE_COUNTER
+from prefix_index.redis_index import FORGET_WORKER, NEXT_EPOCH, RAISE_COUNTER
 
 Value = bytes | set[bytes] | dict[str, bytes]
 
@@ -61,11 +61,6 @@ class RedisServer:
         self.data[key] = _bytes(value)
         return True
 
-    def _incr(self, key: bytes) -> int:
-        value = int(self.data.get(key, b"0")) + 1  # type: ignore[arg-type]
-        self.data[key] = b"%d" % value
-        return value
-
     def _smembers(self, key: bytes) -> set[bytes]:
         return set(self.data.get(key, set()))  # type: ignore[arg-type]
 
@@ -88,15 +83,21 @@ class RedisServer:
         pass
 
     def _eval(self, key: bytes, script: str, *args: str) -> int:
+        if script == NEXT_EPOCH:
+            value = self._counter(key) + 1
+            self.data[key] = b"%d" % value
+            return value
         if script == RAISE_COUNTER:
-            if int(self.data.get(key, b"0")) < int(args[0]):  # type: ignore[arg-type]
-                self.data[key] = args[0].encode()
+            self.data[key] = b"%d" % max(self._counter(key), int(args[0]))
             return 0
         if script != FORGET_WORKER:
             raise ValueError("a script that this server does not know")
         if [self._hget(key, "epoch"), self._hget(key, "owner")] == [args[0].encode(), args[1].encode()]:
             del self.data[key]
         return 0
+
+    def _counter(self, key: bytes) -> int:
+        return int(self.data.get(key, b"0"))  # type: ignore[arg-type]
 
 
 class RedisClient:
@@ -108,8 +109,8 @@ class RedisClient:
     def pipeline(self, transaction: bool = True) -> Pipeline:
         return Pipeline(self._server)
 
-    async def incr(self, key: str) -> int:
-        return (await self._server.ask([("incr", key)]))[0]
+    async def eval(self, script: str, num_keys: int, key: str, *args: str) -> int:
+        return (await self._server.ask([("eval", key, script, *args)]))[0]
 
     async def ping(self) -> bool:
         await self._server.ask([])
