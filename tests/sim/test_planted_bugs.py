@@ -20,7 +20,7 @@ from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps import failures, step_planner, worker_books
 from scheduler_svc.core.steps.decode_run import DecodeRun
@@ -386,9 +386,9 @@ def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
 
 @bug("no progress")
 def refused_once_and_never_checked_again(patch: Patch) -> None:
-    def room(original: Any, worker: WorkerBooks, flight: InFlightStep) -> None:
+    def room(original: Any, worker: WorkerBooks, step: InFlightStep) -> None:
         version = worker.room_version
-        original(worker, flight)
+        original(worker, step)
         worker.room_version = version
 
     wrap(patch, WorkerBooks, "free_released", room)
@@ -396,16 +396,16 @@ def refused_once_and_never_checked_again(patch: Patch) -> None:
 
 @bug("is draining and gets a new row")
 def draining_worker_gets_sequences(patch: Patch) -> None:
-    def place(original: Any, core: Scheduler, now: float) -> Any:
-        draining = [worker for worker in core._workers.values() if worker.is_draining]
+    def place(original: Any, scan: QueueScan, ready: Any, now: float) -> Any:
+        draining = [worker for worker in scan._fleet.workers if worker.is_draining]
         for worker in draining:
             worker.is_draining = False
-        placed = original(core, now)
+        placed = original(scan, ready, now)
         for worker in draining:
             worker.is_draining = True
         return placed
 
-    wrap(patch, Scheduler, "_place", place)
+    wrap(patch, QueueScan, "place", place)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
