@@ -131,6 +131,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="most bytes of all open requests together; further ones are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
+        "--max-tokenize-bytes",
+        type=config.size_bytes,
+        default="16M",
+        metavar="SIZE",
+        help="most bytes of all Tokenize and Detokenize calls in progress; further ones are refused with "
+        "RESOURCE_EXHAUSTED. They do not count in --max-streams and --max-request-bytes, and delay no prompt",
+    )
+    parser.add_argument(
         "--redis",
         metavar="URL",
         help="redis://[:password@]host:port/db or unix:///path, the same as the schedulers use: prefer replicas that "
@@ -222,7 +230,7 @@ async def serve(
         for address in dict.fromkeys(args.scheduler)
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
-    directory, prompts, metrics = ModelDirectory(clients), PromptReader(), GatewayMetrics()
+    directory, prompts, metrics = ModelDirectory(clients), PromptReader(args.max_tokenize_bytes), GatewayMetrics()
     servicer = InferenceServicer(
         directory,
         dispatcher,

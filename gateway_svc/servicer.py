@@ -20,7 +20,7 @@ from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import PromptReader, text_of_ids
+from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize, tokenize
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
 from gateway_svc.validation import GenerationPlan
@@ -36,7 +36,6 @@ from svc_common.logs import current_request_id
 
 log = logging.getLogger(__name__)
 
-RETRY_FULL_S = 1.0
 RETRY_DRAINING_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -271,19 +270,13 @@ class InferenceServicer(InferenceServiceServicer):
         """Token ids of a prompt."""
         validation.check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
-        adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
-        ids = await self._prompts.token_ids(request.prompt, model, add_special_tokens=adds_special)
-        validation.check_token_ids("prompt", ids, model)
-        return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len)
+        return await self._prompts.run_call(request.ByteSize(), tokenize, request, model)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
         validation.check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
-        text = await self._prompts.run(
-            4 * len(request.ids), text_of_ids, request.ids, model, skip_special_tokens=request.skip_special_tokens
-        )
-        return pb.DetokenizeResponse(text=text)
+        return await self._prompts.run_call(request.ByteSize(), detokenize, request, model)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

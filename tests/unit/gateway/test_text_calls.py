@@ -1,0 +1,93 @@
+"""Tokenize and Detokenize have threads and a byte budget of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc import servicer
+from gateway_svc.prompts import INLINE_BYTES, PromptReader
+from svc_common.errors import OverloadedError
+from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused, until
+
+SIZE = 2 * INLINE_BYTES
+
+
+@pytest.fixture
+def reader() -> Any:
+    reader = PromptReader(max_call_bytes=3 * SIZE)
+    yield reader
+    reader.close()
+
+
+async def test_a_prompt_is_read_while_calls_use_their_whole_budget(reader: PromptReader) -> None:
+    gate = threading.Event()
+    calls = [asyncio.create_task(reader.run_call(SIZE, gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match=f"hold {3 * SIZE} bytes and this one has {SIZE}; the limit") as caught:
+        await reader.run_call(SIZE, gate.wait)
+    assert caught.value.retry_after_s
+    assert await reader.run_call(INLINE_BYTES, lambda: "small") == "small"
+    assert await reader.run(SIZE, lambda: "prompt") == "prompt"
+    assert not any(call.done() for call in calls)
+    gate.set()
+    assert await asyncio.gather(*calls) == [True] * 3
+    assert await reader.run_call(SIZE, lambda: "later") == "later"
+
+
+async def test_a_cancelled_call_and_a_failed_call_return_their_budget(reader: PromptReader) -> None:
+    gate = threading.Event()
+    calls = [asyncio.create_task(reader.run_call(SIZE, gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    gate.set()
+    with pytest.raises(ZeroDivisionError):
+        await reader.run_call(3 * SIZE, lambda: 1 // 0)
+    assert await reader.run_call(3 * SIZE, lambda: "all") == "all"
+
+
+async def test_a_single_call_above_the_budget_is_served(reader: PromptReader) -> None:
+    assert await reader.run_call(100 * SIZE, lambda: "large") == "large"
+
+
+async def test_both_rpcs_are_limited(
+    scheduler: FakeScheduler, gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, started = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> pb.TokenizeResponse:
+        started.set()
+        gate.wait()
+        return pb.TokenizeResponse()
+
+    gateway.prompts._max_call_bytes = SIZE
+    monkeypatch.setattr(servicer, "tokenize", wait)
+    open_call = gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="x" * SIZE)))
+    await until(started.is_set)
+    for call in (
+        gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="x" * SIZE))),
+        gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[5] * SIZE)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="--max-tokenize-bytes") as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status, retry = Status(), RetryInfo()
+        status.ParseFromString(dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"])
+        assert status.details[0].Unpack(retry)
+        assert retry.retry_delay.seconds == 1
+    scheduler.play([5, 6])
+    text = pb.Prompt(text="some words " * 200)
+    error = await refused(gateway.generate(prompt=text))  # it is read, and longer than the model accepts
+    assert "max_model_len" in (error.details() or "")
+    assert not open_call.done()
+    gate.set()
+    await open_call
