@@ -172,7 +172,9 @@ async def test_other_streams_continue_while_a_long_text_is_tokenized(
     scheduler.play([9])
     text = "the quick brown fox " * 100_000
     slow = asyncio.create_task(_tokenize(gateway, text))
-    await until(lambda: gateway.prompts._threads._work_queue.qsize() == 0 and gateway.prompts._threads._threads)
+    await until(
+        lambda: gateway.prompts._call_threads._work_queue.qsize() == 0 and gateway.prompts._call_threads._threads
+    )
     assert (await gateway.collect()).ids() == [9]
     assert not slow.done()
     await slow
