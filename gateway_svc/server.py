@@ -262,6 +262,7 @@ async def serve(
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
         if http is not None:
+            servicer.end_streams()  # open only after a second signal
             await http.stop()
         dispatcher.close()
         await cancel(*tasks)

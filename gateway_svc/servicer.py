@@ -261,8 +261,12 @@ class InferenceServicer(InferenceServiceServicer):
                 await self._all_closed.wait()
         except TimeoutError:
             log.warning("ending %d streams that are still open after %g s", len(self._streams), timeout_s)
-            for stream in list(self._streams.values()):
-                stream.end(UnavailableError("the gateway is shutting down; resume on another gateway"))
+            self.end_streams()
+
+    def end_streams(self) -> None:
+        """End all open streams with UNAVAILABLE."""
+        for stream in list(self._streams.values()):
+            stream.end(UnavailableError("the gateway is shutting down; resume on another gateway"))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

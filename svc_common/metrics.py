@@ -83,7 +83,10 @@ COMMON = (
         "build_info", "gauge", "always 1; the labels name service and version, for joins", labels=("service", "version")
     ),
     Spec(
-        "rpc_errors_total", "counter", "served RPCs that ended with an error, by status code", labels=("method", "code")
+        "rpc_errors_total",
+        "counter",
+        "served RPCs and HTTP requests (method http/...) that ended with an error, by status code",
+        labels=("method", "code"),
     ),
     Spec("rpc_received_bytes_total", "counter", "size of messages received by served RPCs", "bytes", ("method",)),
     Spec("rpc_sent_bytes_total", "counter", "size of messages sent by served RPCs", "bytes", ("method",)),

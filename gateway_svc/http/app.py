@@ -47,6 +47,7 @@ class HttpApp:
         scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
         headers = Headers(scope=scope)
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
+        scope["request_id"] = answer.request_id
         try:
             self._check_key(scope["path"], headers)
             body = await _read_body(receive)
@@ -78,9 +79,9 @@ class _Sender:
     """Sends an answer with its request id."""
 
     def __init__(self, send: Send, request_id: str) -> None:
-        valid = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
+        self.request_id = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
         self._send = send
-        self._header = (REQUEST_ID_HEADER.encode(), valid.encode())
+        self._header = (REQUEST_ID_HEADER.encode(), self.request_id.encode())
         self.has_started = False
 
     async def __call__(self, message: Message) -> None:
@@ -95,7 +96,7 @@ async def _read_body(receive: Receive) -> bytes:
 
     A body that is too large is read to its end and discarded: many clients read an answer only after that.
     """
-    parts: list[bytes] = []
+    body = bytearray()
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -105,14 +106,17 @@ async def _read_body(receive: Receive) -> bytes:
                     raise ClientGoneError
                 part = message.get("body", b"")
                 size += len(part)
-                parts = [*parts, part] if size <= MAX_BODY_BYTES else []
+                if size <= MAX_BODY_BYTES:
+                    body += part
+                else:
+                    body.clear()
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     if size > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed")
-    return b"".join(parts)
+    return bytes(body)
 
 
 def _replay(body: bytes) -> Receive:

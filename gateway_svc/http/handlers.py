@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,6 +25,8 @@ from gateway_svc.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import UnavailableError, shown_error
 from svc_common.metrics import quire_version
+
+log = logging.getLogger(__name__)
 
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
 IGNORED_HEADER = "x-ignored-fields"
@@ -114,6 +117,7 @@ class Handlers:
         request.scope["names"] = asked.names
         self._directory.find_text(asked.model).require_tokenizer("prompt")  # answers are text
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
+        log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         requests = _with_ids(asked.requests, answer_id)
         events = merged([self._servicer.generate(one) for one in requests])
         headers = _ignored(asked.ignored)

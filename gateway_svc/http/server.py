@@ -16,7 +16,7 @@ from svc_common.sockets import bind_tcp
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that they close them
-STOP_TIMEOUT_S = 5.0  # for answers in progress; generations were drained before
+STOP_TIMEOUT_S = 2.0  # for answers in progress; generations were drained before
 
 
 class HttpServer:
@@ -37,6 +37,7 @@ class HttpServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=int(KEEP_ALIVE_S),
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,

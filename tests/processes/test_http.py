@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import signal
 import ssl
 import subprocess
 import sys
@@ -251,6 +252,24 @@ async def test_sigterm_lets_streams_finish(running: Running, grpc_client: AsyncC
         ending = asyncio.create_task(asyncio.to_thread(gateway.terminate))
         assert (await reply.content.read()).endswith(b"data: [DONE]\n\n")
     assert await ending == 0
+    assert "Traceback" not in gateway.log()
+
+
+async def test_a_second_signal_ends_streams_at_once(running: Running, grpc_client: AsyncClient) -> None:
+    gateway, url = start_gateway(running.stack, running.scheduler)
+    gateway.wait_ready()
+    body = {"prompt": "os", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with (
+        aiohttp.ClientSession(url, timeout=TIMEOUT) as session,
+        session.post("/v1/completions", json=body) as reply,
+    ):
+        await reply.content.readline()
+        gateway.signal(signal.SIGTERM)
+        while "draining" not in gateway.log():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        gateway.signal(signal.SIGTERM)
+        assert b'"type":"server_error"' in await reply.content.read()
+    assert await asyncio.to_thread(gateway.wait) == 0
     assert "Traceback" not in gateway.log()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
@@ -45,6 +46,10 @@ class Face:
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
         await self.server.stop()
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        host, port = self.server.address
+        return openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="unused", **options)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any, Any]:
         """Status, headers and JSON of an answer."""
@@ -315,6 +320,28 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(
     assert error["error"]["type"] == "server_error"
     status, headers, _ = await face.post(COMPLETIONS, {"prompt": "a"})
     assert (status, headers["x-should-retry"]) == (503, "true")
+
+
+async def test_the_stock_client_retries_after_the_given_time(face: Face, scheduler: FakeScheduler) -> None:
+    scheduler.play(ids_of("hi"))
+    full = pb.Refusal(code=8, message="full", retry_after_ms=20)
+    async with face.openai(max_retries=2) as client:
+        scheduler.refusals.extend([full, full])
+        answer = await client.completions.create(model="demo", prompt="a")
+        assert (answer.choices[0].text, len(scheduler.submits)) == ("hi", 3)
+        scheduler.refusals.extend([full, full, full])
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(model="demo", prompt="a")
+        assert caught.value.code == "rate_limit_exceeded"
+
+
+async def test_the_stock_client_raises_the_error_of_a_stream(face: Face, scheduler: FakeScheduler) -> None:
+    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, ids=ids_of("hi"), message="NaN")
+    async with face.openai(max_retries=0) as client:
+        stream = await client.completions.create(model="demo", prompt="a", stream=True)
+        assert (await anext(stream)).choices[0].text == "hi"
+        with pytest.raises(openai.APIError, match="NaN"):
+            await anext(stream)
 
 
 async def test_stopping_closes_idle_connections(gateway: TestGateway) -> None:
