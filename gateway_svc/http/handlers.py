@@ -95,6 +95,7 @@ class Handlers:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
+        request.scope["names"] = {"ids": "tokens"}
         asked, ignored = await self._read(request, bodies.detokenize_request)
         return _json({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
 

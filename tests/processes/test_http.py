@@ -278,23 +278,25 @@ async def test_tls_and_api_keys(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gateway_svc.server", "--listen", "127.0.0.1:0", "--scheduler", NOBODY]
     command += [f"--http-listen={http}", f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}"]
-    service = Service("gateway", [*command, f"--api-keys={files.keys}"], http, tmp_path / "log")
+    command += [f"--tls-client-ca-file={files.ca}", f"--api-keys={files.keys}"]
+    service = Service("gateway", command, http, tmp_path / "log")
     service.start()
+    unknown = ssl.create_default_context(cafile=str(files.ca))
     context = ssl.create_default_context(cafile=str(files.ca))
+    context.load_cert_chain(*files.client)
+    key = {"authorization": f"Bearer {API_KEY}"}
     try:
         async with aiohttp.ClientSession(f"https://{http}", timeout=TIMEOUT) as session:
             await _connected(session, context)
             async with session.get("/version", ssl=context) as reply:
                 assert (reply.status, (await reply.json())["error"]["code"]) == (401, "invalid_api_key")
-            async with session.get(
-                "/version", ssl=context, headers={"authorization": f"Bearer {API_KEY}", "connection": "close"}
-            ) as reply:
+            async with session.get("/version", ssl=context, headers=key) as reply:
                 assert reply.status == 200
             async with session.get("/health", ssl=context) as reply:
                 assert reply.status == 503  # there is no scheduler
-        old = files.cert.read_text()
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await session.get("/health", ssl=unknown)
         files.renew()
-        assert old != files.cert.read_text()
         assert await _served_certificate(http, context) in files.cert.read_text()
     finally:
         service.kill()

@@ -219,6 +219,8 @@ async def test_health_and_version(face: Face) -> None:
         (COMPLETIONS, {"prompt": "a " * 400_000}, 400, "prompt", "context_length_exceeded"),
         (COMPLETIONS, {"prompt": [9999]}, 400, "prompt", None),
         (COMPLETIONS, {"prompt": ["a", [9999]]}, 400, "prompt", None),
+        ("/tokenize", {"prompt": ""}, 400, "prompt", None),
+        ("/detokenize", {"tokens": [9999]}, 400, "tokens", None),
         ("/nothing", {}, 404, None, None),
         ("/health", {}, 405, None, None),
     ],
