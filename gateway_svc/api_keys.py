@@ -1,17 +1,21 @@
-"""API keys: clients authenticate with a bearer token. Accepted keys are the files of a folder, one key per file.
+"""API keys: clients authenticate with a bearer token. Each file of a folder is an owner, each of its lines a key.
 
-    chart (gateway.apiKeys)   a Secret mounted as the folder; each entry is a key
+    chart (gateway.apiKeys)   a Secret mounted as the folder; each entry is an owner
     by hand                   printf %s "$KEY" > keys/team-a
 
-The file's name is the key's owner. Files may be added, changed and removed while the gateway runs.
+Request ids belong to the owner. Files may be added, changed and removed while the gateway runs; to replace a key, add a
+line first and remove the old one later.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,21 @@ log = logging.getLogger(__name__)
 
 REREAD_S = 5.0
 SCHEME = "bearer "
+OWNER = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Health probes and generic tools need no key; everything else does.
 OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
+
+# The owner of the key of the running call; empty without API keys.
+current_caller: ContextVar[str] = ContextVar("current_caller", default="")
+
+
+def scoped(request_id: str) -> str:
+    """A request id as it is known inside: with its owner, so that another owner's Abort or continuation misses it.
+
+    A client cannot send `/` in a request id.
+    """
+    caller = current_caller.get()
+    return f"{caller}/{request_id}" if caller else request_id
 
 
 class ApiKeysError(ValueError):
@@ -43,7 +60,7 @@ class ApiKeys:
         except OSError as error:
             raise ApiKeysError(f"--api-keys {folder}: {error.strerror or error}") from None
         if not self._owners:
-            raise ApiKeysError(f"--api-keys {folder}: the folder holds no key; add one file per key")
+            raise ApiKeysError(f"--api-keys {folder}: the folder holds no key; add a file with a key")
         log.info("%d API keys", len(self._owners))
 
     def owner_of(self, key: str) -> str | None:
@@ -52,13 +69,14 @@ class ApiKeys:
             self._read_again()
         return self._owners.get(_digest(key.encode()))
 
-    def problem_of(self, authorization: object) -> str:
-        """Why this Authorization header does not let a client in; empty if it does."""
+    def authenticate(self, authorization: object) -> None:
+        """Set `current_caller` from an Authorization header. Raises UnauthenticatedError."""
         if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
-            return "an API key is required; set QUIRE_API_KEY, or api_key=... of the client"
-        if self.owner_of(authorization[len(SCHEME) :].strip()) is None:
-            return "the API key is not accepted by this gateway"
-        return ""
+            raise UnauthenticatedError("an API key is required; set QUIRE_API_KEY, or api_key=... of the client")
+        owner = self.owner_of(authorization[len(SCHEME) :].strip())
+        if owner is None:
+            raise UnauthenticatedError("the API key is not accepted by this gateway")
+        current_caller.set(owner)
 
     def _read_again(self) -> None:
         self._read_at = self._clock()
@@ -75,8 +93,13 @@ class ApiKeys:
 def _read(folder: Path) -> dict[bytes, str]:
     """Owners by key digest. Hidden files are skipped: a kubelet creates them beside mounted Secrets."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file()]
-    keys = {path.name: path.read_bytes().strip() for path in files}
-    return {_digest(key): name for name, key in keys.items() if key}
+    keys = [(line.strip(), path.name) for path in files for line in path.read_bytes().splitlines()]
+    return {_digest(key): _owner(name) for key, name in keys if key}
+
+
+def _owner(name: str) -> str:
+    """The file's name, or its digest if it cannot be part of a request id."""
+    return name if OWNER.fullmatch(name) else _digest(os.fsencode(name)).hex()[:32]
 
 
 def _digest(key: bytes) -> bytes:
@@ -98,8 +121,11 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        problem = self._keys.problem_of(dict(handler_call_details.invocation_metadata or ()).get("authorization"))
-        return _refusing(handler, problem) if problem else handler
+        try:  # sets current_caller for the handler, which runs in the same task
+            self._keys.authenticate(dict(handler_call_details.invocation_metadata or ()).get("authorization"))
+        except UnauthenticatedError as error:
+            return _refusing(handler, error.message)
+        return handler
 
 
 def _refusing(handler: Handler, words: str) -> Handler:

@@ -158,8 +158,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-keys",
         type=Path,
         metavar="DIR",
-        help="folder of accepted API keys, one per file, read again when a file changes. Health and reflection need no "
-        "key. Unset: no API key is needed",
+        help="folder of accepted API keys: a file per owner, a key per line, read again when a file changes. Health "
+        "and reflection need no key. A request is aborted or resumed only with a key of its owner. Unset: no API key "
+        "is needed, and any client that knows the id of a request can end it",
     )
     tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")

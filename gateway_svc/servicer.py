@@ -14,6 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
+from gateway_svc.api_keys import scoped
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.metrics import GatewayMetrics
@@ -50,7 +51,8 @@ def _deadline(context: Context) -> float | None:
 class OpenStream:
     """One Generate call in progress; `request` is None until the prompt is tokenized."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, scoped_id: str, num_bytes: int) -> None:
+        self.scoped_id = scoped_id
         self.num_bytes = num_bytes
         self.request: SchedulerRequest | None = None
         self.is_aborted = False
@@ -142,13 +144,15 @@ class InferenceServicer(InferenceServiceServicer):
         model = self._directory.find(request.model, request.continuation.revision)
         with (
             self._open_stream(request) as (request_id, stream),
-            self._metrics.request(request_id, model.name) as meter,
+            self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
-            current_request_id.set(request_id)
+            current_request_id.set(stream.scoped_id)
             validation.check_prompt_size(request.prompt, model)
             plan = await self._plan(request, model, request_id)
             resumes = request.HasField("continuation")
-            generation, scheduler_request = await self._prepare(plan, resumes=resumes, deadline=deadline)
+            generation, scheduler_request = await self._prepare(
+                plan, stream.scoped_id, resumes=resumes, deadline=deadline
+            )
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
             on_open(scheduler_request)
             try:
@@ -173,12 +177,13 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def _prepare(
-        self, plan: GenerationPlan, *, resumes: bool, deadline: float | None
+        self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
     ) -> tuple[GenerationStream, SchedulerRequest]:
         size = 4 * sum(len(output) for output in plan.outputs)
         generation = await self._prompts.run(size, GenerationStream, plan)
+        submit = submit_from_plan(plan, request_id=scoped_id)
         scheduler_request = SchedulerRequest(
-            submit_from_plan(plan), plan.outputs, plan.finished, resumes=resumes, deadline=deadline, pacer=self._pacer
+            submit, plan.outputs, plan.finished, resumes=resumes, deadline=deadline, pacer=self._pacer
         )
         for finish in generation.ends:
             if finish is not None:
@@ -193,15 +198,16 @@ class InferenceServicer(InferenceServiceServicer):
         num_bytes = request.ByteSize()
         self._check_room(num_bytes)
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
-        self._end_former(request)
-        stream = self._streams[request_id] = OpenStream(num_bytes)
+        scoped_id = scoped(request_id)
+        self._end_former(request, scoped_id)
+        stream = self._streams[scoped_id] = OpenStream(scoped_id, num_bytes)
         self._num_request_bytes += num_bytes
         try:
             yield request_id, stream
         finally:
             self._num_request_bytes -= num_bytes
-            if self._streams.get(request_id) is stream:  # else a resumed stream has taken over
-                del self._streams[request_id]
+            if self._streams.get(scoped_id) is stream:  # else a resumed stream has taken over
+                del self._streams[scoped_id]
             if not self._streams:
                 self._all_closed.set()
 
@@ -222,9 +228,9 @@ class InferenceServicer(InferenceServiceServicer):
                 retry_after_s=RETRY_FULL_S,
             )
 
-    def _end_former(self, request: pb.GenerateRequest) -> None:
+    def _end_former(self, request: pb.GenerateRequest, scoped_id: str) -> None:
         """End the former stream of a request that its client resumes; it may still look alive here."""
-        former = self._streams.get(request.request_id)
+        former = self._streams.get(scoped_id)
         if former is None:
             return
         request_id = request.request_id
@@ -235,19 +241,19 @@ class InferenceServicer(InferenceServiceServicer):
         former.end(TakenOverError(f"request_id {request_id!r} was resumed in another stream"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End requests by id: those of this process, and those of other gateways through the schedulers."""
+        """End the caller's requests: those of this process, and those of other gateways through the schedulers."""
         validation.check_abort(request.request_ids)
-        asked = list(dict.fromkeys(request.request_ids))
-        found = {request_id for request_id in asked if request_id in self._streams}
-        for request_id in found:
-            self._streams[request_id].abort()
-        if elsewhere := [request_id for request_id in asked if request_id not in found]:
+        asked = {scoped(request_id): request_id for request_id in request.request_ids}
+        found = {scoped_id for scoped_id in asked if scoped_id in self._streams}
+        for scoped_id in found:
+            self._streams[scoped_id].abort()
+        if elsewhere := [scoped_id for scoped_id in asked if scoped_id not in found]:
             clients = [client for client in self._directory.clients if client.is_connected]
             for aborted in await asyncio.gather(*(client.abort_requests(elsewhere) for client in clients)):
                 found.update(aborted)
         return pb.AbortResponse(
-            aborted_ids=[request_id for request_id in asked if request_id in found],
-            unknown_ids=[request_id for request_id in asked if request_id not in found],
+            aborted_ids=[request_id for scoped_id, request_id in asked.items() if scoped_id in found],
+            unknown_ids=[request_id for scoped_id, request_id in asked.items() if scoped_id not in found],
         )
 
     async def drain(self, timeout_s: float) -> None:

@@ -51,10 +51,10 @@ def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]
     return zip(handles, samples, offsets, token_ids, strict=True)
 
 
-def submit_from_plan(plan: GenerationPlan) -> pb.Submit:
-    """The request for a scheduler, without handle, continuation and stop strings."""
+def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
+    """The request for a scheduler, without handle, continuation and stop strings. `request_id` is the scoped id."""
     return pb.Submit(
-        request_id=plan.request_id,
+        request_id=request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
         sampling=plan.sampling,
         stop=_without_strings(plan.stop),

@@ -22,7 +22,7 @@ from gateway_svc.http.errors import (
     error_headers,
 )
 from gateway_svc.validation import REQUEST_ID
-from svc_common.errors import NotFoundError, RpcStats, UnauthenticatedError, shown_error
+from svc_common.errors import NotFoundError, RpcStats, shown_error
 from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # some three million token ids as JSON
@@ -60,8 +60,7 @@ class HttpApp:
     def _check_key(self, path: str, headers: Headers) -> None:
         if self._keys is None or path in OPEN_PATHS:
             return
-        if problem := self._keys.problem_of(headers.get("authorization")):
-            raise UnauthenticatedError(problem)
+        self._keys.authenticate(headers.get("authorization"))
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # the connection is closed, so the client sees that the answer is incomplete

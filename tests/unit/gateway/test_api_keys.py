@@ -1,10 +1,13 @@
 """API keys: accepted and refused clients, and changes of the key files."""
 
+import re
+
 import grpc
 import pytest
+from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.api_keys import REREAD_S, ApiKeyInterceptor, ApiKeys, ApiKeysError
-from tests.unit.gateway.fakes import TestGateway, refused
+from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 
 NO_MESSAGE = b"\xff\xff\xff"
 
@@ -23,6 +26,40 @@ def test_each_file_is_a_key(folder):
     keys = ApiKeys(folder)
     assert [keys.owner_of(key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
     assert [keys.owner_of(key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
+
+
+def test_an_owner_may_have_several_keys_and_any_file_name(tmp_path):
+    (tmp_path / "team-a").write_text("old\n\n  new  \n")
+    (tmp_path / "team/b\n".replace("/", " ")).write_text("other")
+    keys = ApiKeys(tmp_path)
+    assert [keys.owner_of(key) for key in ("old", "new", "old\n\nnew")] == ["team-a", "team-a", None]
+    assert re.fullmatch("[0-9a-f]{32}", keys.owner_of("other"))
+
+
+async def test_a_request_is_aborted_and_resumed_only_with_a_key_of_its_owner(scheduler, folder):
+    def bearer(key):
+        return {"metadata": (("authorization", f"Bearer {key}"),), "timeout": 60}
+
+    async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
+        await gateway.ready()
+        request = pb.GenerateRequest(request_id="mine", prompt={"tokens": {"ids": [5, 6]}})
+        own = gateway.stub.Generate(request, **bearer("key-a"))
+        assert (await own.read()).accepted.request_id == "mine"
+
+        aborted = await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]), **bearer("key-b"))
+        assert (list(aborted.aborted_ids), list(aborted.unknown_ids)) == ([], ["mine"])
+        request.continuation.SetInParent()
+        other = gateway.stub.Generate(request, **bearer("key-b"))
+        assert (await other.read()).accepted.request_id == "mine"
+        assert [submit.request_id for submit in scheduler.submits] == ["team-a/mine", "team-b/mine"]
+        assert scheduler.asked_to_abort == ["team-b/mine"]
+
+        scheduler.send(scheduler.submits[0].handle, [7, 8])
+        assert list((await own.read()).chunk.token_ids) == [7, 8]
+        aborted = await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]), **bearer("key-a"))
+        assert list(aborted.aborted_ids) == ["mine"]
+        assert (await own.read()).finished.reason == ABORTED
+        other.cancel()
 
 
 def test_added_and_removed_files_take_effect(folder):
