@@ -55,17 +55,16 @@ class QueueScan:
     def _may_admit(self, ready: Mapping[str, StepPlanner], *, is_mixed: bool) -> bool:
         """One of the sequences that may be admitted next has not been refused by one of the ready workers.
 
-        A refusal holds until rows or blocks become free. Only the first sequence is also asked again when the projected
-        peak may have fallen far enough: asking all of them would cost more than their admission gains.
+        A refusal holds until rows or blocks become free. Only the first sequence is also retried when the projected
+        peak may have fallen far enough: retrying all of them would cost more than it gains.
         """
+        first = next(iter(self._waiting))
+        if not first.refusals:
+            return is_mixed or any(planner.books.num_free_rows > 0 for planner in ready.values())
         workers = [p.books for p in ready.values() if is_mixed or p.books.num_free_rows > 0]
-        if not workers:
-            return False
         entries = list(islice(self._waiting, self._config.max_bypass + 1))
-        if not entries[0].refusals:
-            return True
         for worker in workers:
-            worker.expire_refusal(entries[0])
+            worker.expire_refusal(first)
         refusals = (worker.refusal(entry) for entry in entries for worker in workers)
         return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
