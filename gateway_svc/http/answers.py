@@ -69,7 +69,7 @@ class ChatShape:
         return {"delta": {}}
 
     def whole(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
 
 
 class CompletionShape:

@@ -30,7 +30,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TIMEOUT = aiohttp.ClientTimeout(total=60)
 
 
-class Face:
+class HttpGateway:
     """The HTTP API of a gateway, and a client of it."""
 
     def __init__(self, gateway: TestGateway, keys: ApiKeys | None = None) -> None:
@@ -39,7 +39,7 @@ class Face:
         handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
         self.server = HttpServer(HttpApp(handlers.routes(), keys=keys, stats=self.stats), "127.0.0.1:0")
 
-    async def __aenter__(self) -> Face:
+    async def __aenter__(self) -> HttpGateway:
         self.session = aiohttp.ClientSession(await self.server.start(), timeout=TIMEOUT)
         return self
 
@@ -77,9 +77,9 @@ def events_of(text: str) -> list[Any]:
 
 
 @pytest.fixture
-async def face(gateway: TestGateway) -> AsyncIterator[Face]:
-    async with Face(gateway) as face:
-        yield face
+async def http(gateway: TestGateway) -> AsyncIterator[HttpGateway]:
+    async with HttpGateway(gateway) as http:
+        yield http
 
 
 TOKENIZER = byte_level()
@@ -95,10 +95,10 @@ def texts(chunks: list[Any], index: int = 0) -> str:
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
-async def test_a_chat(face: Face, scheduler: FakeScheduler) -> None:
+async def test_a_chat(http: HttpGateway, scheduler: FakeScheduler) -> None:
     output = [*ids_of("hi you"), 1]
     scheduler.play(output, EOS)
-    status, headers, answer = await face.post(CHAT, {**HELLO, "user": "me"}, headers={"x-request-id": "mine-1"})
+    status, headers, answer = await http.post(CHAT, {**HELLO, "user": "me"}, headers={"x-request-id": "mine-1"})
     assert status == 200
     assert headers["x-request-id"] == "mine-1"
     assert headers["x-ignored-fields"] == "user"
@@ -112,7 +112,7 @@ async def test_a_chat(face: Face, scheduler: FakeScheduler) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hi you", "refusal": None},
+                "message": {"role": "assistant", "content": "hi you", "refusal": None, "annotations": []},
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -127,11 +127,11 @@ async def test_a_chat(face: Face, scheduler: FakeScheduler) -> None:
     }
 
 
-async def test_a_streamed_chat(face: Face, scheduler: FakeScheduler) -> None:
+async def test_a_streamed_chat(http: HttpGateway, scheduler: FakeScheduler) -> None:
     output = ids_of("hi you")
     scheduler.play(output)
     body = {**HELLO, "n": 2, "max_tokens": len(output), "stream_options": {"include_usage": True}}
-    *chunks, usage, done = await face.stream(CHAT, body)
+    *chunks, usage, done = await http.stream(CHAT, body)
     assert done == "[DONE]"
     assert texts(chunks, 0) == texts(chunks, 1) == "hi you"
     first = [chunk["choices"][0] for chunk in chunks[:2]]
@@ -144,7 +144,7 @@ async def test_a_streamed_chat(face: Face, scheduler: FakeScheduler) -> None:
     assert usage["usage"]["completion_tokens"] == 2 * len(output)
 
 
-async def test_prompts_of_one_body_are_choices_of_one_answer(face: Face, scheduler: FakeScheduler) -> None:
+async def test_prompts_of_one_body_are_choices_of_one_answer(http: HttpGateway, scheduler: FakeScheduler) -> None:
     def play(submit: pb.Submit) -> None:
         output = ids_of(f" output {scheduler.submits.index(submit)}")
         for sample in range(submit.sampling.n):
@@ -152,7 +152,7 @@ async def test_prompts_of_one_body_are_choices_of_one_answer(face: Face, schedul
 
     scheduler.on_submit = play
     body = {"prompt": ["one", "two"], "n": 2, "echo": True}
-    _, _, answer = await face.post(COMPLETIONS, body)
+    _, _, answer = await http.post(COMPLETIONS, body)
     first = {"one": 0, "two": 1} if answer["choices"][0]["text"] == "one output 0" else {"one": 1, "two": 0}
     expected = [f"{prompt} output {first[prompt]}" for prompt in ("one", "one", "two", "two")]
     assert [choice["text"] for choice in answer["choices"]] == expected
@@ -160,50 +160,50 @@ async def test_prompts_of_one_body_are_choices_of_one_answer(face: Face, schedul
     assert answer["object"] == "text_completion"
     assert answer["usage"]["prompt_tokens"] == len(ids_of("one")) + len(ids_of("two"))
     scheduler.submits.clear()
-    chunks = await face.stream(COMPLETIONS, body)
+    chunks = await http.stream(COMPLETIONS, body)
     assert sorted(texts(chunks, i) for i in range(4)) == sorted(expected)
     assert [texts(chunks, i)[:3] for i in range(4)] == ["one", "one", "two", "two"]
 
 
-async def test_usage_on_every_chunk(face: Face, scheduler: FakeScheduler) -> None:
+async def test_usage_on_every_chunk(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("hi you"))
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, _ = await face.stream(COMPLETIONS, {"prompt": [5, 6], "stream_options": options})
+    *chunks, _ = await http.stream(COMPLETIONS, {"prompt": [5, 6], "stream_options": options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == len(ids_of("hi you"))
 
 
-async def test_a_stop_string_is_named(face: Face, scheduler: FakeScheduler) -> None:
+async def test_a_stop_string_is_named(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("one, two"))
-    _, _, answer = await face.post(COMPLETIONS, {"prompt": "a", "stop": ","})
+    _, _, answer = await http.post(COMPLETIONS, {"prompt": "a", "stop": ","})
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", ",")
 
 
-async def test_models(face: Face) -> None:
-    _, _, answer = await face.get("/v1/models")
+async def test_models(http: HttpGateway) -> None:
+    _, _, answer = await http.get("/v1/models")
     (model,) = answer["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 256)
     assert model["context_length"] == model["context_window"] == 256
-    assert (await face.get("/v1/models/demo"))[2] == model
-    status, _, answer = await face.get("/v1/models/other/name")
+    assert (await http.get("/v1/models/demo"))[2] == model
+    status, _, answer = await http.get("/v1/models/other/name")
     assert status == 404
     assert answer["error"]["code"] == "model_not_found"
 
 
-async def test_tokenize_and_detokenize(face: Face) -> None:
-    _, _, answer = await face.post("/tokenize", {"prompt": "hi you"})
+async def test_tokenize_and_detokenize(http: HttpGateway) -> None:
+    _, _, answer = await http.post("/tokenize", {"prompt": "hi you"})
     assert answer == {"count": len(ids_of("hi you")), "max_model_len": 256, "tokens": ids_of("hi you")}
-    assert (await face.post("/tokenize", HELLO))[2]["tokens"] == ids_of("hello")
-    assert (await face.post("/detokenize", {"tokens": ids_of("hi you")}))[2] == {"prompt": "hi you"}
+    assert (await http.post("/tokenize", HELLO))[2]["tokens"] == ids_of("hello")
+    assert (await http.post("/detokenize", {"tokens": ids_of("hi you")}))[2] == {"prompt": "hi you"}
 
 
-async def test_health_and_version(face: Face) -> None:
-    assert (await face.get("/health"))[0] == 200
-    face.is_serving = False
-    assert (await face.get("/health"))[0] == 503
-    assert (await face.get("/version"))[2]["version"]
+async def test_health_and_version(http: HttpGateway) -> None:
+    assert (await http.get("/health"))[0] == 200
+    http.is_serving = False
+    assert (await http.get("/health"))[0] == 503
+    assert (await http.get("/version"))[2]["version"]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +227,9 @@ async def test_health_and_version(face: Face) -> None:
 )
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_errors(
-    face: Face, path: str, body: Any, status: int, param: str | None, code: str | None, is_stream: bool
+    http: HttpGateway, path: str, body: Any, status: int, param: str | None, code: str | None, is_stream: bool
 ) -> None:
-    got, headers, answer = await face.post(path, {**body, "stream": is_stream})
+    got, headers, answer = await http.post(path, {**body, "stream": is_stream})
     assert got == status, answer
     assert answer["error"]["param"] == param
     assert answer["error"]["code"] == code
@@ -237,97 +237,99 @@ async def test_errors(
     assert headers["x-should-retry"] == "false"
     if code == "context_length_exceeded":
         assert answer["error"]["message"].startswith("This model's maximum context length is 256 tokens. However, ")
-    assert sum(face.stats.errors.values()) == 1
+    assert sum(http.stats.errors.values()) == 1
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_full_queue(face: Face, scheduler: FakeScheduler, is_stream: bool) -> None:
+async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stream: bool) -> None:
     scheduler.refusals.append(pb.Refusal(code=8, message="full", retry_after_ms=1500))
-    status, headers, answer = await face.post(CHAT, {**HELLO, "stream": is_stream})
+    status, headers, answer = await http.post(CHAT, {**HELLO, "stream": is_stream})
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert (headers["retry-after-ms"], headers["retry-after"]) == ("1500", "2")
     assert headers["x-should-retry"] == "true"
 
 
-async def test_a_refused_prompt_ends_the_others(face: Face, scheduler: FakeScheduler, gateway: TestGateway) -> None:
+async def test_a_refused_prompt_ends_the_others(
+    http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
+) -> None:
     scheduler.refusals.extend([None, pb.Refusal(code=8, message="full")])
-    assert (await face.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True}))[0] == 429
+    assert (await http.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True}))[0] == 429
     await until(lambda: gateway.num_open == 0 and len(scheduler.cancels) == 1)
 
 
-async def test_a_choice_that_fails(face: Face, scheduler: FakeScheduler) -> None:
+async def test_a_choice_that_fails(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, message="NaN in the logits")
-    status, _, answer = await face.post(CHAT, HELLO)
+    status, _, answer = await http.post(CHAT, HELLO)
     assert (status, answer["error"]["message"]) == (500, "NaN in the logits")
-    _, error = await face.stream(CHAT, HELLO)  # the first event names the role
+    _, error = await http.stream(CHAT, HELLO)  # the first event names the role
     assert error["error"]["message"] == "NaN in the logits"
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"messages": "\xff"}', b"{" * 100_000])
-async def test_bodies_that_are_no_json(face: Face, body: bytes) -> None:
-    status, _, answer = await face.post(CHAT, data=body)
+async def test_bodies_that_are_not_json(http: HttpGateway, body: bytes) -> None:
+    status, _, answer = await http.post(CHAT, data=body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_a_body_that_is_too_large(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_is_too_large(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "MAX_BODY_BYTES", 1000)
-    status, _, answer = await face.post(CHAT, data=io.BytesIO(b"x" * 3_000_000))
+    status, _, answer = await http.post(CHAT, data=io.BytesIO(b"x" * 3_000_000))
     assert (status, answer["error"]["message"]) == (413, "the body has 3000000 bytes; at most 1000 are allowed")
 
 
-async def test_a_body_that_does_not_arrive(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.05)
-    reader, writer = await asyncio.open_connection(*face.server.address)
+    reader, writer = await asyncio.open_connection(*http.server.address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n{")
     assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
     writer.close()
 
 
-async def test_an_invalid_request_id_is_replaced(face: Face) -> None:
-    _, headers, _ = await face.get("/version", headers={"x-request-id": "a b"})
+async def test_an_invalid_request_id_is_replaced(http: HttpGateway) -> None:
+    _, headers, _ = await http.get("/version", headers={"x-request-id": "a b"})
     assert headers["x-request-id"].startswith("req-")
 
 
 async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
     (tmp_path / "me").write_text("secret")
-    async with Face(gateway, ApiKeys(tmp_path)) as face:
-        assert (await face.get("/health"))[0] == 200
+    async with HttpGateway(gateway, ApiKeys(tmp_path)) as http:
+        assert (await http.get("/health"))[0] == 200
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}):
-            status, _, answer = await face.get("/v1/models", headers=headers)
+            status, _, answer = await http.get("/v1/models", headers=headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert (await face.get("/v1/models", headers={"authorization": "bearer secret"}))[0] == 200
+        assert (await http.get("/v1/models", headers={"authorization": "bearer secret"}))[0] == 200
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "prompt": ["a", "b"]}])
 async def test_a_client_that_hangs_up_ends_its_requests(
-    face: Face, scheduler: FakeScheduler, gateway: TestGateway, body: Any
+    http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway, body: Any
 ) -> None:
     prompts = body.get("prompt", ["a"])
     scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
-    call = asyncio.create_task(face.post(COMPLETIONS, {"prompt": "a", **body}))
+    call = asyncio.create_task(http.post(COMPLETIONS, {"prompt": "a", **body}))
     await until(lambda: len(scheduler.submits) == len(prompts))
     call.cancel()
     await until(lambda: len(scheduler.cancels) == len(prompts) and gateway.num_open == 0)
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(
-    face: Face, scheduler: FakeScheduler, gateway: TestGateway
+    http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
 ) -> None:
     scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
-    call = asyncio.create_task(face.stream(COMPLETIONS, {"prompt": "a"}))
+    call = asyncio.create_task(http.stream(COMPLETIONS, {"prompt": "a"}))
     await until(lambda: len(scheduler.submits) == 1)
     await gateway.servicer.drain(0.05)
     *chunks, error = await call
     assert texts(chunks) == "hi"
     assert error["error"]["type"] == "server_error"
-    status, headers, _ = await face.post(COMPLETIONS, {"prompt": "a"})
+    status, headers, _ = await http.post(COMPLETIONS, {"prompt": "a"})
     assert (status, headers["x-should-retry"]) == (503, "true")
 
 
-async def test_the_stock_client_retries_after_the_given_time(face: Face, scheduler: FakeScheduler) -> None:
+async def test_the_stock_client_retries_after_the_given_time(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("hi"))
     full = pb.Refusal(code=8, message="full", retry_after_ms=20)
-    async with face.openai(max_retries=2) as client:
+    async with http.openai(max_retries=2) as client:
         scheduler.refusals.extend([full, full])
         answer = await client.completions.create(model="demo", prompt="a")
         assert (answer.choices[0].text, len(scheduler.submits)) == ("hi", 3)
@@ -337,9 +339,9 @@ async def test_the_stock_client_retries_after_the_given_time(face: Face, schedul
         assert caught.value.code == "rate_limit_exceeded"
 
 
-async def test_the_stock_client_raises_the_error_of_a_stream(face: Face, scheduler: FakeScheduler) -> None:
+async def test_the_stock_client_raises_the_error_of_a_stream(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, ids=ids_of("hi"), message="NaN")
-    async with face.openai(max_retries=0) as client:
+    async with http.openai(max_retries=0) as client:
         stream = await client.completions.create(model="demo", prompt="a", stream=True)
         assert (await anext(stream)).choices[0].text == "hi"
         with pytest.raises(openai.APIError, match="NaN"):
@@ -347,15 +349,15 @@ async def test_the_stock_client_raises_the_error_of_a_stream(face: Face, schedul
 
 
 async def test_stopping_closes_idle_connections(gateway: TestGateway) -> None:
-    async with Face(gateway) as face:
-        assert (await face.get("/health"))[0] == 200
-        await face.server.stop()
+    async with HttpGateway(gateway) as http:
+        assert (await http.get("/health"))[0] == 200
+        await http.server.stop()
         with pytest.raises(aiohttp.ClientConnectionError):
-            await face.get("/health")
+            await http.get("/health")
 
 
-async def test_a_port_that_is_in_use(face: Face) -> None:
-    host, port = face.server.address
+async def test_a_port_that_is_in_use(http: HttpGateway) -> None:
+    host, port = http.server.address
     second = HttpServer(HttpApp([], keys=None, stats=RpcStats()), f"{host}:{port}")
     with pytest.raises(BindError, match="cannot listen on"):
         await second.start()

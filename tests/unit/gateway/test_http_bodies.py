@@ -145,7 +145,7 @@ def test_prompts_of_every_form(prompt: Any, expected: list[pb.Prompt]) -> None:
     ("prompt", "field"),
     [(None, "prompt"), ([], "prompt"), ([[1], 2], "prompt[1]"), ([1, "a"], "prompt[1]"), ([["a"]], "prompt[0][0]")],
 )
-def test_prompts_that_are_none(prompt: Any, field: str) -> None:
+def test_invalid_prompts(prompt: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         completion(prompt=prompt)
     assert caught.value.field == field
@@ -264,7 +264,7 @@ def test_unknown_fields_are_named() -> None:
         (b'{"seed": ' + b"1" * 5000 + b"}", "not JSON"),
     ],
 )
-def test_bodies_that_are_no_json(data: bytes, words: str) -> None:
+def test_bodies_that_are_not_json(data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         chat_generation(data)
 
