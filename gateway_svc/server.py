@@ -27,7 +27,7 @@ from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
-from gateway_svc.servicer import InferenceServicer
+from gateway_svc.servicer import MIN_PRIORITY, InferenceServicer
 from gateway_svc.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
@@ -159,8 +159,14 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="folder of accepted API keys: a file per owner, a key per line, read again when a file changes. Health "
-        "and reflection need no key. A request is aborted or resumed only with a key of its owner. Unset: no API key "
-        "is needed, and any client that knows the id of a request can end it",
+        "and reflection need no key. The owner is the tenant of its requests, and only its keys abort or resume "
+        "them. Unset: no API key is needed, and any client that knows the id of a request can end it",
+    )
+    parser.add_argument(
+        "--min-priority",
+        type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
+        metavar="N",
+        help="lowest, which is most urgent, priority that a request may have. Unset: 0 with --api-keys, else any",
     )
     tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
@@ -187,6 +193,13 @@ def make_parser() -> argparse.ArgumentParser:
         "them through another gateway",
     )
     return parser
+
+
+def min_priority(args: argparse.Namespace) -> int:
+    """The most urgent priority of a request: clients with API keys are strangers to each other."""
+    if args.min_priority is not None:
+        return int(args.min_priority)
+    return MIN_PRIORITY if args.api_keys is None else 0
 
 
 class RedisUrlError(ValueError):
@@ -239,6 +252,7 @@ async def serve(
         PrefixHints(prompts, reader),
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
+        min_priority=min_priority(args),
         metrics=metrics,
         chunk_interval_s=chunk_interval_s,
     )

@@ -38,6 +38,7 @@ from svc_common.logs import current_request_id
 log = logging.getLogger(__name__)
 
 RETRY_DRAINING_S = 1.0
+MIN_PRIORITY = -1000  # of the request field
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -92,6 +93,7 @@ class InferenceServicer(InferenceServiceServicer):
         *,
         max_streams: int,
         max_request_bytes: int,
+        min_priority: int = MIN_PRIORITY,
         metrics: GatewayMetrics | None = None,
         chunk_interval_s: float = 0.0,
     ) -> None:
@@ -101,6 +103,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._hints = hints
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
+        self._min_priority = min_priority
         self._metrics = metrics or GatewayMetrics()
         self._pacer = WakePacer(chunk_interval_s)
         self._num_request_bytes = 0
@@ -141,6 +144,7 @@ class InferenceServicer(InferenceServiceServicer):
         generator. `on_open` gets the request before it is submitted.
         """
         validation.check_generate(request)
+        validation.check_priority(request.scheduling.priority, self._min_priority)
         model = self._directory.find(request.model, request.continuation.revision)
         with (
             self._open_stream(request) as (request_id, stream),

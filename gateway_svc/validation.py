@@ -58,6 +58,15 @@ def check_generate(request: pb.GenerateRequest) -> None:
         checks.check_fields(request)
 
 
+def check_priority(priority: int, min_priority: int) -> None:
+    """Check that the request is not more urgent than this gateway allows."""
+    if priority < min_priority:
+        raise _invalid(
+            "scheduling.priority",
+            f"is {priority}; must be at least {min_priority} on this gateway (--min-priority); lower is more urgent",
+        )
+
+
 def check_request_id(request_id: str) -> None:
     """Check an id that the client chose; it may be empty."""
     if request_id:

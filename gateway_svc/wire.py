@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.api_keys import current_caller
 from gateway_svc.validation import GenerationPlan
 from request_fields.fields import Side, served
 from svc_common.errors import QuireError, error_from_code
@@ -52,7 +53,10 @@ def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]
 
 
 def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
-    """The request for a scheduler, without handle, continuation and stop strings. `request_id` is the scoped id."""
+    """The request for a scheduler, without handle, continuation and stop strings. `request_id` is the scoped id.
+
+    With API keys, the tenant is the owner of the caller's key.
+    """
     return pb.Submit(
         request_id=request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
@@ -60,7 +64,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
-        tenant_id=plan.scheduling.tenant_id,
+        tenant_id=current_caller.get() or plan.scheduling.tenant_id,
     )
 
 

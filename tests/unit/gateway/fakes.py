@@ -269,6 +269,7 @@ class TestGateway:
         patience_s: float = PATIENCE_S,
         max_streams: int = 64,
         max_request_bytes: int = 1 << 20,
+        min_priority: int = -1000,
         reader: Any = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
@@ -284,6 +285,7 @@ class TestGateway:
             PrefixHints(self.prompts, reader),
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
+            min_priority=min_priority,
         )
         self._server = GrpcServer(
             listen="127.0.0.1:0",

@@ -7,6 +7,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.api_keys import REREAD_S, ApiKeyInterceptor, ApiKeys, ApiKeysError
+from gateway_svc.server import make_parser, min_priority
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 
 NO_MESSAGE = b"\xff\xff\xff"
@@ -98,3 +99,33 @@ async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(NO_MESSAGE, metadata=metadata)
         assert caught.value.code().name == code
+
+
+async def test_the_owner_of_the_key_is_the_tenant(scheduler, folder):
+    scheduler.play([5])
+    interceptor = ApiKeyInterceptor(ApiKeys(folder))
+    async with TestGateway([scheduler.address], interceptors=[interceptor]) as gateway:
+        await gateway.ready()
+        request = pb.GenerateRequest(prompt={"tokens": {"ids": [5, 6]}}, scheduling={"tenant_id": "another"})
+        async for _ in gateway.stub.Generate(request, metadata=(("authorization", "Bearer key-a"),), timeout=60):
+            pass
+    async with TestGateway([scheduler.address]) as gateway:
+        await gateway.ready()
+        await gateway.collect(request)
+    assert [submit.tenant_id for submit in scheduler.submits] == ["team-a", "another"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"), [([], -1000), (["--api-keys=k"], 0), (["--api-keys=k", "--min-priority=-7"], -7)]
+)
+async def test_priorities_are_limited_where_keys_are_on(scheduler, flags, limit):
+    args = make_parser().parse_args(["--scheduler=a:1", *flags])
+    assert min_priority(args) == limit
+    scheduler.play([5])
+    async with TestGateway([scheduler.address], min_priority=limit) as gateway:
+        await gateway.ready()
+        assert (await gateway.collect(prompt={"tokens": {"ids": [5]}}, scheduling={"priority": limit})).ids() == [5]
+        error = await refused(gateway.generate(prompt={"tokens": {"ids": [5]}}, scheduling={"priority": limit - 1}))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        if limit > -1000:
+            assert f"scheduling.priority is {limit - 1}; must be at least {limit} on this gateway" in error.details()
