@@ -300,6 +300,19 @@ async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
         assert (await http.get("/v1/models", headers={"authorization": "bearer secret"}))[0] == 200
 
 
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+async def test_requests_belong_to_the_owner_of_the_key(
+    gateway: TestGateway, scheduler: FakeScheduler, tmp_path: Path, prompts: list[str]
+) -> None:
+    (tmp_path / "team").write_text("secret")
+    scheduler.play(ids_of("hi"))
+    async with HttpGateway(gateway, ApiKeys(tmp_path)) as http:
+        key = {"authorization": "Bearer secret"}
+        _, _, answer = await http.post(COMPLETIONS, {"prompt": prompts}, headers=key)
+    assert len(scheduler.submits) == len(prompts)
+    assert all(submit.request_id.startswith(f"team/{answer['id']}") for submit in scheduler.submits)
+
+
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "prompt": ["a", "b"]}])
 async def test_a_client_that_hangs_up_ends_its_requests(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway, body: Any
