@@ -1,4 +1,4 @@
-"""Invariants between the books of the core, for tests: the place of each sequence, the holders of each block."""
+"""Invariants across the data structures of the core, for tests: where each sequence is, which rows hold each block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_worker(worker: WorkerBooks) -> None:
     rows, r = worker.rows.active(), worker.rows
     assert worker.num_messages <= worker.capacity.pipeline_depth, "more messages in flight than pipeline_depth"
     num_messages = sum(step.burst_len > 0 for step in worker.in_flight)
-    assert worker.num_messages == num_messages, "messages in flight are counted wrong"
+    assert worker.num_messages == num_messages, "the number of messages in flight is wrong"
     assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step does not end its message"
-    assert worker.pending_prefill == r.pending_prefill(), "pending prefill is counted wrong"
+    assert worker.pending_prefill == r.pending_prefill(), "pending_prefill is wrong"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)
@@ -36,7 +36,7 @@ def check_worker(worker: WorkerBooks) -> None:
 def _check_row(worker: WorkerBooks, row: int) -> None:
     r, seq = worker.rows, worker.rows.sequence(row)
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
-    assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: its sequence names another place"
+    assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: its sequence is elsewhere"
     assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block is in its table twice"
     assert r.num_computed_tokens[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
     assert r.num_computed_tokens[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
@@ -49,7 +49,7 @@ def _check_row(worker: WorkerBooks, row: int) -> None:
 
 
 def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: Fleet) -> None:
-    """Raise AssertionError unless the queue, the shares and the places of all sequences agree."""
+    """Raise AssertionError if the queue, the shares and the places of the sequences disagree."""
     groups = requests.groups.values()
     requests.waiting.check_invariants()
     requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
@@ -70,4 +70,4 @@ def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerBoo
     places.append(any(seq in other.forks for other in seq.group.sequences))
     assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
     if seq.status is SequenceStatus.WAITING:
-        assert not places[1], f"sequence {seq.seq_id} waits and holds a row"
+        assert not places[1], f"sequence {seq.seq_id} is waiting but holds a row"

@@ -22,7 +22,7 @@ EMPTY: U32 = np.empty(0, dtype=np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """The sizes of one worker. Immutable for one `worker_epoch`: a restarted worker joins as a new one."""
+    """The sizes of one worker. They never change within a `worker_epoch`: a restarted worker joins as a new worker."""
 
     worker_id: str
     worker_epoch: int
@@ -35,13 +35,13 @@ class WorkerCapacity:
 
     @property
     def size_limits(self) -> SizeLimits:
-        """Largest sequence that the worker could run if nothing else ran there."""
+        """The largest sequence that an idle worker could run."""
         return SizeLimits(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A committed block of an adopted pool, from ListBlocks."""
+    """A cached block that a worker lists when it joins (ListBlocks)."""
 
     block_id: int
     digest: bytes  # 16 bytes
@@ -50,7 +50,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class RowOpen:
-    """A sequence gets a row of a worker. `group` has the sampling parameters, which the core does not read."""
+    """Gives a sequence a row of a worker. `group` has the sampling parameters, which the core does not read."""
 
     row: int
     group: SequenceGroup
@@ -64,7 +64,7 @@ class RowOpen:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step of one worker: columns of length B over rows, and the changes since the step before.
+    """One step of one worker: columns of length B over rows, and the changes since the previous step.
 
     The worker applies, in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
     """
@@ -77,12 +77,12 @@ class StepBatch:
     sample_mask: Bools  # [B]
     slot_mapping: U32  # [sum(query_lens)]
     is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones
-    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
+    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] rows that sample from the logits of fork_parents
     fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
     close_rows: U32 = field(default_factory=lambda: EMPTY)
     opens: list[RowOpen] = field(default_factory=list)
     table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] equal to the table's length: append
+    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] an index equal to the table's length appends
     table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
     copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C]
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
@@ -93,7 +93,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """One row failed in a step (NaN, bad input); the other rows did not."""
+    """One row that failed in a step (NaN, bad input). The other rows are not affected."""
 
     row: int
     message: str
@@ -105,14 +105,14 @@ class StepOutput:
 
     worker_id: str
     step_id: int
-    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows
+    rows: U32  # [S] rows that sampled: the rows of sample_mask in batch order, then fork_rows
     token_ids: U32  # [S]
     failures: list[RowFailure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sample is complete. Counters are those of Usage in the protocol."""
+    """The end of a sample. The counters have the meaning of Usage in the protocol."""
 
     group: SequenceGroup
     sample_index: int
@@ -129,22 +129,22 @@ class Finished:
 class Deltas:
     """The result of an `update` or an abort: columns of length N with one new token each, and the samples that ended.
 
-    `owners` and `handles` are the caller's own numbers from SequenceGroup: the core never looks inside.
-    A finish comes after the tokens of the same message.
+    `owners` and `handles` are the caller's numbers from SequenceGroup; the core does not interpret them.
+    The finishes apply after the tokens of the same message.
     """
 
-    owners: U32  # [N] which gateway
-    handles: U32  # [N] which request of it
+    owners: U32  # [N] the gateway
+    handles: U32  # [N] the gateway's request
     sample_indices: U32  # [N]
     offsets: U32  # [N] output position
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
-    owner: int | None = None  # of all tokens, None if unknown or several
+    owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
 
 
 class MigrationReason(Enum):
-    """Why a sequence was taken off its worker, to continue on another one if there is one."""
+    """Why a sequence was taken off its worker, to continue on another worker if there is one."""
 
     DRAIN = "drain"
     LOST = "lost"
-    FAILED = "failed"  # its row, or a row whose blocks it read
+    FAILED = "failed"  # its row failed, or a row whose blocks it read

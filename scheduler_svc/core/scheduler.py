@@ -1,12 +1,12 @@
 """The scheduler: which sequence computes which tokens on which worker in the next step.
 
-Like raft's Step and Ready: facts go in (`add_group`, `update`, `remove_worker` ...), decisions come out (`schedule`),
-and the caller does the I/O. What the caller owes:
+Like raft's Step and Ready: events go in (`add_group`, `update`, `remove_worker` ...), decisions come out (`schedule`),
+and the caller does the I/O. The caller guarantees:
 
-- every StepBatch that `schedule` returns is sent once, to its worker, in the order of its step ids;
-- every one is reported once with `update`, in the same order, or the worker is removed;
+- every StepBatch that `schedule` returns is sent once, to its worker, in the order of step ids;
+- the answer to every StepBatch is reported once with `update`, in the same order, or the worker is removed;
 - prefix events are published after the outputs that caused them;
-- `now` never goes back. Units: seconds.
+- `now`, in seconds, never decreases.
 
 There is no prefill phase: in every step `num_computed_tokens` of each running sequence catches up with `num_tokens`.
 Decodes are planned first, then chunks of prompts, within the worker's token budget; waiting sequences get the rest.
@@ -50,7 +50,7 @@ from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
-MAX_REFUSALS = 4  # of one worker in one step: each check reads all its rows
+MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
 
 
 class Scheduler:
@@ -63,7 +63,7 @@ class Scheduler:
         self.config = config
         self._workers: dict[str, WorkerBooks] = {}
         self._planners: dict[str, StepPlanner] = {}
-        self._ready: dict[str, StepPlanner] = {}  # of workers whose pipeline has room for a step
+        self._ready: dict[str, StepPlanner] = {}  # the workers whose pipeline has room for a step
         self._fleet = fleet or Fleet(config)
         self._measures = Measures(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
@@ -81,10 +81,10 @@ class Scheduler:
     def add_worker(self, capacity: WorkerCapacity, blocks: Iterable[CachedBlock] = (), next_step_id: int = 1) -> None:
         """A worker joins. `blocks` are the cached prefixes of its pool.
 
-        Raises ValueError for invalid sizes, WorkerMismatchError if they differ from those of the other workers.
+        Raises ValueError for invalid sizes, WorkerMismatchError if the sizes differ from the other workers' sizes.
         """
         if capacity.worker_id in self._workers:
-            raise ValueError(f"worker {capacity.worker_id} has joined already; remove it first")
+            raise ValueError(f"worker {capacity.worker_id} has already joined; call remove_worker first")
         self._admission.check_worker(capacity)
         worker = WorkerBooks(
             capacity,
@@ -101,11 +101,11 @@ class Scheduler:
         self._prefix_events.note(worker)
         self._requests.update_schedulable()
         for entry in self._waiting:
-            entry.forget_refusals(capacity.worker_id)  # by this worker before a restart
+            entry.forget_refusals(capacity.worker_id)  # from before a restart of this worker
         self._move_drained_rows()
 
     def remove_worker(self, worker_id: str) -> None:
-        """A worker is lost: its sequences return to the queue with their tokens."""
+        """Remove a lost worker. Its sequences return to the queue with their tokens."""
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
@@ -118,8 +118,8 @@ class Scheduler:
         self._prefix_events.leave(worker)
 
     def drain_worker(self, worker_id: str) -> None:
-        """The worker admits no more sequences. Each of its sequences returns to the queue, with its tokens, as soon as
-        another worker could run it, and runs on the draining worker until then.
+        """Stop admitting sequences on the worker. Each running sequence returns to the queue with its tokens as soon as
+        another worker could run it. Until then it runs on the draining worker.
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
@@ -139,15 +139,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A request is waiting or running."""
+        """Whether a request is waiting or running."""
         return bool(self._requests.groups)
 
     def add_group(self, group: SequenceGroup, now: float) -> Deltas:
         """Add a request to the queue. Returns the finishes of samples whose Continuation is complete (usually none) and
-        of the group that the request takes over.
+        of the group that the request replaces.
 
-        Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError;
-        then nothing has changed.
+        Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError.
+        After an error nothing has changed.
         """
         self._admission.check_group(group, now)
         message = "another stream took the request over"
@@ -167,7 +167,7 @@ class Scheduler:
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> list[StepBatch]:
-        """All steps that can be sent now: for each worker as many as its pipeline has room for."""
+        """Returns all steps that can be sent now. Fills each worker's pipeline."""
         self._expired += self._requests.expire(now)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
@@ -181,8 +181,8 @@ class Scheduler:
         return batches
 
     def take_expired(self) -> Deltas:
-        """What `schedule` ended since the last call: requests that waited past their deadline, or that no worker could
-        run for `worker_patience_s`.
+        """The requests that `schedule` has ended since the last call: they waited past their deadline, or no worker
+        could run them for `worker_patience_s`.
         """
         expired, self._expired = self._expired, []
         return _finishes(expired)
@@ -193,8 +193,8 @@ class Scheduler:
         return self._requests.patience_ends_at
 
     def _schedule_once(self, now: float) -> list[StepBatch]:
-        """One step for each worker whose pipeline has room. Workers without changes or placed sequences are skipped, so
-        the answer of one worker costs nothing for the others.
+        """Plan one step for each worker whose pipeline has room. Workers without changes or placed sequences are
+        skipped, so an answer of one worker causes no work for the others.
         """
         placed, changed = self._scan.place(self._ready, now), self._fleet.changed
         batches = []
@@ -234,7 +234,9 @@ class Scheduler:
         self._fleet.mark_changed(worker)
 
     def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
-        """Admit the candidates that fit. A refusal also holds for the next sequences that need as much, unasked."""
+        """Admit the candidates that fit. After a refusal, the following sequences that need at least as many tokens
+        are refused without a check.
+        """
         worker = planner.books
         smallest = self._ask_for_room(planner, plan, candidates, now)
         if smallest is None:
@@ -246,7 +248,7 @@ class Scheduler:
     def _ask_for_room(
         self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float
     ) -> tuple[int, Refusal] | None:
-        """Returns the tokens that the smallest refused sequence needs, and its refusal."""
+        """Returns the number of tokens that the smallest refused sequence needs, and its refusal."""
         worker = planner.books
         smallest: tuple[int, Refusal] | None = None
         num_refused = 0
@@ -282,10 +284,10 @@ class Scheduler:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def update(self, output: StepOutput, now: float) -> Deltas:
-        """A worker answered its oldest step. Returns the new tokens and the sequences that ended.
+        """Apply a worker's answer to its oldest step. Returns the new tokens and the sequences that ended.
 
-        Answers of removed workers are ignored. Raises UnexpectedStepError if the step is not the oldest one in
-        flight: the caller then removes the worker.
+        Answers of removed workers are ignored. Raises UnexpectedStepError if the step is not the oldest in flight; the
+        caller must then remove the worker.
         """
         planner = self._planners.get(output.worker_id)
         if planner is None:
@@ -313,7 +315,7 @@ class Scheduler:
         return deltas
 
     def _note_prefill_pace(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
-        """Measure it from full steps only: in others the worker could have computed more."""
+        """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
         chunks = int(step.query_lens[step.query_lens > 1].sum())
         self._measures.prefill.note(chunks, now - max(step.sent_at, planner.answered_at))
 
@@ -333,9 +335,9 @@ class Scheduler:
                 deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerBooks, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
-        """Retry a failed row once on another worker, because the machine may have caused the failure; end it if it has
-        failed before or no other worker could run it. Rows that read its blocks are computed again, even if they failed
-        too.
+        """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence
+        if it has failed before or no other worker could run it. Rows that read blocks of a failed row are computed
+        again, even if they failed too.
         """
         live = [f for f in failures if step.generation[f.row] == worker.rows.generation[f.row]]
         taint = taint_of(worker, {failure.row for failure in live}, step)
@@ -357,32 +359,32 @@ class Scheduler:
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def take_prefix_events(self) -> list[PrefixChanges]:
-        """Blocks that became cached prefixes or stopped being ones since the last call."""
+        """Changes of cached prefixes since the last call."""
         return self._prefix_events.take()
 
     def cached_prefixes(self) -> list[PrefixChanges]:
-        """All cached prefixes: what fills an index that has lost its data."""
+        """All cached prefixes of all workers, to fill an index that has lost its data."""
         return [cached_prefixes(worker) for worker in self._workers.values()]
 
     def load(self) -> Load:
-        """How much waits and runs now."""
+        """The current load: waiting and running sequences, pending tokens."""
         return load_of(self._requests, self._workers.values())
 
     def worker_stats(self, worker_id: str) -> WorkerStats:
-        """Occupancy of one worker that has joined."""
+        """Occupancy of one worker. The worker must have joined."""
         return worker_stats(self._workers[worker_id])
 
     def stats(self) -> SchedulerStats:
-        """Counters since the start, load and occupancy."""
+        """Load, occupancy of each worker, and counters since the start."""
         return scheduler_stats(self._requests, self._workers.values(), self._counts)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if any books disagree. For tests."""
+        """Raise AssertionError if any data structures disagree. For tests."""
         for worker in self._workers.values():
             invariants.check_worker(worker)
         invariants.check_requests(self._requests, self._workers, self._fleet)
         ready = {name for name, worker in self._workers.items() if worker.can_send}
-        assert set(self._ready) == ready, "the ready workers are not those that can send"
+        assert set(self._ready) == ready, "the ready workers differ from the workers that can send"
 
 
 def _finishes(finished: list[Finished]) -> Deltas:

@@ -1,1 +1,1 @@
-"""Steps of one worker: its rows, what a step computes, and what its answer changes."""
+"""Steps of one worker: its rows, how a step is planned, and how its answer is applied."""

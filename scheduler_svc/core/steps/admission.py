@@ -1,4 +1,4 @@
-"""Whether a sequence fits on a worker: alone, and beside those that run there, once all of them have grown."""
+"""Whether a sequence fits on a worker: alone, and next to the running sequences once all of them have grown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.steps.sharing import shared_before
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
-    """The worker could run the sequence if nothing else ran there."""
+    """Whether an idle worker of this capacity could run the sequence."""
     return capacity.size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens)
 
 
@@ -26,11 +26,11 @@ def excess_blocks(
     mean_output: float,
     max_blocks: int,
 ) -> int:
-    """Blocks beyond `max_blocks` at the projected peak of the rows, a new sequence and `num_forks` samples that fork
-    from it; 0 if they fit.
+    """Number of blocks beyond `max_blocks` at the projected peak of the rows, a new sequence and `num_forks` samples
+    that fork from it; 0 if they fit.
 
-    `hits` are the cached blocks that the new sequence starts from. Less urgent rows do not count: they would be
-    preempted. A sequence that does not fit alone is never queued.
+    `hits` are the cached blocks from which the new sequence starts. Rows that are less urgent than it do not count,
+    because they would be preempted. A sequence that does not fit on an idle worker is never queued.
     """
     rows = table.active()
     rows = rows[table.priority[rows] <= seq.group.priority]
@@ -40,7 +40,7 @@ def excess_blocks(
     tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
     limit = len(group.prompt) + group.stop.max_tokens
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
-    num_at_most = int(limits.sum()) // table.block_size + 2 * len(limits)  # each opens one more, and may copy one
+    num_at_most = int(limits.sum()) // table.block_size + 2 * len(limits)  # each opens one block more, may copy one
     if pool.num_used + num_new * (seq.data.num_tokens // table.block_size + 1) + num_at_most <= max_blocks:
         return 0
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
@@ -58,17 +58,18 @@ def excess_blocks(
 
 
 def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:
-    """At least the blocks that rows will copy before they write: others share them too."""
+    """Number of rows that will copy a shared block before they write to it (a lower bound)."""
     index = np.minimum(table.num_computed_tokens[rows] // table.block_size, table.num_blocks[rows] - 1)
     return int(np.count_nonzero(pool.refs[table.table[rows, index]] > 1))
 
 
 def steps_to_retry(num_excess: int, num_growing: int, block_size: int) -> int:
-    """Steps after which the projected peak can have fallen by `num_excess` blocks, while no running sequence ends.
+    """Number of steps after which the projected peak may have fallen by `num_excess` blocks, if no running sequence
+    ends.
 
-    At any later step, rows that decode hold what was projected. A sequence that does not decode yet (the refused ones,
-    prompts in chunks: `num_growing` in all) falls behind by one token a step, so by one block in `block_size` steps.
-    The last of these steps could be any: the sequence is asked four times a block.
+    A decoding row grows as projected. A sequence that does not decode yet (the refused sequence, prompts in chunks;
+    `num_growing` in all) falls one token per step behind its projection, so one block per `block_size` steps. The
+    sequence may fit at any step of the last block, so it is retried four times per block.
     """
     num_whole = -(-num_excess // num_growing) - 1
     return num_whole * block_size + max(1, block_size // 4)

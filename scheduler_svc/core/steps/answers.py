@@ -18,9 +18,9 @@ U32 = npt.NDArray[np.uint32]
 
 
 def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
-    """The step that this output answers, and its failed rows. A row without a token or a failure has failed too.
+    """The step that this output answers, and its failed rows. A row with neither a token nor a failure has failed too.
 
-    Raises UnexpectedStepError unless the step is the oldest one in flight, and if rows are unknown, repeated or in
+    Raises UnexpectedStepError if the step is not the oldest in flight, or if rows are unknown, repeated or in
     another order.
     """
     step = in_flight[0] if in_flight else None
@@ -69,12 +69,12 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
 
 
 def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
-    """None of the step's rows has been closed since it was sent."""
+    """Whether no row of the step has been closed since the step was sent."""
     return bool((step.generation[step.rows] == table.generation[step.rows]).all())
 
 
 def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, token_ids: U32) -> Deltas:
-    """Store the samples of a step of a run whose rows are all still open."""
+    """Store the samples of a step in a run. All rows of the run are still open."""
     table.flat_tokens[run.token_starts + context_lens] = token_ids
     table.num_tokens += run.is_member
     table.pending -= run.is_member

@@ -1,11 +1,11 @@
-"""Steady decode: until a row is opened, each step equals the step before it, advanced by one token.
+"""Steady decode: until a row is opened, each step equals the previous step, advanced by one token.
 
-Most steps of a busy server are of this kind, so columns that do not change are computed once and the others are
+Most steps of a busy server are steady decode steps. So columns that do not change are computed once, and the others are
 advanced by one. A row that is closed or reaches its limit is removed from the run. The run ends when a row is opened or
-the pool has no block for a row; the next step is then planned from scratch.
+the pool has no block for a row. The next step is then planned from scratch.
 
-A column is kept here only if that saves measurable time. With 1,024 rows a step costs 100 to 150 us (AMD Zen 4), of
-which `slots` saves 11 us, `is_member` 11, `steps_left` 6, `by_phase` 4, `first_offsets` 2.5, the others 1 to 2 each.
+A column is kept here only if that saves measurable time. With 1,024 rows a step costs 100 to 150 us (AMD Zen 4).
+`slots` saves 11 us, `is_member` 11, `steps_left` 6, `by_phase` 4, `first_offsets` 2.5, the others 1 to 2 each.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ ONE = np.uint32(1)
 
 @dataclass(slots=True)
 class DecodeRun:
-    """All rows of a worker with tokens to compute, in batch order: each computes one token and samples one."""
+    """All rows of a worker that have tokens to compute, in batch order. Each computes one token and samples one."""
 
-    num_opened: int  # of the row table; the run ends when it changes
+    num_opened: int  # `num_opened` of the row table; the run ends when it changes
     generation: I64  # of all rows of the table when the run was last checked for closed rows
     rows: I64  # [N]
     is_member: I64  # [max_num_seqs] 1 for a row of the run: adding a whole column is cheaper than indexing rows
     token_starts: I64  # [N] index of position 1 of each row in the flat column of tokens
     first_offsets: U32  # [N] output position of the token at position 1, modulo 2**32
     owners: U32  # [N]
-    owner: int | None  # of all rows, None if they have several
+    owner: int | None  # the owner of all rows; None if they have several
     handles: U32  # [N]
     sample_indices: U32  # [N]
-    has_stop_ids: bool  # of any row
-    context_lens: U32  # [N] of the newest step
-    slots: U32  # [N] of the newest step
-    full: I64  # indices into `rows` of those whose block the newest step fills
+    has_stop_ids: bool  # whether any row has stop ids
+    context_lens: U32  # [N] in the newest step
+    slots: U32  # [N] in the newest step
+    full: I64  # indices into `rows`: the rows whose block the newest step fills
     steps_left: int  # until a row reaches its limit
     by_phase: I64  # [N] indices into `rows`, ordered by the step that fills their block
-    phases: list[int]  # [block_size + 1] by_phase[phases[p] : phases[p + 1]] fill a block in steps of phase p
-    phase: int  # of the newest step, modulo block_size
+    phases: list[int]  # [block_size + 1] rows by_phase[phases[p] : phases[p + 1]] fill a block in steps of phase p
+    phase: int  # the newest step, counted from the start of the run, modulo block_size
 
     @classmethod
     def after(cls, table: RowTable, rows: I64, context_lens: I64, slots: U32) -> DecodeRun:
@@ -89,7 +89,7 @@ class DecodeRun:
         return DecodeRun.after(table, rows[remains], self.context_lens[remains].astype(np.int64), self.slots[remains])
 
     def advance(self, new_blocks: I64 | None, block_size: int) -> None:
-        """Advance by one step. `new_blocks` are those of the rows whose block was full."""
+        """Advance by one step. `new_blocks` has a block for each row whose previous block is full."""
         self.context_lens, self.slots = self.context_lens + ONE, self.slots + ONE
         if new_blocks is not None:
             self.slots[self.full] = new_blocks * block_size

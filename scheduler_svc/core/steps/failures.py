@@ -1,4 +1,4 @@
-"""Which rows a failed row affects: those that read, or would have read, what it failed to compute."""
+"""The rows that a failed row affects: rows that read, or would have read, blocks that it failed to fill."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 class Taint(NamedTuple):
-    """What cannot be trusted after rows failed."""
+    """The rows and blocks that cannot be trusted after rows failed."""
 
-    rows: list[int]  # to compute again, because they read blocks of failed rows
-    blocks: list[int]  # whose content is unknown: their digests must be forgotten
+    rows: list[int]  # must be computed again, because they read blocks of failed rows
+    blocks: list[int]  # have unknown content, so their digests must be removed
 
 
 def taint_of(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> Taint:
     """The rows and blocks that are tainted by the failure of these rows in this step.
 
-    A failed row is tainted itself if the failure of another row explains its own. The blocks are those that failed rows
-    were to fill, and those of rows that have ended since, because it is unknown what those rows read.
+    A failed row is tainted itself if the failure of another row explains its failure. The tainted blocks are the blocks
+    that failed rows were to fill, and the blocks that rows filled which have ended since: these may have read anything.
     """
     bad, steps = set(failed), (step, *worker.in_flight)
     while True:
@@ -32,7 +32,7 @@ def taint_of(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> Taint
 
 
 def _lost_blocks(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
-    """Blocks that bad or ended rows were to fill, each with its row, or None if that row has ended."""
+    """Maps each block that a bad or ended row was to fill to its row, or to None if the row has ended."""
     return {
         block: None if _has_ended(worker, row, step) else row
         for step in steps
@@ -53,7 +53,7 @@ def _forks_of(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...
 
 
 def _reads(worker: WorkerBooks, row: int, lost: dict[int, int | None]) -> bool:
-    """The row's table has a lost block that another row was to fill."""
+    """Whether the row's table has a lost block that another row was to fill."""
     return any(lost.get(block, row) != row for block in worker.rows.blocks(row))
 
 

@@ -1,4 +1,4 @@
-"""The running sequences of one worker as columns, so that a decode step touches no objects.
+"""The running sequences of one worker as columns, so that a decode step touches no Python object per row.
 
 A *row* is a slot of the worker's persistent batch. For a row in use:
 
@@ -6,9 +6,9 @@ A *row* is a slot of the worker's persistent batch. For a row in use:
     |<----------- num_computed_tokens ---------->|    todo = min(num_tokens + pending, compute_limit)
                                                            - num_computed_tokens
 
-`num_computed_tokens` includes the tokens of steps in flight, `pending` counts the samples of those steps. In steady
-decode `todo` is 1: the newest token, which may not be known here yet (the worker continues with its own sample).
-`todo` above 1 is prefill. At 0 nothing is left to compute: the answer in flight ends the sequence.
+`num_computed_tokens` includes the tokens of steps in flight. `pending` counts the samples of steps in flight. In steady
+decode `todo` is 1: the newest token, which the scheduler may not know yet (the worker continues with its own sample).
+Above 1 the row is in prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RowTable:
-    """Storage of running sequences. Large columns are allocated untouched: their pages cost memory when first used."""
+    """The columns of one worker's rows. Pages of the large columns take memory only when they are first written."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         rows, length = capacity.max_num_seqs, capacity.max_model_len
         self.block_size = capacity.block_size
         self.sequences: list[Sequence | None] = [None] * rows
-        self.digests: list[list[bytes]] = [[]] * rows  # the list of the sequence itself
-        self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed: answers to older steps are void
+        self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
+        self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed; answers to older steps are ignored
         self.tokens = np.zeros((rows, length), dtype=np.uint32)
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
@@ -42,11 +42,11 @@ class RowTable:
         self.pending = np.zeros(rows, dtype=np.int64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
-        self.compute_limit = np.zeros(rows, dtype=np.int64)  # the last token needs no KV
+        self.compute_limit = np.zeros(rows, dtype=np.int64)  # most computed tokens: the last token needs no KV
         self.owner = np.zeros(rows, dtype=np.uint32)
         self.handle = np.zeros(rows, dtype=np.uint32)
         self.sample_index = np.zeros(rows, dtype=np.uint32)
-        self.tenant = np.zeros(rows, dtype=np.int64)  # slots of FairShare
+        self.tenant = np.zeros(rows, dtype=np.int64)  # tenant slots of FairShare
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
@@ -54,7 +54,7 @@ class RowTable:
         self.trues = np.ones(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
-        self.num_opened = 0  # so far
+        self.num_opened = 0  # rows opened so far
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
         self._active: I64 | None = None
@@ -74,24 +74,24 @@ class RowTable:
         return self._active
 
     def todo(self, rows: I64) -> I64:
-        """Tokens each row could compute now."""
+        """Number of tokens that each row could compute now."""
         known = self.num_tokens[rows] + self.pending[rows]
         todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.num_computed_tokens[rows]
         return todo
 
     def todo_of(self, row: int) -> int:
-        """Tokens that this row could compute now."""
+        """Number of tokens that this row could compute now."""
         known = self.num_tokens[row] + self.pending[row]
         return int(min(known, self.compute_limit[row]) - self.num_computed_tokens[row])
 
     def num_full_blocks(self, rows: I64) -> I64:
-        """Blocks of each row that it will not write to after the step that is being planned."""
+        """For each row, the number of blocks that it will not write to after the step that is being planned."""
         is_prefill = self.todo(rows) > 1
         full: I64 = np.where(is_prefill, self.num_tokens[rows], self.num_computed_tokens[rows]) // self.block_size
         return full
 
     def pending_prefill(self) -> int:
-        """Prompt tokens of admitted sequences that no step computes: for invariants."""
+        """Number of prompt tokens that are admitted but not in any step. Used by invariants.py."""
         if not self._order:
             return 0
         return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
@@ -100,7 +100,7 @@ class RowTable:
         return SequenceStage.PREFILL if self.todo_of(row) > 1 else SequenceStage.DECODE
 
     def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
-        """Give `seq` a row; the caller has checked `num_free`."""
+        """Give `seq` a row. The caller has checked `num_free`."""
         row = self._free.pop()
         self.num_opened += 1
         self._order[row] = None
@@ -116,7 +116,7 @@ class RowTable:
         self.pending[row] = 0
         self.prompt_len[row] = len(group.prompt)
         self.limit[row] = limit
-        # max_tokens = 0 computes the whole prompt; otherwise the last token is never computed.
+        # With max_tokens = 0 the whole prompt is computed; otherwise the last token is never computed.
         self.compute_limit[row] = limit if group.stop.max_tokens == 0 else limit - 1
         self.owner[row] = group.owner
         self.handle[row] = group.handle
@@ -138,7 +138,7 @@ class RowTable:
     def sequence(self, row: int) -> Sequence:
         seq = self.sequences[row]
         if seq is None:
-            raise RuntimeError(f"row {row} holds no sequence: a bug in the bookkeeping")
+            raise RuntimeError(f"row {row} has no sequence: a bug in the scheduler")
         return seq
 
     def blocks(self, row: int) -> list[int]:
@@ -147,7 +147,7 @@ class RowTable:
         return table
 
     def are_held(self, rows: I64, num_blocks: int) -> Bools:
-        """Which blocks of the pool are in the tables of these rows."""
+        """For each block of the pool, whether it is in a table of these rows."""
         is_held = np.zeros(num_blocks, dtype=np.bool_)
         counts = self.num_blocks[rows]
         width = int(counts.max(initial=0))
@@ -155,28 +155,28 @@ class RowTable:
         return is_held
 
     def chunk_slots(self, row: int, start: int, count: int) -> U32:
-        """Slots of consecutive positions of one row."""
+        """Slots of `count` consecutive positions of one row."""
         first, end = start // self.block_size, ceil_div(start + count, self.block_size)
         heads = self.table[row, first:end] * np.uint32(self.block_size)
         slots: U32 = (heads[:, None] + self._offsets).reshape(-1)
         return slots[start - first * self.block_size :][:count]
 
     def fills_block(self, context_lens: I64) -> I64:
-        """Indices of the rows that fill a block with one more token."""
+        """Indices of the rows whose next token fills a block."""
         full: I64 = ((context_lens + 1) % self.block_size == 0).nonzero()[0]
         return full
 
     def known_tokens(self, row: int) -> U32:
-        """Prompt and output so far (a view)."""
+        """Prompt and output so far, as a view."""
         return self.tokens[row, : self.num_tokens[row]]
 
     def last_tokens(self, rows: I64, ends: U32) -> U32:
-        """Tokens of the block that ends before each of these positions: [len(rows), block_size]."""
+        """Tokens of the block that ends just before each of these positions: [len(rows), block_size]."""
         starts = rows * self.tokens.shape[1] + ends - self.block_size
         return self.flat_tokens.take(starts[:, None] + self._offsets)
 
     def output_tokens(self, row: int) -> U32:
-        """Output so far (a copy: it outlives the row)."""
+        """Output so far, as a copy that outlives the row."""
         return self.tokens[row, self.prompt_len[row] : self.num_tokens[row]].copy()
 
     def slots(self, rows: I64, positions: I64) -> U32:

@@ -9,11 +9,11 @@ from scheduler_svc.core.steps.rows import I64, U32, RowTable
 
 
 def shared_before(table: RowTable, pool: BlockManager, rows: I64, hits: I64, order: I64) -> I64:
-    """For each of the rows, and for a newcomer that starts from `hits`, the number of its full blocks that a sequence
-    before it in `order` holds too.
+    """For each row, and for a new sequence that starts from `hits`, the number of full blocks that an earlier sequence
+    in `order` holds too.
 
-    Shared blocks are a prefix of their tables, and the holders of a block hold every block before it. So a run of
-    blocks with the same number of holders has the same holders, and one comparison counts all of the run:
+    Shared blocks are a prefix of each table, and each holder of a block also holds every block before it. So a run of
+    blocks with the same number of holders has the same holders, and one comparison counts the whole run:
 
         block          0    1    2    3    4
         row a          7    8    9   12   13
@@ -38,7 +38,7 @@ def shared_before(table: RowTable, pool: BlockManager, rows: I64, hits: I64, ord
         np.minimum.at(first, group, rank[i])
         length = np.zeros(len(size), dtype=np.int64)
         many = size > 1
-        sample = sample[many]  # a row: the newcomer is last
+        sample = sample[many]  # always a row, because the new sequence is last
         length[many] = _run_lengths(table.table, rows[i[sample]], start[sample], full[sample], num_holders)
         saved[i] += np.where(first[group] == rank[i], 0, length[group])
         start += length[group]
@@ -48,13 +48,13 @@ def shared_before(table: RowTable, pool: BlockManager, rows: I64, hits: I64, ord
 
 
 def _blocks_at(table: RowTable, rows: I64, hits: I64, i: I64, start: I64) -> I64:
-    """The block at position `start` of each row and, if it is the last one of `i`, of the newcomer."""
+    """The block at index `start` of each row's table and, if `i` ends with the new sequence, of its hits."""
     is_row = i < len(rows)
     return np.append(table.table[rows[i[is_row]], start[is_row]], hits[start[~is_row]]).astype(np.int64)
 
 
 def _run_lengths(tables: U32, rows: I64, start: I64, end: I64, num_holders: I64) -> I64:
-    """Blocks of each row from `start` on, before `end`, with as many holders as the first of them."""
+    """For each row, the number of blocks from `start`, before `end`, up to the first with another number of holders."""
     index = start[:, None] + np.arange(int((end - start).max(initial=0)))
     holders = num_holders[tables[rows[:, None], np.minimum(index, tables.shape[1] - 1)]]
     lengths: I64 = ((holders == holders[:, :1]) & (index < end[:, None])).sum(axis=1)

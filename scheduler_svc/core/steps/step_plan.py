@@ -1,4 +1,4 @@
-"""A step as it is planned (`StepPlan`), sent (`make_batch`) and remembered until its answer (`InFlightStep`)."""
+"""A step while it is planned (`StepPlan`), sent (`make_batch`) and in flight (`InFlightStep`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepPlan:
 
     budget: int  # tokens that can still be added
     now: float
-    joins_message: bool = False  # the step is sent in the message of the step before it
+    joins_message: bool = False  # the step is sent in the message of the previous step
     rows: list[I64] = field(default_factory=list)
     query_lens: list[Column] = field(default_factory=list)
     opens: list[RowOpen] = field(default_factory=list)
@@ -34,8 +34,8 @@ class StepPlan:
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
-    num_decode: int = 0  # rows at the start with one token each
-    run: DecodeRun | None = None  # its rows are the first ones
+    num_decode: int = 0  # number of rows with one token each; they precede the other rows
+    run: DecodeRun | None = None  # its rows precede the other rows
 
     def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
         self.rows.append(rows)
@@ -45,28 +45,28 @@ class StepPlan:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was sent and not answered, with everything that its answer is checked against."""
+    """A step that was sent but not answered yet, with all data to check and apply its answer."""
 
     step_id: int
     rows: I64
     context_lens: U32
     query_lens: U32
     sampled: U32  # rows whose tokens the answer must contain, in this order
-    generation: I64  # of all rows when the step was sent: the table's own array until a row is closed
-    full: I64  # indices of decoding rows that fill a block (prompt chunks are in `fills`)
+    generation: I64  # `RowTable.generation` when the step was sent: the same array until a row is closed
+    full: I64  # indices of the decoding rows that fill a block (prompt chunks are in `fills`)
     run: DecodeRun | None  # the run that this step belongs to
     may_reach_limit: bool
     fills: list[tuple[int, list[Fill]]]  # per row
     forks: list[tuple[int, int]]  # (row, parent)
     prompt_only: list[int]  # rows with max_tokens 0 whose prompt this step completes
-    is_full: bool  # the token budget was used up
+    is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
     sent_at: float = 0.0
-    releases: list[I64] = field(default_factory=list)  # block tables of ended rows: freed after the answer
+    releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
 
 
 def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
-    """Slots of all tokens of a step; its first `num_decode` rows have one token each."""
+    """Slots of all tokens of a step. The first `num_decode` rows have one token each."""
     columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
     parts = [table.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
     if num_decode:
@@ -82,7 +82,7 @@ def make_batch(
     slots: U32,
     changes: tuple[list[int], list[Fill]],
 ) -> StepBatch:
-    """The message of a step. `changes`: rows closed and blocks committed since the step before."""
+    """The message of a step. `changes`: rows closed and blocks committed since the previous step."""
     closed, commits = changes
     fork_rows, fork_parents = _columns(plan.forks)
     copy_src, copy_dst = _columns(plan.copies)
@@ -116,7 +116,7 @@ def with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
 
 
 def concatenated(parts: list[Column], nothing: Column) -> Column:
-    """The parts in one array, without a copy where there is only one."""
+    """The parts in one array, without a copy if there is only one part."""
     if not parts:
         return nothing
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

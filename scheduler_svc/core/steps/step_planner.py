@@ -1,4 +1,4 @@
-"""Planning the steps of one worker: which rows compute which tokens, in which blocks."""
+"""Plans the steps of one worker: which rows compute which tokens, in which blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from scheduler_svc.core.steps.step_plan import (
 )
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
-MAX_BURST = 16  # steps of one message
-DECODE_WEIGHT = 0.2  # of the newest message in the running mean of the duration of a decode step
+MAX_BURST = 16  # most steps of one message
+DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
 
 
 class StepPlanner:
@@ -33,7 +33,7 @@ class StepPlanner:
     def __init__(self, books: WorkerBooks, next_step_id: int) -> None:
         self.books = books
         self.answered_at = 0.0  # time of the newest answer
-        self.may_continue = True  # a step after the newest one may have tokens to compute, before any answer
+        self.may_continue = True  # the next step may have tokens to compute, even before an answer arrives
         self._capacity = books.capacity
         self._rows = books.rows
         self._pool = books.pool
@@ -42,13 +42,13 @@ class StepPlanner:
         self._run: DecodeRun | None = None
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
-        """An empty plan. `joins_message`: the step is sent in the message of the step before it."""
+        """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
         return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
 
     def continue_run(self, plan: StepPlan, *, may_begin: bool = True) -> bool:
-        """Plan one more token for every row. False if the rows need more than that: then nothing is planned.
+        """Plan one more token for every row. Returns False, and plans nothing, if the rows need more than that.
 
-        `may_begin`: a new run may begin, which costs as much as a step and pays off only if more steps follow.
+        `may_begin`: a new run may begin. That costs as much as a step and pays off only if more steps follow.
         """
         run = self._run = self._current_run() or (self._new_run() if may_begin else None)
         if run is None:
@@ -64,7 +64,7 @@ class StepPlanner:
         return True
 
     def _current_run(self) -> DecodeRun | None:
-        """The run of the newest step without the rows that have ended; None if a row was opened since."""
+        """The run of the newest step without the rows that have ended; None if a row was opened since that step."""
         run = self._run
         if run is None or run.num_opened != self._rows.num_opened:
             return None
@@ -73,8 +73,8 @@ class StepPlanner:
         return run.without_gone(self._rows)
 
     def _new_run(self) -> DecodeRun | None:
-        """A run may begin if every row with tokens to compute has exactly one, its newest, and either owns the block to
-        write it to or needs a new block.
+        """A new run; None if it may not begin. Every row that has tokens to compute must have exactly one, its newest,
+        and must either own the block to which it writes or need a new block.
         """
         if self.books.pending_prefill or self.books.num_reserved_rows:
             return None
@@ -88,7 +88,7 @@ class StepPlanner:
         return DecodeRun.after(r, rows, ends - 1, r.slots(rows, ends - 1))
 
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
-        """Add to the message of `first` as many steps of its run as the worker decodes in `burst_s`."""
+        """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
         num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
         while len(first.then) + 1 < num_steps and self.books.in_flight[-1].run is not None:
             plan = self.begin_step(now, joins_message=True)
@@ -98,7 +98,7 @@ class StepPlanner:
             first.then.append(batch)
 
     def note_answer(self, step: InFlightStep, now: float) -> None:
-        """All steps of a message are answered; `step` is the last of them."""
+        """Record that all steps of a message are answered. `step` is the last step of the message."""
         if step.run is not None:
             took = (now - max(step.sent_at, self.answered_at)) / step.burst_len
             mean = took if self._decode_s is None else self._decode_s
@@ -106,7 +106,7 @@ class StepPlanner:
         self.answered_at = now
 
     def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
-        """Add the decodes, then chunks of the prompts."""
+        """Add the decodes, then chunks of prompts."""
         if len(decode):
             plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
             plan.num_decode = len(decode)
@@ -117,7 +117,7 @@ class StepPlanner:
             self._plan_chunk(row, plan)
 
     def split_by_stage(self) -> tuple[I64, I64]:
-        """Rows with one token to compute, and rows with more."""
+        """Rows with one token to compute, and rows with several."""
         rows = self._rows.active()
         if not len(rows):
             return NO_ROWS, NO_ROWS
@@ -135,9 +135,9 @@ class StepPlanner:
         return decode[opens | (self._pool.refs[tail] > 1)]
 
     def num_blocks_for(self, needy: I64) -> int:
-        """Blocks that these rows take. Of rows that share a block, the last one keeps it."""
+        """Number of blocks that these rows take. The last of the rows that share a block keeps it."""
         if len(needy) <= self._pool.num_free:
-            return len(needy)  # an upper bound, and the pool has as many
+            return len(needy)  # an upper bound, and the pool has this many blocks
         r = self._rows
         index = r.num_computed_tokens[needy] // self._capacity.block_size
         copies = index < r.num_blocks[needy]
@@ -187,7 +187,7 @@ class StepPlanner:
             self._fork_if_complete(row, count, plan)
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
-        """Blocks that this chunk fills with known tokens may be shared from now on."""
+        """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
         r, bs = self._rows, self._capacity.block_size
         first, digests = int(r.num_computed_tokens[row]) // bs, r.sequence(row).digests
         end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
@@ -197,7 +197,9 @@ class StepPlanner:
         plan.fills.append((row, self._pool.register(r.table[row, first:end], digests[first:end], tokens)))
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
-        """If this chunk completes the prompt, open the other samples of its group: same blocks, own first token."""
+        """If this chunk completes the prompt, open the other samples of the group. They share its blocks, and each
+        samples its own first token.
+        """
         r, seq = self._rows, self._rows.sequence(row)
         if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
@@ -260,7 +262,7 @@ class StepPlanner:
         return self._send(plan, step, sample_mask, slots)
 
     def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
-        """Finish a step that consists of a run: its columns are advanced by one token."""
+        """Finish a step that consists of a run, by advancing the run's columns by one token."""
         r = self._rows
         self.may_continue = True
         run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
@@ -293,7 +295,7 @@ class StepPlanner:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence, hits: I64, plan: StepPlan) -> None:
-        """Give a waiting sequence a row, blocks after the cached `hits`, and its first tokens of this step."""
+        """Give a waiting sequence a row and blocks after the cached `hits`, and plan its first tokens in this step."""
         bs, token_ids = self._capacity.block_size, seq.data.token_ids()
         self._pool.hit(hits)
         new_blocks = self._pool.allocate(ceil_div(len(token_ids), bs) - len(hits))

@@ -1,4 +1,4 @@
-"""When a sequence ends by its own tokens: EOS, a stop id, or as many as were asked for."""
+"""Whether a sequence ends with its newest token: EOS, a stop id, or max_tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ U32 = npt.NDArray[np.uint32]
 
 
 class Stops:
-    """The stop rules of one model, for columns of new tokens and for single tokens."""
+    """The stop rules of one model, for columns of new tokens and for a single token."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.uint32)
 
     def may_end(self, run: DecodeRun | None, token_ids: U32) -> bool:
-        """One of these tokens may end its sequence."""
+        """Whether any of these tokens may end its sequence."""
         if run is None or run.has_stop_ids:
             return True
         return any(len((token_ids == eos).nonzero()[0]) for eos in self._eos)
@@ -42,13 +42,13 @@ class Stops:
         return positions
 
     def is_complete(self, seq: Sequence) -> bool:
-        """A Continuation already holds the token that ends it."""
+        """Whether a Continuation already ends with the token that ends the sequence."""
         output = seq.data.output
         if not len(output):
             return False
         return seq.group.stop.end_of(int(output[-1]), len(output), self._eos_token_ids) is not None
 
     def why(self, stop: StopCondition, last_token: int, num_output: int) -> tuple[FinishReason, int | None]:
-        """The reason to end with this output token, and the stop id if it is one. LENGTH: some limit is reached."""
+        """The reason to end with this output token, and the token if it is a stop id. LENGTH: a limit is reached."""
         end = stop.end_of(last_token, num_output, self._eos_token_ids) or End.LENGTH
         return FinishReason(end.value), last_token if end is End.STOP else None

@@ -1,4 +1,4 @@
-"""The books of one worker: its blocks, its rows and its steps in flight."""
+"""The state of one worker: its blocks, its rows and its steps in flight."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from scheduler_svc.core.steps.step_plan import InFlightStep
 
 
 class Room(NamedTuple):
-    """What a worker can give a waiting sequence."""
+    """The blocks and rows that a worker has for a waiting sequence."""
 
-    hits: I64  # cached blocks that it starts from
-    num_forks: int  # of its forks, as many have a row too
+    hits: I64  # cached blocks from which it starts
+    num_forks: int  # number of its forks that get a row too
 
 
 class WorkerBooks:
     """Owns the block pool, the row table and the steps in flight of one worker, and finds room for sequences.
 
-    `StepPlanner` plans its steps and reports each with `note_sent`. Blocks of a row that ends become free when the
-    newest step that was in flight then is answered, because steps may still name them.
+    `StepPlanner` plans the steps and reports each one with `note_sent`. Steps in flight may still use the blocks of a
+    row that ends. So the blocks become free when the newest step in flight at that time is answered.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class WorkerBooks:
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork from a running prompt
-        self.room_version = 0  # +1 when rows or blocks become free: refusals from before are void
+        self.room_version = 0  # +1 when rows or blocks become free; older refusals no longer hold
         self._num_answered = 0  # steps
         self._root_salt = root_salt
-        self.prefilling: set[int] = set()  # rows with more than their newest token left to plan
+        self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
         self._closed: list[int] = []
 
     @property
@@ -72,7 +72,7 @@ class WorkerBooks:
 
     @property
     def has_changes(self) -> bool:
-        """Rows were closed or blocks committed since the newest step: the worker must learn of them."""
+        """Whether rows were closed or blocks committed since the newest step. The next step carries these changes."""
         return bool(self._closed or self.pool.commits)
 
     def take_changes(self) -> tuple[list[int], list[Fill]]:
@@ -81,45 +81,52 @@ class WorkerBooks:
         return closed, self.pool.take_commits() if self.pool.commits else []
 
     def unreserve_row(self) -> None:
-        """A sample ended before it forked from its running prompt."""
+        """Release the row of a sample that ended before it forked from its running prompt."""
         self.num_reserved_rows -= 1
         self.room_version += 1
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens of admitted sequences whose steps are not answered."""
+        """Number of prompt tokens of admitted sequences that no answered step has computed."""
         in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in self.in_flight)
         return self.pending_prefill + in_flight
 
     @property
     def pending_prefill(self) -> int:
-        """Prompt tokens of admitted sequences that no step has computed or plans to."""
+        """Number of prompt tokens of admitted sequences that are not in any step yet."""
         return sum(self.rows.todo_of(row) - 1 for row in self.prefilling)
 
     @property
     def num_pending_free(self) -> int:
-        """Blocks that become free when the steps in flight are answered."""
+        """Number of blocks that become free when the steps in flight are answered."""
         return sum(len(blocks) for step in self.in_flight for blocks in step.releases)
 
     def has_space(self, num_rows: int, num_blocks: int) -> bool:
-        """The rows and blocks are free, or become free when the steps in flight are answered."""
+        """Whether the rows are free, and the blocks are free or become free when the steps in flight are answered."""
         return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_pending_free
 
     def adopt(self, blocks: Iterable[CachedBlock]) -> None:
-        """Take over the cached blocks of the worker's pool, listed in the order of their commits.
+        """Adopt the cached blocks of the worker's pool, listed in the order of their commits.
 
-        The head of a prefix is committed before its tail; adopting in reverse order makes tails evicted first.
+        The head of a prefix is committed before its tail. Blocks are adopted in reverse order, so that tails are
+        evicted first.
         """
         listed = list(blocks)[::-1]
         for block in listed:
             if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
-                raise ValueError(f"worker {self.capacity.worker_id} lists block {block.block_id}, which it cannot have")
+                raise ValueError(
+                    f"worker {self.capacity.worker_id} lists block {block.block_id} with "
+                    f"{len(block.token_ids)} tokens, but its pool has {self.capacity.num_blocks} blocks of "
+                    f"{self.capacity.block_size} tokens"
+                )
         if listed:
             ids = np.array([block.block_id for block in listed], dtype=np.int64)
             self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
     def num_cached(self, digests: Seq[bytes], num_tokens: int) -> int:
-        """Leading tokens of a sequence that are cached here, at most all but one: its newest token must be computed."""
+        """Number of leading tokens of a sequence that are cached here. Its newest token never counts: it must be
+        computed.
+        """
         bs = self.capacity.block_size
         return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
 
@@ -129,7 +136,9 @@ class WorkerBooks:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def find_room(self, seq: Sequence, watermark: float, mean_output: float) -> Room | Refusal:
-        """Room for a waiting sequence and as many of its forks as there are rows, or for the sequence alone."""
+        """Room for a waiting sequence with all forks that find a free row, else for the sequence alone, else a
+        refusal.
+        """
         bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
         if num_forks < 0:
             return self.refuse()
@@ -160,7 +169,7 @@ class WorkerBooks:
 
     def _excess_blocks(self, seq: Sequence, hits: I64, num_forks: int, watermark: float, mean_output: float) -> int:
         num_blocks = self.capacity.num_blocks
-        max_blocks = num_blocks - int(num_blocks * watermark)  # whole blocks: a small pool leaves none free
+        max_blocks = num_blocks - int(num_blocks * watermark)  # rounded down to whole blocks, 0 in a small pool
         return excess_blocks(self.rows, self.pool, seq, hits, num_forks, mean_output, max_blocks)
 
     def _refuse_for(self, num_excess: int) -> Refusal:
@@ -169,16 +178,16 @@ class WorkerBooks:
         return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False)
 
     def refuse(self, *, can_preempt: bool = True) -> Refusal:
-        """A refusal that holds until rows or blocks become free."""
+        """Returns a refusal that holds until rows or blocks become free."""
         return Refusal(self.room_version, NEVER, can_preempt)
 
     def refusal(self, entry: QueueEntry) -> Refusal | None:
-        """This worker's refusal of the sequence, as long as it holds."""
+        """This worker's refusal of the sequence; None if there is none, or if it no longer holds."""
         refusal = entry.refusals.get(self.capacity.worker_id)
         return refusal if refusal is not None and refusal.room_version == self.room_version else None
 
     def expire_refusal(self, entry: QueueEntry) -> None:
-        """Drop the refusal of a sequence that may fit by now, because the projected peak has fallen."""
+        """Remove the refusal of a sequence that may fit now, because the projected peak may have fallen."""
         refusal = entry.refusals.get(self.capacity.worker_id)
         if refusal is not None and refusal.retry_at <= self._num_answered:
             del entry.refusals[self.capacity.worker_id]
@@ -186,7 +195,7 @@ class WorkerBooks:
     # -- steps in flight ----------------------------------------------------------------------------------------------
 
     def note_sent(self, step: InFlightStep, *, joins_message: bool) -> None:
-        """A step is sent, in a message of its own or in that of the step before it."""
+        """Record that a step is sent, in its own message or in the message of the previous step."""
         if joins_message:
             before = self.in_flight[-1]
             step.burst_len, before.burst_len = before.burst_len + 1, 0
@@ -195,13 +204,13 @@ class WorkerBooks:
         self.in_flight.append(step)
 
     def note_answered(self) -> None:
-        """The oldest step is answered. With the last step of a message, the pipeline takes another one."""
+        """Record that the oldest step is answered. After the last step of a message the pipeline has room for one."""
         step = self.in_flight.popleft()
         self._num_answered += 1
         self.num_messages -= step.burst_len > 0
 
     def commit_fills(self, step: InFlightStep) -> None:
-        """The step is acknowledged: the blocks that it filled are cached prefixes from now on."""
+        """Commit the blocks that an answered step has filled: they are cached prefixes from now on."""
         for _, fills in step.fills:
             self.pool.commit(fills)
         if not len(step.full):
@@ -214,20 +223,20 @@ class WorkerBooks:
             self._commit_decoded(rows, ends)
 
     def _commit_decoded(self, rows: I64, ends: U32) -> None:
-        """Each of these rows has filled the block before `ends`, mostly with sampled tokens."""
+        """Commit the block just before position `ends` of each row: its tokens were mostly sampled."""
         r, bs = self.rows, self.capacity.block_size
         tokens = r.last_tokens(rows, ends)
         indices = ends // bs - 1
         blocks, digests = block_bytes(token_bytes(tokens), bs), []
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
             known = r.digests[row]
-            if index == len(known):  # its last token was not known before
+            if index == len(known):  # the digest was unknown until the block's last token was sampled
                 known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
         self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
 
     def free_released(self, step: InFlightStep) -> None:
-        """Free the blocks that no later step names."""
+        """Free the blocks of `step.releases`: no later step uses them."""
         for blocks in step.releases:
             self.pool.free(blocks)
         self.room_version += 1
@@ -235,7 +244,7 @@ class WorkerBooks:
     # -- rows end -----------------------------------------------------------------------------------------------------
 
     def preempt(self, row: int) -> Sequence:
-        """End the row and return its sequence, which waits again with its tokens."""
+        """Close the row. Returns its sequence, which keeps its tokens and waits again."""
         seq = self.rows.sequence(row)
         seq.data.output = self.rows.output_tokens(row)
         seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.num_computed_tokens[row]))
@@ -245,7 +254,7 @@ class WorkerBooks:
         return seq
 
     def finish(self, row: int) -> Sequence:
-        """End the row and return its sequence, which is finished."""
+        """Close the row. Returns its sequence, which is finished."""
         seq = self.rows.sequence(row)
         seq.data.output = self.rows.output_tokens(row)
         seq.move_to(SequenceStatus.FINISHED)

@@ -102,7 +102,7 @@ def test_workers_must_agree_and_sizes_must_work() -> None:
         scheduler.add_worker(capacity("x", max_model_len=32))
     with pytest.raises(ValueError, match="below max_num_seqs"):
         scheduler.add_worker(capacity("x", max_num_batched_tokens=7))
-    with pytest.raises(ValueError, match="has joined already"):
+    with pytest.raises(ValueError, match="has already joined"):
         scheduler.add_worker(capacity("w"))
 
 
