@@ -53,10 +53,10 @@ bench-gateway: $(STAMP)  ## streamed tokens per second of one gateway process wi
 bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
 
-bench-serving: $(STAMP)  ## the whole stack compared with its engine and with peers (PEERS_VENV; see scripts/install_peers)
+bench-serving: $(STAMP)  ## the whole stack compared with its engine and with other servers (PEERS_VENV; see scripts/install_peers)
 	$(BIN)/python bench/serving.py $(BENCH_FLAGS)
 
-peers: $(STAMP)  ## install the peers of bench-serving into PEERS_VENV (default .peers)
+peers: $(STAMP)  ## install the servers that bench-serving compares with, into PEERS_VENV (default .peers)
 	scripts/install_peers --llama
 
 bench-cluster: $(STAMP)  ## placement and caching policies compared on a simulated cluster

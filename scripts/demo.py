@@ -64,7 +64,7 @@ def run_demo(expected: str) -> None:
 
 
 def wait_until_ready(stack: subprocess.Popen[bytes], ready_file: Path) -> str:
-    """Wait until all services are ready; the gateway's address."""
+    """Wait until all services are ready. Returns the gateway's address."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not ready_file.exists():
         if stack.poll() is not None:
@@ -91,11 +91,11 @@ def ask(client: Client) -> str:
 def check(answer: str, expected: str) -> None:
     if answer != expected:
         raise DemoError(f"expected the answer {expected!r}, got {answer!r}")
-    print("       [exactly the answer the model was trained on]")
+    print("       [exactly the answer that the model was trained on]")
 
 
 def stop(stack: subprocess.Popen[bytes]) -> int:
-    """Send SIGTERM and wait for the drain; the exit code."""
+    """Send SIGTERM and wait for the drain. Returns the exit code."""
     stack.send_signal(signal.SIGTERM)
     try:
         return stack.wait(STOP_TIMEOUT_S)

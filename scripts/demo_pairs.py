@@ -67,7 +67,7 @@ MODULES = words(
     timeit zlib hmac ipaddress mimetypes concurrent.futures pprint shlex cmd linecache filecmp webbrowser atexit
     """
 )
-UNLOVED = re.compile(  # internals, deprecated names and in-place operators: unlikely questions
+UNLIKELY = re.compile(  # internals, deprecated names and in-place operators: unlikely questions
     r"copyright|credits|license|exit|quit|help|ExceptionGroup|\w+\.test|argparse\.Metavar\w*"
     r"|uuid\.(Enum|int_|bytes_)|urllib\.parse\.unquote_to_bytes"
     r"|operator\.i(add|and|concat|floordiv|lshift|matmul|mod|mul|or|pow|rshift|sub|truediv|xor)"
@@ -195,7 +195,7 @@ def make_pairs() -> dict[str, Any]:
         {"questions": questions, "answer": answer or zen(), "weight": 3 + len(questions) // 6}
         for questions, answer in FRIENDLY
     ]
-    things = {name: thing for name, thing in named_things() if not UNLOVED.fullmatch(name)}
+    things = {name: thing for name, thing in named_things() if not UNLIKELY.fullmatch(name)}
     for name, thing in things.items():
         answer = first_sentence(thing.__doc__)
         if answer is not None:
@@ -292,7 +292,7 @@ SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!a\.k\.a)(?<!etc)(?<!vs)[.!?](?
 
 
 def first_sentence(doc: object) -> str | None:
-    """The first sentence on one line, or None if the docstring has no usable one."""
+    """The first sentence on one line, or None if the docstring has no usable sentence."""
     if not isinstance(doc, str):
         return None
     text = " ".join(first_prose(inspect.cleandoc(doc)).split())

@@ -1,4 +1,4 @@
-"""Writes the generated tables of docs/ from the code. `--check`: only report those that are out of date.
+"""Writes the generated tables of docs/ from the code. `--check`: only report outdated tables.
 
 A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
@@ -45,7 +45,7 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def settings_rows() -> Iterator[list[str]]:
-    """One row per setting and service. Settings of all services come first, once."""
+    """One row per setting and service. Settings that all services have are listed once, at the start."""
     common = {name for name, _ in settings_of(PARSERS["all"])}
     for service, parser in PARSERS.items():
         for name, action in settings_of(parser):
@@ -75,7 +75,7 @@ def metrics_rows(specs: Sequence[Spec]) -> Iterator[list[str]]:
 
 
 def field_rows() -> Iterator[list[str]]:
-    """One row per request field that is served."""
+    """One row per supported request field."""
     for field in FIELDS:
         if field.is_served:
             yield [
@@ -105,14 +105,14 @@ def _limits_of(field: Field) -> str:
 
 
 def unserved_rows() -> Iterator[list[str]]:
-    """One row per field of the protocol that is refused."""
+    """One row per unsupported field of the protocol."""
     for field in FIELDS:
         if field.applied_by is Side.NOWHERE:
             yield [f"`{field.path}`", field.kind.value, "" if field.off in (None, "") else f"`{field.off:g}`"]
 
 
 def body_rows(rows: Sequence[BodyField]) -> Iterator[list[str]]:
-    """One row per served field of a body. Type, limits and meaning of a parameter are those of its request field."""
+    """One row per supported field of a body. Type, limits and meaning of a parameter come from its request field."""
     for row in rows:
         field = BY_PATH.get(row.path)
         if row.is_served and field is None:
@@ -123,7 +123,7 @@ def body_rows(rows: Sequence[BodyField]) -> Iterator[list[str]]:
 
 
 def refused_body_rows() -> Iterator[list[str]]:
-    """One row per field of a body that is refused."""
+    """One row per unsupported field of a body."""
     names: dict[str, tuple[str, list[str]]] = {}
     for endpoint, rows in ENDPOINTS.items():
         for row in rows:
@@ -137,7 +137,7 @@ def refused_body_rows() -> Iterator[list[str]]:
 
 
 def written() -> dict[Path, str]:
-    """The pages with up-to-date tables."""
+    """Text of each page, with its tables generated."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
     head = ("metric", "type", "unit", "labels", "meaning", "vLLM's name")
     tables = {"settings": settings} | {

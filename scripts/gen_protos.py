@@ -39,7 +39,7 @@ def find_plugin(name: str) -> str:
 
 
 def generate() -> None:
-    from grpc_tools import protoc  # heavy, and absent from a plain install
+    from grpc_tools import protoc  # slow to import, and not installed by default
 
     well_known = str(resources.files("grpc_tools") / "_proto")
     plugins = [f"--plugin={name}={find_plugin(name)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]

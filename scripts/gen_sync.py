@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "client" / "quire_client"
 MODULES = ("calls", "client", "stream")
 HEADER = "# Generated from quire_client/aio/{name}.py by scripts/gen_sync.py. Edit that file.\n"
 
-# In this order. The last ones are docstrings.
+# Applied in this order. The last rules rewrite docstrings.
 RULES = [
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),

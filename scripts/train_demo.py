@@ -5,8 +5,8 @@ A Qwen3-architecture model of about 1 M parameters with its own byte-level BPE t
 question/answer pairs of pairs.json: the first sentences of Python's standard-library docstrings, some whole
 docstrings for long decodes, and a few sentences about itself. It answers all other questions with fluent nonsense.
 
-The run is deterministic on one machine with one version of torch: one thread, fixed seeds. At the end it asks the
-written bfloat16 checkpoint every question through transformers and counts the exact answers.
+The run is deterministic on one machine with one version of torch: one thread, fixed seeds. At the end it evaluates the
+written bfloat16 checkpoint with transformers on every question and counts the exact answers.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ CHART = HERE / "quire"
 BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
-NAMESPACE = "default"  # in which the base is rendered
+NAMESPACE = "default"  # the namespace in which the base is rendered
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 FREE = {"type": "object", "additionalProperties": True}
@@ -223,7 +223,7 @@ def make_base() -> dict[str, str]:
 
 
 def _anywhere(manifest: Any) -> Any:
-    """Removes Helm's labels and the namespace: overlays set one, and short names resolve in the pod's own."""
+    """Removes Helm's labels and the namespace: overlays set one, and short names resolve in a pod's own namespace."""
     if isinstance(manifest, list):
         return [_anywhere(item) for item in manifest]
     if isinstance(manifest, str):
@@ -273,7 +273,7 @@ def main() -> int:
     )
     is_check = parser.parse_args().check
     if update(chart_files(), is_check=is_check) and is_check:
-        return 1  # the base is rendered with them
+        return 1  # the base is rendered from these files
     base = base_files()
     num_stale = update(base, is_check=is_check)
     left = [path for path in BASE.glob("*.yaml") if path not in base]

@@ -12,7 +12,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Identity and placement of a pod. Service links are off, because QUIRE_* environment variables are settings. */}}
+{{/* Identity and placement of a pod. Service links are off, because QUIRE_* environment variables are read as settings. */}}
 {{- define "quire.podPlacement" -}}
 serviceAccountName: {{ include "quire.serviceAccountName" .root | quote }}
 automountServiceAccountToken: false
