@@ -48,6 +48,7 @@ from worker_svc import wire as worker_wire
 from worker_svc.engine.batch import StepOutput as WorkerOutput
 from worker_svc.metrics import IDLE_TIMES_S
 
+VOCAB_SIZE = 1 << 17
 ROWS = (1, 256, 1024)
 BLOCK_SIZE = 16
 MAX_TOKENS = 800
@@ -118,7 +119,11 @@ def codec(num_rows: int, prompt_len: int) -> dict[str, float]:
         "output_encode_us": floor_us(lambda: _worker_output(output).SerializeToString()),
         "output_decode_us": floor_us(
             lambda: step_wire.step_output_from_proto(
-                worker_pb2.StepOutput.FromString(outputs[5]), worker_id="w", worker_epoch=2, step_id=output.step_id
+                worker_pb2.StepOutput.FromString(outputs[5]),
+                worker_id="w",
+                worker_epoch=2,
+                step_id=output.step_id,
+                vocab_size=VOCAB_SIZE,
             )
         ),
         "deltas_encode_us": floor_us(lambda: scheduler_wire.deltas_to_proto([part]).SerializeToString()),
@@ -165,7 +170,7 @@ async def round_trip(address: str, num_rows: int, depth: int, num_steps: int = 6
             response = await call.read()
             step_id, sent_at = in_flight.pop(0)
             output = step_wire.step_output_from_proto(
-                response.output, worker_id="w", worker_epoch=epoch, step_id=step_id
+                response.output, worker_id="w", worker_epoch=epoch, step_id=step_id, vocab_size=VOCAB_SIZE
             )
             core.update(output, 0.0)
             if step < 100:

@@ -142,7 +142,11 @@ class LeasedWorker:
         if not self._in_flight:
             raise columns.WireError(f"answer to step {message.step_id}, but no step is in flight")
         output = worker_wire.step_output_from_proto(
-            message, worker_id=self.worker_id, worker_epoch=self.worker_epoch, step_id=self._in_flight[0].step_id
+            message,
+            worker_id=self.worker_id,
+            worker_epoch=self.worker_epoch,
+            step_id=self._in_flight[0].step_id,
+            vocab_size=self.capacity.vocab_size,
         )
         step = self._in_flight.popleft()
         self._last_answer = self._loop.time()

@@ -74,9 +74,12 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
 
 
 def step_output_from_proto(
-    message: worker_pb2.StepOutput, *, worker_id: str, worker_epoch: int, step_id: int
+    message: worker_pb2.StepOutput, *, worker_id: str, worker_epoch: int, step_id: int, vocab_size: int
 ) -> StepOutput:
-    """The answer to step `step_id`. Raises WireError if it is malformed or of another step or epoch."""
+    """The answer to step `step_id`. A row whose token is not below `vocab_size` has failed.
+
+    Raises WireError if the answer is malformed or of another step or epoch.
+    """
     if message.worker_epoch != worker_epoch:
         raise WireError(f"answer of worker epoch {message.worker_epoch:#x}; the leased epoch is {worker_epoch:#x}")
     if message.step_id != step_id:
@@ -86,6 +89,11 @@ def step_output_from_proto(
     if len(rows) != len(token_ids):
         raise WireError(f"step {step_id}: {len(rows)} rows but {len(token_ids)} token_ids")
     failures = [RowFailure(error.row, _row_error_text(error)) for error in message.errors]
+    if int(token_ids.max(initial=0)) >= vocab_size:
+        is_valid = token_ids < vocab_size
+        bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
+        failures += [RowFailure(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
+        rows, token_ids = rows[is_valid], token_ids[is_valid]
     return StepOutput(worker_id, step_id, rows, token_ids, failures)
 
 
@@ -163,6 +171,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         max_model_len=capacity.info.max_model_len,
         pipeline_depth=capacity.pipeline_depth,
+        vocab_size=capacity.info.vocab_size,
     )
 
 

@@ -32,6 +32,7 @@ class WorkerCapacity:
     max_num_batched_tokens: int
     max_model_len: int
     pipeline_depth: int = 2
+    vocab_size: int = 1 << 32  # its token ids are below
 
     @property
     def size_limits(self) -> SizeLimits:

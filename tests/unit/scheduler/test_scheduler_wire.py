@@ -82,9 +82,20 @@ def test_reads_an_answer() -> None:
     ]
     rows, tokens = columns.u32_to_bytes(column(1, 2)), columns.u32_to_bytes(column(7, 8))
     message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
-    output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+    output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
     assert [failure.message for failure in output.failures] == ["nan: logits hold NaN", "code 99"]
+
+
+def test_a_row_whose_token_is_outside_the_vocabulary_has_failed() -> None:
+    rows, tokens = columns.u32_to_bytes(column(1, 2, 3)), columns.u32_to_bytes(column(9, 8, 2**32 - 1))
+    message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens)
+    output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
+    assert (output.rows.tolist(), output.token_ids.tolist()) == ([2], [8])
+    assert [(failure.row, failure.message) for failure in output.failures] == [
+        (1, "token id 9 is not below vocab_size 9"),
+        (3, "token id 4294967295 is not below vocab_size 9"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,7 @@ def test_reads_an_answer() -> None:
 )
 def test_refuses_an_answer_that_breaks_the_protocol(message: worker_pb2.StepOutput, match: str) -> None:
     with pytest.raises(columns.WireError, match=match):
-        worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2)
+        worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
 
 
 def test_reads_a_request() -> None:

@@ -13,6 +13,7 @@ from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
 
 from scheduler_svc import worker_pool, worker_wire
 from svc_common.errors import InvalidRequestError
+from tests.unit.scheduler import toy_worker
 from tests.unit.scheduler.conftest import MakeStack, Stack
 from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens, make_info
@@ -633,6 +634,24 @@ def make_registration() -> scheduler_pb2.RegisterRequest:
     return scheduler_pb2.RegisterRequest(
         worker_id="absurd", address="a:1", state=scheduler_pb2.WORKER_STATE_READY, worker_epoch=1, capacity=capacity
     )
+
+
+async def test_a_token_outside_the_vocabulary_fails_its_row_only(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await ready(stack)
+    with monkeypatch.context() as patch:
+        patch.setattr(toy_worker, "next_token", lambda history, sample_index: 10**6)
+        await gateway.submit(1, PROMPT, max_tokens=3)
+        await finished(gateway, 1)
+    assert gateway.finished[1, 0].reason == types_pb2.FINISH_REASON_ERROR
+    assert (1, 0) not in gateway.tokens or gateway.tokens[1, 0] == []
+    await gateway.submit(2, PROMPT, max_tokens=3)
+    await finished(gateway, 2)
+    assert gateway.tokens[2, 0] == expected_tokens(PROMPT, 3)
 
 
 async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
