@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 # The request that the running task serves. Set by code that handles one request per task; other code uses `extra`.
 current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 RESERVED = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -41,6 +43,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """One line per event: control characters in it are escaped, so that a name that a peer chose cannot forge lines or
+    drive a terminal. Tracebacks follow on lines of their own.
+    """
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))
+
+
 class RequestIdFilter(logging.Filter):
     """Gives a record the request_id of its task, unless it has its own."""
 
@@ -64,7 +78,7 @@ def setup_logging(service: str, log_format: str = "text", level: str = "INFO", *
     if log_format == "json":
         handler.setFormatter(JsonFormatter(service, instance))
     else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {service} %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextFormatter(service))
     handler.addFilter(CancelledNoiseFilter())
     handler.addFilter(RequestIdFilter())
     root = logging.getLogger()

@@ -80,3 +80,24 @@ async def test_a_stream_handler_may_be_a_coroutine() -> None:
     assert received == [b"0", b"1", b"2"]
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sum(interceptor.stats.errors.values()) == 1
+
+
+async def test_an_undecodable_message_of_a_stream_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def echo(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield b""
+
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    handlers = {"Refuse": grpc.stream_stream_rpc_method_handler(echo, request_deserializer=Status.FromString)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(METHOD)(timeout=10)
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="not a valid protobuf message") as caught:
+            await call.read()
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [record.exc_info for record in caplog.records if "cannot be decoded" in record.message] == [None]
+    assert "Traceback" not in caplog.text
