@@ -6,8 +6,8 @@
     python deploy/k8s/generate.py          write them
     python deploy/k8s/generate.py --check  list outdated files; exit status 1 if there are any
 
-The comment of a value is its description. The type is that of the default. A comment line `@schema {...}` adds to the
-schema. A value whose `@schema` has a `$ref` or `additionalProperties` is one value, not a section.
+The comment of a value is its description. Its type is the type of the default. A comment line `@schema {...}` adds to
+the schema. A value whose `@schema` has a `$ref` or `additionalProperties` is one value, not a section.
 """
 
 from __future__ import annotations
