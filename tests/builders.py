@@ -1,4 +1,4 @@
-"""What a test of the scheduler core needs, one line each: `make_scheduler()`, `make_group(10)`, `make_capacity()`,
+"""Builders for tests of the scheduler core: `make_scheduler()`, `make_group(10)`, `make_capacity()`,
 `run_to_end(scheduler)`.
 """
 

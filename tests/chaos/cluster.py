@@ -89,7 +89,7 @@ class Cluster:
         return self._stack.services
 
     async def connect(self) -> AsyncClient:
-        """A client of all gateways, once every process is ready. Call it once, and call `close` at the end."""
+        """Wait until every process is ready. Returns a client of all gateways. Call once; call `close` at the end."""
         self._channels = {
             service.address: grpc.aio.insecure_channel(service.address, CHANNEL_OPTIONS) for service in self.services
         }

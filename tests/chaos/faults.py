@@ -20,11 +20,11 @@ ACTIONS = {
     "worker": ("kill", "freeze", "restart", "drain"),
     "redis": ("kill", "freeze", "flush", "old data"),
 }
-DOWN_S = (0.3, 3.0)  # how long a killed process stays down
+DOWN_S = (0.3, 3.0)  # seconds that a killed process stays down
 FROZEN_S = (0.5, 4.0)
 EXIT_DEADLINE_S = 30.0
 DRAIN_PATIENCE_S = 10.0
-# The fraction of faults that follow another one immediately, so that two kinds are down together.
+# The fraction of faults that follow another one immediately, so that processes of two kinds are down at the same time.
 CLOSE_FRACTION = 0.2
 CLOSE_S = 0.3
 
@@ -58,7 +58,7 @@ class Strike:
 
     @property
     def is_clean(self) -> bool:
-        """Whether a process that was asked to end did so with exit code 0."""
+        """Whether the process exited with code 0, if the fault was a restart or a drain."""
         return self.fault.action not in ("restart", "drain") or self.exit_code == 0
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class Strike:
 
 
 def make_plan(seed: int, count: int, mean_gap_s: float, sizes: dict[str, int]) -> list[Fault]:
-    """`count` faults. Kinds take turns in random order, and so do the actions and members of each kind.
+    """`count` faults. All kinds occur equally often, in random order, and so do the actions and members of each kind.
 
-    `sizes`: the number of members of each kind that may be struck.
+    `sizes`: the number of members of each kind that may fail.
     """
     rng = random.Random(seed)
     kinds = _turns(rng, list(sizes))
@@ -87,7 +87,7 @@ def make_plan(seed: int, count: int, mean_gap_s: float, sizes: dict[str, int]) -
 
 
 def _turns(rng: random.Random, values: list[Any]) -> Callable[[], Any]:
-    """Returns the values one after the other, shuffled for every round."""
+    """Yields all values again and again, in a new random order each time."""
     left: list[Any] = []
 
     def next_value() -> Any:

@@ -25,9 +25,9 @@ class Report:
     strikes: Sequence[Strike]
     memory_before: dict[str, float]
     memory_after: dict[str, float]
-    problems: Sequence[str]  # other than bad streams
+    problems: Sequence[str]  # problems that are not bad streams
     began: float
-    facts: dict[str, object]  # of the run: seed, executor, seconds
+    facts: dict[str, object]  # seed, executor, seconds of the run
 
     @property
     def is_good(self) -> bool:
@@ -63,7 +63,7 @@ class Report:
         return json.dumps(self.summary())
 
     def _pauses(self) -> dict[str, list[float]]:
-        """For each fault label: the longest time between two deltas of each stream that ran during such a fault."""
+        """By fault label: the longest pause between two deltas, for each stream that ran during such a fault."""
         found: dict[str, list[float]] = defaultdict(list)
         for strike in self.strikes:
             for record in self.records:

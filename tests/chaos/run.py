@@ -28,13 +28,13 @@ from tests.chaos.report import Report
 from tests.chaos.streams import StreamLoad
 
 PROGRESS_S = 5.0
-MIN_FAULTS = 14  # one of each kind and action
-END_DEADLINE_S = 120.0  # for streams and faults that still run when the time is over
+MIN_FAULTS = 14  # one fault of each kind and action
+END_DEADLINE_S = 120.0  # for streams and faults that are still running when the time is over
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one run. Runs with the same seed have the same requests and planned faults."""
+    """The settings of one run. Equal seeds give equal requests and planned faults."""
 
     seconds: float = 300.0
     seed: int = 0
@@ -75,11 +75,16 @@ def parse_arguments() -> tuple[Settings, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=default.seconds, help="how long faults are executed (300)")
+    parser.add_argument(
+        "--seconds", type=float, default=default.seconds, help="seconds during which faults are executed (300)"
+    )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of requests and faults (0)")
     parser.add_argument("--executor", choices=("cpu", "sim"), default="cpu", help="executor of the workers (cpu)")
     parser.add_argument(
-        "--streams", type=int, default=default.streams, help="minimum number of streams, however long they take (0)"
+        "--streams",
+        type=int,
+        default=default.streams,
+        help="minimum number of streams; the run may take longer than --seconds (0)",
     )
     parser.add_argument("--lanes", type=int, default=default.lanes, help="streams at once (24)")
     parser.add_argument("--requests", type=int, default=default.requests, help="different requests (40)")

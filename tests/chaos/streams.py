@@ -19,13 +19,13 @@ UNSEEDED_FRACTION = 0.05
 
 @dataclass(slots=True)
 class StreamRecord:
-    """The deltas and the result of one stream. Times are those of the event loop."""
+    """The deltas and the result of one stream. Times are those of the event loop's clock."""
 
     number: int
     request: Request
-    expected: Answers | None  # None: the server draws the seed; checked afterwards
+    expected: Answers | None  # None: the server chooses the seed; checked afterwards
     delta_times: list[float] = field(default_factory=list)
-    token_ids: list[list[int | None]] = field(default_factory=list)  # of each sample, by position; None: missing
+    token_ids: list[list[int | None]] = field(default_factory=list)  # per sample, by position; None: missing
     answers: Answers = ()
     request_id: str = ""
     seed: int | None = None
@@ -102,7 +102,7 @@ class StreamLoad:
         self._at_least = at_least
         self._is_stopped = False
         self.records: list[StreamRecord] = []
-        self.counts: Counter[str] = Counter()  # of the streams that have ended
+        self.counts: Counter[str] = Counter()  # sums over the streams that have ended
 
     async def run(self, until: float) -> None:
         async with asyncio.TaskGroup() as group:
@@ -114,7 +114,7 @@ class StreamLoad:
         self._is_stopped = True
 
     async def verify_unseeded(self, source: Source) -> None:
-        """Compute the expected answers of streams whose seed the server drew."""
+        """Compute the expected answers of streams whose seed the server chose."""
         unknown = [record for record in self.records if record.ended and record.expected is None and not record.error]
         seeded = [replace(r.request, options=r.request.options | {"seed": r.seed}) for r in unknown]
         for record, answers in zip(unknown, await asyncio.gather(*map(source.answers, seeded)), strict=True):

@@ -26,7 +26,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.slow
 async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
-    # Of the plans of 300 seeds, this one kills one process of each kind first and covers all actions soonest.
+    # The best of 300 seeds: its plan first kills one process of each kind, and covers all actions soonest.
     report = await run(Settings(seconds=40, seed=252, gap_s=1.7, requests=24), tmp_path)
     check(report)
     kills = report.summary()["kills"]

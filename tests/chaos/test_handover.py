@@ -21,11 +21,11 @@ FLAGS = (
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
 )
 NUM_STREAMS = 20
-NUM_PROMPTS = 3  # each is the prompt of several streams that share no blocks
-MAX_TOKENS = 3900  # about 2,500 are left when the second worker is ready
+NUM_PROMPTS = 3  # each is used by several streams that share no blocks
+MAX_TOKENS = 3900  # about 2,500 tokens are left when the second worker is ready
 MIN_LEFT = 500  # a drain that waited for this many tokens would exceed its deadline
-TOKENS_AFTERWARDS = 200  # of each stream on its new worker, then the test cancels it
-DRAIN_DEADLINE_S = 20.0  # it takes far less; a busy machine needs more
+TOKENS_AFTERWARDS = 200  # tokens that each stream receives on its new worker before the test cancels it
+DRAIN_DEADLINE_S = 20.0  # a drain takes far less, except on a busy machine
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -118,4 +118,4 @@ async def test_cached_prefixes_outlive_their_scheduler(tmp_path: Path) -> None:
             second.kill()
             second.start()
             await all_ready()
-            assert await cached_tokens(client) == before  # the restarted one has leased them again
+            assert await cached_tokens(client) == before  # the restarted scheduler has leased them again

@@ -1,7 +1,7 @@
 """Five times the load that the system can serve, and clients that do not read: accepted requests are served, the others
 are refused with a retry time.
 
-OVERLOAD_SECONDS sets how long (default 8).
+The environment variable OVERLOAD_SECONDS sets the duration (default 8).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OFFERED = 5
 NUM_STALLED = 2
 STALLED_TOKENS = min(3900, int(SECONDS / STEP_S))  # far more than the buffers of a connection can hold
 WARM_UP_S = 2.0
-GROWTH_MIB = 24.0  # for caches and buffers that fill once
+GROWTH_MIB = 24.0  # allowed growth: caches and buffers that fill once
 
 WORKER_FLAGS = (
     *("--executor", "sim", "--sim-step-ms", str(1e3 * STEP_S), "--num-blocks", "2000"),
@@ -53,7 +53,7 @@ class Outcomes:
 
 
 class Client:
-    """Sends requests at a fixed rate, whether earlier ones have ended or not."""
+    """Sends requests at a fixed rate, without waiting for earlier requests."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -139,7 +139,7 @@ async def test_overload_and_stalled_readers(tmp_path: Path, record_property: Cal
         assert done.wrong == 0
         assert done.without_hint == 0
         assert len(done.refused_s) > len(done.completed_s)
-        assert len(done.completed_s) > ROWS + MAX_WAITING  # it kept serving after the first rows and the first queue
+        assert len(done.completed_s) > ROWS + MAX_WAITING  # it served more than the first rows and the first queue
         assert stalled == [load.expected([token] * 32, STALLED_TOKENS) for token in (7, 8)]
         grown = {name: after[name] - before[name] for name in before if after[name] > before[name] + GROWTH_MIB}
         assert not grown, f"memory grew by {grown} MiB"

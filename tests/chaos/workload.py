@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MIN_TOKENS, MAX_TOKENS = 50, 400
-MAX_TOKENS_OF_SEVERAL = 150  # for n > 1, so that these requests take about as long as the others
+MAX_TOKENS_OF_SEVERAL = 150  # for n > 1, so that these requests take about as long as those with one sample
 STOP_CHARS = 6
 # A stop string ends a request only after this fraction of its text, so that its output stays long enough.
 STOP_AFTER = 0.4

@@ -3,7 +3,7 @@
     async with Cluster(folder) as cluster:
         await cluster.apply(objects)              # install; returns when everything is ready
         await cluster.apply(changed_objects)      # upgrade: rolls and scales changed workloads
-        cluster.address("r-quire-gateway", 50051) # of a Service
+        cluster.address("r-quire-gateway", 50051) # address of a Service
 
 A pod of a StatefulSet keeps its address as long as the set exists, because the address represents its DNS name. Each
 new pod of a Deployment gets a new address.
@@ -171,7 +171,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class PortProxy:
-    """Accepts connections and forwards each to the one that `dial` opens."""
+    """Accepts connections and forwards each to a connection that `dial` opens."""
 
     def __init__(self, dial: Callable[[], Awaitable[Streams]]) -> None:
         self._dial = dial
@@ -197,7 +197,7 @@ class PortProxy:
         try:
             there, back = await self._dial()
         except OSError:
-            writer.transport.abort()  # no endpoint: as a refused connection
+            writer.transport.abort()  # no endpoint: the client sees a broken connection
             return
         pipes = [asyncio.ensure_future(_pipe(reader, back)), asyncio.ensure_future(_pipe(there, writer))]
         try:

@@ -1,7 +1,6 @@
-"""Schemas of the custom resources that the chart creates, with only the fields that it may use.
+"""Schemas of the custom resources that the chart creates, with only the fields that the chart may use.
 
-Fields and types are those of the definitions that KEDA 2.16, the Prometheus operator 0.80 and Gateway API 1.2
-install.
+Fields and types match the definitions of KEDA 2.16, the Prometheus operator 0.80 and Gateway API 1.2.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Node:
 
 
 class Pod:
-    """One pod during its whole life."""
+    """One pod, from its creation to its termination."""
 
     def __init__(self, name: str, ip: str, template: Json, node: Node) -> None:
         self.name, self.ip, self.template = name, ip, template
@@ -75,7 +75,7 @@ class Pod:
         self._folder = node.folder / name
         self._folder.mkdir(exist_ok=True)
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Runs init containers in order, then starts all containers. Raises RuntimeError if an init container fails."""
@@ -130,7 +130,7 @@ class Pod:
 
     @property
     def is_endpoint(self) -> bool:
-        """Whether Services send new connections here. They learn with a delay that a pod is terminating."""
+        """Whether Services send new connections here. They see the termination of a pod with a delay."""
         if self.left_at is None:
             return self.is_ready
         return asyncio.get_running_loop().time() - self.left_at < ENDPOINT_LAG_S
@@ -309,7 +309,7 @@ def image_command(name: str) -> str:
 
 
 def image_environment() -> dict[str, str]:
-    """Search paths for programs and modules. Containers get nothing else of this process's environment."""
+    """Search paths for programs and modules. Containers inherit no other variables of this process."""
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
 
 

@@ -1,6 +1,6 @@
 """Each alert is silent in normal operation, fires for its cause only, and is documented in the runbook.
 
-On real scrapes the same expressions are evaluated by tests/processes/test_metrics.py.
+tests/processes/test_metrics.py evaluates the same expressions on real scrapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 ROW = re.compile(r"^\| `(Quire\w+)` \| `(.+?)` \| (\w+) \| .+ \| .+ \|$", re.MULTILINE)
 
 # `m` has two schedulers, one of them without workers.
-WELL = """
+NORMAL = """
 quire_workers{model_name="",service="r-quire-scheduler-m",state="ready"} 0
 quire_workers{model_name="m",service="r-quire-scheduler-m",state="ready"} 2
 quire_workers{model_name="other",service="r-quire-scheduler-other",state="ready"} 1
@@ -45,7 +45,7 @@ BAD = [
     ("QuirePoolsFull", 'quire_kv_cache_usage_perc{model_name="m"} 0.95', "0.96"),
     ("QuireWorkersLost", 'quire_migrations_total{model_name="m",reason="lost"} 4', "5"),
 ]
-# Changes that must not alert: mistakes of clients, drained workers.
+# Changes that must not alert: invalid requests of clients, drained workers.
 HARMLESS = [
     ('quire_rpc_errors_total{code="INVALID_ARGUMENT",method="Generate"} 9', "10"),
     ('quire_requests_refused_total{code="DEADLINE_EXCEEDED",model_name="m"} 5', "6"),
@@ -66,9 +66,9 @@ def firing(history: History) -> set[str]:
 
 def after(line: str, value: str) -> History:
     """Normal operation, except for the value of one line or for missing lines."""
-    assert line in WELL
-    worse = WELL.replace(line, f"{line.rpartition(' ')[0]} {value}" if value else "")
-    older, newer = (read_scrape(text, namespace=NAMESPACE) for text in (WELL, worse))
+    assert line in NORMAL
+    worse = NORMAL.replace(line, f"{line.rpartition(' ')[0]} {value}" if value else "")
+    older, newer = (read_scrape(text, namespace=NAMESPACE) for text in (NORMAL, worse))
     return History(older, newer, 15.0)
 
 

@@ -75,7 +75,7 @@ def test_helm_accepts_the_values(words: list[str]) -> None:
 
 
 def read(name: str) -> Values:
-    """A file of the repository, or the one from the deployment guide."""
+    """A file of the repository, or the values file in the deployment guide."""
     text = blocks(PAGES[0], "yaml")[0] if name == MY_VALUES else (ROOT / name).read_text()
     return dict(values_from_yaml(text))
 

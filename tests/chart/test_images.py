@@ -120,13 +120,13 @@ def build(stage: list[tuple[str, str]], context: Path, home: Path) -> Path:
     environment = home / "quire"
     arguments = dict(rest.split("=", 1) for word, rest in stage if word == "ARG")
     if wheels := wheels_at_hand():
-        # It may contain the CPU build of torch; then its own index is not needed.
+        # It may contain the CPU build of torch; then the index for torch is not needed.
         arguments |= {"UV_FIND_LINKS": wheels, "TORCH_INDEX": "https://pypi.org/simple"}
     for word, rest in stage:
         if word == "RUN":
             script = rest.replace("/opt/quire", str(environment))
             variables = os.environ | arguments | {"UV_PYTHON": sys.executable, "UV_LINK_MODE": "hardlink"}
-            variables["UV_SYSTEM_CERTS"] = "1"  # the authorities that pip trusts on this machine
+            variables["UV_SYSTEM_CERTS"] = "1"  # trusts the same CAs as pip on this machine
             variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             done = subprocess.run(["bash", "-ec", script], cwd=context, env=variables, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
@@ -201,8 +201,9 @@ def test_compose_services_serve_and_are_healthy(environments: dict[str, Path], t
 
 
 class Machine:
-    """Replaces compose's names and addresses by a loopback address per service, and ports by ones outside the ephemeral
-    range."""
+    """Replaces compose's names and addresses by a loopback address per service, and its ports by free ports outside the
+    ephemeral range.
+    """
 
     def __init__(self, environments: dict[str, Path], redis_port: int) -> None:
         self._environments = environments
@@ -213,7 +214,7 @@ class Machine:
         }
 
     def command(self, service: str, words: list[str]) -> list[str]:
-        """The environment of a service's container: only the search path is that of this process."""
+        """The environment of a service's container. Only the search path comes from this process."""
         clean = ["env", "-i", "HOME=/tmp", f"PATH={os.environ['PATH']}", f"QUIRE_CACHE_DIR={kernel_cache()}"]
         program = self._environments[service] / "bin" / words[0]
         return [*clean, str(program), *(self._translate(service, word) for word in words[1:])]

@@ -116,7 +116,7 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
 
 
 def tls_secrets() -> dict[str, dict[str, str]]:
-    """Secrets as cert-manager creates them: gateway certificate, client authority, client certificate."""
+    """Secrets as cert-manager creates them: gateway certificate, client CA, client certificate."""
     authority = trustme.CA()
     ca = authority.cert_pem.bytes().decode()
     own = {"gateway-tls": authority.issue_cert(SERVER_NAME), "tester": authority.issue_cert("tester@example.com")}
@@ -230,7 +230,7 @@ async def test_schedulers_use_a_redis_with_password_and_tls(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def tls_in_front_of(redis: RedisServer, authority: trustme.CA) -> AsyncIterator[int]:
-    """A TLS port with a certificate of this authority."""
+    """A TLS port of Redis with a certificate signed by this CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     proxy = PortProxy(lambda: asyncio.open_connection("127.0.0.1", redis.port))

@@ -119,7 +119,7 @@ def images(objects: Objects) -> list[str]:
     return [container["image"] for _, pod in objects.pods() for container in pod["spec"]["containers"]]
 
 
-def test_user_labels_occur_once_and_the_most_specific_wins() -> None:
+def test_user_labels_occur_once_and_the_most_specific_takes_precedence() -> None:
     part_of, team = "app.kubernetes.io/part-of", "team"
     values: Values = {
         "commonLabels": {part_of: "platform", team: "all"},

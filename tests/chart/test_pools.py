@@ -17,7 +17,7 @@ from tests.chart.test_docs import PAGES, blocks
 from tests.chart.test_values import all_values
 
 GPU = {"gpuCount": 1, "determinism": "best_effort"}
-# Two different values of a setting that workers must share, and other values of both pools.
+# Two values of a setting that must be equal for all workers, and the other values of both pools.
 DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dtype": ("float32", "bfloat16", {}),
     "quantize": ("", "int8", {}),
@@ -31,7 +31,7 @@ DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "kvCacheMemory": ("1G", "2G", {}),
     "numBlocks": (0, 8, {}),
 }
-# The values of a pool that determine each shared fact. The other facts depend on `models`.
+# By shared fact: the values of a pool that determine it. The other facts depend on `models`.
 VALUES_OF_FACTS = {
     "model": (),
     "dtype": ("dtype",),

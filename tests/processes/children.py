@@ -13,7 +13,7 @@ LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
+    sys.exit("the parent process has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 

@@ -17,7 +17,7 @@ SHARED_PREFIX = 64
 
 
 def wave_prompts(wave: int) -> list[list[int]]:
-    """Every prompt is the same 64 tokens followed by tokens of its own."""
+    """Prompts that begin with the same 64 tokens, followed by different tokens."""
     rng = random.Random(7)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(SHARED_PREFIX)]
     own = random.Random(wave)

@@ -126,7 +126,7 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Tokens from `generate`, which is kept from stopping early."""
+        """The tokens of `generate`, with early stops disabled."""
         ids = torch.tensor([prompt])
         with torch.no_grad():
             output = self._model.generate(

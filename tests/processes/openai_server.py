@@ -20,7 +20,7 @@ class OpenAIServer(ThreadingHTTPServer):
     def __init__(self, *, takes_token_ids: bool = True, fails_at: int | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.takes_token_ids = takes_token_ids
-        self.fails_at = fails_at  # requests after this number get an error; None: all are served
+        self.fails_at = fails_at  # requests after this number get an error; None: no errors
         self.requests: list[dict[str, Any]] = []
 
     @property

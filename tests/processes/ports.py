@@ -34,7 +34,7 @@ def _own_slice() -> int:
     raise OSError(f"{count} test processes use all ports from {FIRST} to {LAST}")
 
 
-# The cycle returns a port again as late as possible, because a service may bind it seconds later.
+# The cycle reuses a port as late as possible, because a service may bind it seconds later.
 _start = _own_slice()
 _candidates = itertools.cycle(range(_start, _start + PER_PROCESS))
 

@@ -157,7 +157,7 @@ class Stack:
         return f"{kind}-{sum(service.name.startswith(kind) for service in self.services)}"
 
     async def connect(self, gateway: Service, *, workers: int = 1) -> AsyncClient:
-        """A client of the gateway, once each scheduler has `workers` ready workers and the gateway serves its model.
+        """Waits until each scheduler has `workers` ready workers and the gateway serves its model. Returns a client.
 
         With `workers=0` it waits for the gateway only, for tests in which a scheduler is down.
         """
@@ -187,7 +187,7 @@ class Stack:
             if holds(schedulers):
                 return schedulers
             if time.monotonic() > deadline:
-                raise TimeoutError(f"still not so after {deadline_s} s: {schedulers}\n{self.logs()}")
+                raise TimeoutError(f"the condition does not hold after {deadline_s} s: {schedulers}\n{self.logs()}")
             await asyncio.sleep(POLL_S)
 
     def logs(self) -> str:

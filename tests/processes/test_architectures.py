@@ -17,7 +17,7 @@ from tests.processes.models import SHAPES, VOCAB_SIZE, Reference, Shape, make_ch
 from tests.processes.stack import Service, Stack, wait_idle
 
 BUDGET = 48  # tokens per step: a prompt of 700 takes at least 15 steps
-NUM_BLOCKS = 64  # 1,024 tokens: the longest prompt with its output, and little more
+NUM_BLOCKS = 64  # 1,024 tokens: barely more than the longest prompt with its output
 BLOCK_SIZE = 16
 PATIENT_TOKENS, URGENT_TOKENS = 150, 24
 WORKER_FLAGS = (
@@ -50,7 +50,9 @@ def mixed_requests(seed: int) -> list[Request]:
 
 
 async def run_all(stack: Stack, client: AsyncClient, worker: Service, requests: list[Request]) -> list[GenerateResult]:
-    """Run all at once. The worker is stopped until patient ones run and urgent ones wait: they must preempt."""
+    """Run all requests at once. The worker is stopped until the patient requests run and the urgent ones wait, so that
+    the urgent requests preempt.
+    """
 
     def run(request: Request) -> asyncio.Task[GenerateResult]:
         options = {"max_tokens": request.max_tokens, "priority": request.priority}

@@ -63,7 +63,7 @@ async def client(running: Running) -> AsyncIterator[AsyncClient]:
 
 
 async def check_works(running: Running, client: AsyncClient) -> None:
-    """Nothing is left running, and a good request gets its four tokens."""
+    """Checks that no request is running and that a valid request gets its four tokens."""
     await wait_idle(running.stack, client)
     result = await client.generate(token_ids=[1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True)
     assert len(result.token_ids) == 4
@@ -84,7 +84,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 NAN, INF = math.nan, math.inf
 CODES = grpc.StatusCode
 BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
-    # name, the fields that make a good request bad, code, field, part of the message
+    # name, the fields that make a valid request invalid, code, field, words of the message
     ("no prompt", {"prompt": {}}, CODES.INVALID_ARGUMENT, "prompt", "not set"),
     ("empty text", {"prompt": {"text": ""}}, CODES.INVALID_ARGUMENT, "prompt.text", "empty"),
     ("empty tokens", {"prompt": {"tokens": {}}}, CODES.INVALID_ARGUMENT, "prompt.tokens.ids", "empty"),
@@ -177,9 +177,9 @@ async def test_a_message_above_the_transport_limit(client: AsyncClient) -> None:
 async def test_a_small_message_that_decodes_to_millions_of_objects_is_not_decoded(
     client: AsyncClient, running: Running, compression: grpc.Compression | None
 ) -> None:
-    """63 KB of gzip used to take the gateway 1.7 GB and 3 s."""
+    """63 KB of gzip used to cost the gateway 1.7 GB of memory and 3 s."""
     memory_before = peak_memory_mb(running.gateway)
-    empty_messages = b"\x0a\x00" * (7 << 20)  # of a chat
+    empty_messages = b"\x0a\x00" * (7 << 20)  # empty messages of a chat
     chat = pb.GenerateRequest(prompt={"chat": {}}).SerializeToString()
     assert chat == b"\x1a\x02\x1a\x00"
     data = field(b"\x1a", field(b"\x1a", empty_messages))

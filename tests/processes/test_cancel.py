@@ -15,7 +15,7 @@ from tests.processes.stack import Service, Stack, wait_idle
 
 MAX_MODEL_LEN = 32768
 FLAGS = ("--dtype", "float32", "--num-blocks", "5000", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-# Without a cancel, one of these takes 30,000 steps: tens of seconds.
+# Without a cancel, one of these requests takes 30,000 steps: tens of seconds.
 LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0.0, "ignore_eos": True}
 FEW_STEPS = 10000
 
@@ -32,8 +32,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, S
 
 @pytest.fixture
 async def client(running: tuple[Stack, Service]) -> AsyncIterator[AsyncClient]:
-    """A client. After the test, long before its requests could end by themselves, no block is in use and a request is
-    served.
+    """A client. After the test it checks that no block is in use and that a request is served, long before the
+    requests of the test could end by themselves.
     """
     stack, gateway = running
     async with await stack.connect(gateway) as client:
@@ -102,7 +102,7 @@ async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) 
 
 
 async def test_a_client_that_closes_its_connection(client: AsyncClient, running: tuple[Stack, Service]) -> None:
-    """It sends no cancel."""
+    """The client sends no cancel."""
     other = await AsyncClient.connect(running[1].address)
     streams = [other.stream(token_ids=[i], **LONG) for i in range(3)]
     await asyncio.gather(*(stream.__aenter__() for stream in streams))

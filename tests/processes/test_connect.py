@@ -14,7 +14,7 @@ from tests.chart.cluster import PortProxy, Streams
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack
 
-SOON_S = 8.0  # with its default backoff, gRPC's synchronous stack needs ten
+SOON_S = 8.0  # with its default backoff, gRPC's synchronous stack needs ten seconds
 
 
 async def test_clients_that_start_before_the_gateway_connect_soon(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ async def test_the_text_of_a_stream_adds_up_to_the_answer(client: AsyncClient) -
             num_deltas += 1
         result = await stream.result()
     assert text == result.text == pairs()[ZEN]
-    assert num_deltas > 1  # it came in parts; how many depends on how fast the client reads
+    assert num_deltas > 1  # it arrived in several chunks; their number depends on the client's speed
 
 
 async def test_a_stop_string_cuts_the_text_and_only_the_text(client: AsyncClient) -> None:

@@ -1,4 +1,6 @@
-"""Several gateway processes behind one port: connections are spread, Abort reaches all, killed ones are restarted."""
+"""Several gateway processes behind one port: connections are spread, Abort reaches every process, and killed
+processes are restarted.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,7 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         metrics = f"127.0.0.1:{taken.getsockname()[1]}"
-        # STEADY_S = 0: count any end as one at the start, however slow this machine is.
+        # STEADY_S = 0: any exit counts as a failed start, however slow this machine is.
         code = "from gateway_svc import processes, server; processes.STEADY_S = 0.0; server.main()"
         command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--scheduler", "localhost:1"]
         end = subprocess.run(
@@ -175,7 +177,7 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
 
 
 async def test_a_process_that_cannot_be_restarted_is_retried_while_the_others_run() -> None:
-    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # of its first three starts
+    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # commands of the first three starts
     victim, other = Child(0, commands.__getitem__), Child(1, lambda life: ["sleep", "60"])
     running = asyncio.create_task(Supervisor([victim, other]).run())
     try:

@@ -29,7 +29,7 @@ from tests.processes.test_tls import API_KEY, NOBODY, Files
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 MODEL = "demo"
 TIMEOUT = aiohttp.ClientTimeout(total=60)
-# Long enough to be killed in the middle: ignore_eos makes the length certain.
+# Long enough for a kill in the middle of the stream; ignore_eos fixes the length.
 LONG: dict[str, Any] = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
 SAMPLED: list[dict[str, Any]] = [
     {"prompt": "What does", "temperature": 0.0},
@@ -176,7 +176,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(running: Running, grpc_cl
 
 
 class StreamLoad:
-    """Completions that stream, three bodies with six choices in all."""
+    """Streamed completions: three bodies with six choices in total."""
 
     def __init__(self, running: Running) -> None:
         self._running = running

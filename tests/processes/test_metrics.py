@@ -36,9 +36,9 @@ from tests.promql import History, Samples, merge, read_scrape
 from tests.unit.test_pages import dashboard_expressions
 
 DEADLINE_S = 30.0
-ROWS, MAX_WAITING = 4, 4  # per worker; of the scheduler
+ROWS, MAX_WAITING = 4, 4  # rows per worker; queue limit of the scheduler
 PROMPT = list(range(100, 164))
-NUM_BLOCKS = 4096  # of each worker
+NUM_BLOCKS = 4096  # blocks of each worker
 HOLD_TOKENS = 12_000  # four minutes: a request keeps its row until the test cancels it, on any machine
 SIM = (
     *("--executor", "sim", "--sim-step-ms", "20", "--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", str(ROWS)),
@@ -351,11 +351,13 @@ async def check_errors_and_resumes(observed: Observed, client: AsyncClient) -> N
     async for _ in client.raw.Generate(request):
         pass
     samples = await observed.until(lambda s: total(s, "quire_requests_resumed_total") == 1)
-    assert total(samples, "quire_generation_tokens_total") == before + 2, "tokens that the client had were sent again"
+    assert total(samples, "quire_generation_tokens_total") == before + 2, (
+        "tokens that the client already had were sent again"
+    )
 
 
 async def check_internal_refusals(observed: Observed) -> None:
-    """Scheduler and worker count their refusals too. Restarts of services may have caused earlier ones."""
+    """Scheduler and worker count their refusals too. Earlier service restarts may already have caused some refusals."""
     calls: list[tuple[Service, str, str, Callable[[grpc.aio.Channel], Any]]] = [
         (observed.scheduler, "NOT_FOUND", "quire.v1.SchedulerService/GetBundle", no_such_bundle),
         (observed.workers[1], "FAILED_PRECONDITION", "quire.v1.WorkerService/StepBatch", step_without_lease),

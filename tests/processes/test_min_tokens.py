@@ -1,4 +1,4 @@
-"""min_tokens with real services: nothing but max_tokens ends a sample before, also when its worker is killed."""
+"""min_tokens with real services: no sample ends earlier, except by max_tokens, even if its worker is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes.stack import Service, Stack, is_ready
 MIN_TOKENS = 150
 RNG = random.Random(9)
 PROMPT = [RNG.randrange(VOCAB_SIZE) for _ in range(20)]
-# So many stop ids that a sample ends within a few tokens as soon as it may.
+# With so many stop ids, a sample ends within a few tokens after min_tokens.
 REQUEST = {
     "token_ids": PROMPT, "seed": 11, "temperature": 1.0, "n": 2, "max_tokens": 250,
     "stop_token_ids": list(range(0, VOCAB_SIZE, 3)),
@@ -53,7 +53,7 @@ def check(result: GenerateResult) -> None:
 async def killed_in_between(
     client: AsyncClient, stack: Stack, scheduler: Service, worker: Service, model_dir: Path
 ) -> tuple[GenerateResult, Service]:
-    """The request, whose worker is killed after a few tokens, and the worker that took over."""
+    """Runs the request and kills its worker after a few tokens. Returns its result and the worker that took over."""
     async with client.stream(**REQUEST, min_tokens=MIN_TOKENS, cache_salt=worker.name) as stream:
         async for delta in stream:
             if delta.offset + len(delta.token_ids) >= 5:

@@ -1,4 +1,4 @@
-"""Every command and example of README.md is run with a real stack, or checked where it needs what a test has not.
+"""Every command and example of README.md is run with a real stack, or only checked if it needs more than a test has.
 
 tests/chart/test_docs.py checks the helm commands, test_http.py the curl command. CI runs `make demo` and
 `make test` in a fresh clone.

@@ -20,7 +20,7 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Service
 
 NAME = "quire.example.com"
-NOBODY = "127.0.0.1:1"  # no scheduler listens here; the gateway serves without it
+NO_SCHEDULER = "127.0.0.1:1"  # no scheduler listens here; the gateway serves without it
 API_KEY = "my-key"
 DEADLINE_S = 20.0
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
@@ -68,7 +68,7 @@ def gateway(files: Files) -> Iterator[Service]:
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}", f"--tls-client-ca-file={files.ca}"]
     flags.append(f"--api-keys={files.keys}")
-    command = [sys.executable, "-m", "gateway_svc.server", "--listen", address, "--scheduler", NOBODY, *flags]
+    command = [sys.executable, "-m", "gateway_svc.server", "--listen", address, "--scheduler", NO_SCHEDULER, *flags]
     service = Service("gateway", command, address, files.folder / "log")
     service.start()
     try:
@@ -149,7 +149,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     trusted = Tls(files.ca, *files.client, NAME)
     assert models(gateway, trusted) == 0
     files.cert.write_text("no certificate")
-    assert [models(gateway, trusted) for _ in range(2)] == [0, 0], "the previous one stays in use"
+    assert [models(gateway, trusted) for _ in range(2)] == [0, 0], "the previous certificate stays in use"
     newer = trustme.CA()
     newer.cert_pem.write_to_path(files.folder / "newer.crt")
     files.renew(newer)
@@ -172,7 +172,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
 def test_bad_files_fail_the_start(tmp_path: Path, names: dict[str, str], words: str) -> None:
     files = Files(tmp_path)
     flags = [f"--tls-{name}-file={files.folder / path}" for name, path in names.items()]
-    args = make_parser().parse_args(["--scheduler", NOBODY, *flags])
+    args = make_parser().parse_args(["--scheduler", NO_SCHEDULER, *flags])
     with pytest.raises(TlsError) as refused:
         server_credentials(tls_files(args) or pytest.fail("the files were accepted"))
     assert words in str(refused.value)

@@ -1,4 +1,4 @@
-"""Two workers whose checkpoints differ in nothing but the weights: the second one is refused."""
+"""Two workers whose checkpoints differ only in the weights: the second worker is refused."""
 
 from __future__ import annotations
 

@@ -65,7 +65,10 @@ async def check_prefix_holder(stack: Stack, client: AsyncClient, workers: list[S
 
 
 async def check_follow_ups(stack: Stack, client: AsyncClient, workers: list[Service], prefix: list[int]) -> int:
-    """All go to one worker, whose index is returned, and compute only the tokens after the prefix."""
+    """Sends four follow-ups. Checks that all run on one worker and compute only the tokens after the prefix.
+
+    Returns the worker's index.
+    """
     before = await steps(stack, client, workers)
     for i in range(4):
         result = await generate(client, prefix + random_prompt(100 + i, 20))
@@ -77,7 +80,7 @@ async def check_follow_ups(stack: Stack, client: AsyncClient, workers: list[Serv
 
 
 async def check_balance(stack: Stack, client: AsyncClient, workers: list[Service]) -> None:
-    """Requests that share no prefix go to all workers, and get the same tokens as alone."""
+    """Checks that requests without a common prefix use all workers and get the same tokens as alone."""
     before = await steps(stack, client, workers)
     prompts = [random_prompt(1000 * len(workers) + i, 60) for i in range(10 * len(workers))]
     together = await asyncio.gather(*(generate(client, prompt, max_tokens=24) for prompt in prompts))

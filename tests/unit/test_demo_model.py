@@ -1,4 +1,4 @@
-"""The bundled model matches its README: small, loadable by transformers, exact answers to known questions."""
+"""The bundled model matches its README: small, loadable by transformers, exact answers to learned questions."""
 
 from __future__ import annotations
 

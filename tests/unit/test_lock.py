@@ -1,4 +1,4 @@
-"""constraints-dev.txt covers every requirement of the development environment: run `make lock` when this fails."""
+"""constraints-dev.txt covers every requirement of the development environment. If this fails, run `make lock`."""
 
 import tomllib
 from pathlib import Path
