@@ -68,7 +68,8 @@ class FakeRunner:
 
     def execute(self, batch: StepBatch) -> StepOutput:
         if len(batch.copy_src) and int(batch.copy_src.max()) >= self.info.num_blocks:
-            raise BadBatchError(f"copy_src names block {int(batch.copy_src.max())}, the pool has {NUM_BLOCKS}")
+            block = int(batch.copy_src.max())
+            raise BadBatchError(f"copy_src names block {block}, but the pool has {NUM_BLOCKS} blocks")
         self._apply(batch)
         errors = [
             RowError(int(row), RowErrorCode.BAD_INPUT, "row is not open") for row in batch.rows if not self._has(row)

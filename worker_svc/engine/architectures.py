@@ -1,6 +1,6 @@
 """The supported architectures, and the fields of config.json that each one needs.
 
-All are one decoder: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads. The table
+All share one decoder: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads. The table
 lists their differences.
 """
 
@@ -18,7 +18,7 @@ from worker_svc.engine.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The differences of one family. None: as config.json says."""
+    """The differences of one family from the common decoder. None: config.json decides."""
 
     has_qk_norm: bool = False
     has_qkv_bias: bool | None = None  # None: `attention_bias`
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 }
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-DEFAULT_WINDOW = 4096  # of configs without the field, as in transformers
+DEFAULT_WINDOW = 4096  # if config.json has no sliding_window, as in transformers
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -99,7 +99,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
             return ARCHITECTURES[name]
     raise CheckpointError(
         f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
-        f"supported are {', '.join(ARCHITECTURES)}"
+        f"use one of {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -114,9 +114,7 @@ def _heads(config: dict[str, Any]) -> HeadShape:
     num_q_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_q_heads
     if num_q_heads % num_kv_heads:
-        raise CheckpointError(
-            f"num_key_value_heads: {num_q_heads} attention heads cannot be shared by {num_kv_heads} key-value heads"
-        )
+        raise CheckpointError(f"num_key_value_heads: {num_kv_heads} does not divide the {num_q_heads} attention heads")
     head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_q_heads
     if head_dim % 2:
         raise CheckpointError(f"head_dim: rotary positions need an even number, found {head_dim}")
@@ -126,7 +124,7 @@ def _heads(config: dict[str, Any]) -> HeadShape:
 def _activation(config: dict[str, Any]) -> str:
     name = config.get("hidden_act", "silu")
     if name not in ACTIVATIONS:
-        raise CheckpointError(f"hidden_act: {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -141,8 +139,8 @@ def _sliding_window(config: dict[str, Any], architecture: Architecture) -> int |
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`. If a
-    config has a field twice, the one that transformers reads applies.
+    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`.
+    If both set a value, the one that transformers reads applies.
     """
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if ORIGINAL_LENGTH in config:
@@ -152,7 +150,7 @@ def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
         raise CheckpointError(f"partial_rotary_factor: only 1 is supported, found {partial!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_SCALINGS:
-        raise CheckpointError(f"rope_type: {kind!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}")
+        raise CheckpointError(f"rope_type: {kind!r} is not supported; use one of {', '.join(ROPE_SCALINGS)}")
     theta = _rope_number(rope if "rope_theta" in rope else {"rope_theta": 10000.0, **config}, "rope_theta")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return ROPE_SCALINGS[kind](1.0 / theta**exponents, rope)
@@ -174,7 +172,7 @@ def _scale_linear(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _scale_llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Divides the frequencies of long wavelengths by `factor`, keeps those of short ones, interpolates between."""
     factor = _rope_number(rope, "factor")
     low = _rope_number(rope, "low_freq_factor")
     high = _rope_number(rope, "high_freq_factor")

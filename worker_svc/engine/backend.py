@@ -1,4 +1,4 @@
-"""The interface of a backend; backends.py makes one.
+"""The interface of a backend. backends.py makes backends.
 
 A backend computes and makes no decisions. Every operation works on all tokens of a step at once.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import torch  # rows and plans use the types of this file, also where torch is not installed
+    import torch  # rows and plans use these types even if torch is not installed
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -30,25 +30,25 @@ class ForwardBatch:
 
     token_ids: I64  # [T]
     positions: I32  # [T]
-    slots: I64  # [T] where keys and values go
+    slots: I64  # [T] destinations of keys and values
     rows: I32  # [B] rows of `tables`
     query_starts: I32  # [B + 1] first token of each row
     context_lens: I32  # [B] tokens in the pool before this step
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
-    head_tokens: I64  # [S] tokens whose logits are wanted
+    head_tokens: I64  # [S] tokens that need logits
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How each of S rows of logits is sampled: by one element of each of the row table's columns."""
+    """Sampling parameters of S rows of logits, as indices into the columns of the row table."""
 
     params: Mapping[str, npt.NDArray[Any]]  # one column per field of SamplingParams, and `sample_index`: [max_num_seqs]
     rows: I64  # [S] indices into these columns
     positions: U32  # [S] output positions
-    banned: tuple[I64, I64] | None = None  # lines of the logits and the token ids that cannot be sampled there
+    banned: tuple[I64, I64] | None = None  # row of the logits and token id of each ban
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """One parameter of the S rows."""
+        """The values of one parameter for the S rows."""
         return self.params[name][self.rows]
 
 
@@ -76,17 +76,17 @@ class Linear(Protocol):
 
 
 class Backend(Protocol):
-    """Operations of the decoder. Tensors are contiguous, of the engine's dtype unless said otherwise.
+    """Operations of the decoder. Tensors are contiguous and have the engine's dtype unless stated otherwise.
 
     k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]. A
     backend may order the numbers within a block differently.
     """
 
     name: str
-    arithmetic: str  # what its roundings depend on, as words for `numerics`
+    arithmetic: str  # what its roundings depend on: a part of `numerics`
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepares a weight [out, in]. It may be kept: the caller must not change it afterwards."""
+        """Prepares a weight [out, in]. The caller must not change it afterwards, because the result may refer to it."""
         ...
 
     def add_rms_norm(
@@ -126,10 +126,10 @@ class Backend(Protocol):
         ...
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
-        """Copies blocks of pool [layers, num_blocks, ...] in all layers, one pair after the other."""
+        """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
         ...
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
-        """Tokens [S] for logits [S, vocab] as noise.py says, and which rows have NaN or no finite number. Banned ids
-        are already minus infinity in the logits."""
+        """Tokens [S] for logits [S, vocab] as noise.py specifies, and a mask of rows with NaN or no finite number.
+        Banned ids are already minus infinity in the logits."""
         ...

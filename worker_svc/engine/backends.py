@@ -1,4 +1,4 @@
-"""Which CPU backends there are."""
+"""The CPU backends by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:
-    """The backend of that name. `cpu` falls back to `reference` where the kernels cannot be compiled.
+    """Makes the named backend. `cpu` falls back to `reference` if the kernels cannot be compiled.
 
     Raises BackendUnavailableError for an unknown name.
     """
@@ -25,5 +25,5 @@ def make_backend(name: str, threads: int, determinism: Determinism, quantize: Qu
     try:
         return CpuBackend(threads, determinism, quantize)
     except KernelBuildError as error:
-        logger.warning("no CPU kernels, running on plain torch operations, about 8 times slower: %s", error)
+        logger.warning("no CPU kernels; plain torch operations are used, about 8 times slower: %s", error)
         return ReferenceBackend(determinism, quantize)

@@ -21,15 +21,15 @@ EMPTY: U32 = np.empty(0, dtype=np.uint32)
 
 
 class BadBatchError(ValueError):
-    """Columns that contradict each other or the pool. Nothing was applied; the whole step is refused."""
+    """The columns contradict each other or the pool. The whole step is refused and nothing is applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowOpen:
-    """A sequence gets a row: everything that the engine must know of it."""
+    """Opens a row for a sequence, with everything that the engine needs to know about it."""
 
     row: int
-    token_ids: U32  # [num_tokens] prompt then output; empty when forked
+    token_ids: U32  # [num_tokens] prompt, then output; empty for a fork
     prompt_len: int
     block_table: U32
     num_computed_tokens: int
@@ -56,7 +56,7 @@ class StepBatch:
     close_rows: U32 = field(default_factory=lambda: EMPTY)
     opens: list[RowOpen] = field(default_factory=list)
     table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] equal to the table's length: append
+    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] an index equal to the table's length appends
     table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
     copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C] blocks, copied in order
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
@@ -88,7 +88,7 @@ class StepOutput:
     """The output of a step."""
 
     step_id: int
-    rows: U32  # [S] rows that sampled: those of sample_mask in batch order, then fork_rows; without failed rows
+    rows: U32  # [S] rows that sampled: of sample_mask in batch order, then of fork_rows; no failed rows
     token_ids: U32  # [S]
     errors: list[RowError]
     forward_us: int  # microseconds from batch to tokens

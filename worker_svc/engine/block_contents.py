@@ -1,4 +1,4 @@
-"""The content of the KV pool, whatever device has its memory: the token of each slot, and committed prefixes."""
+"""The content of a KV pool on any device: the token of each slot, and the committed prefixes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockContents:
         self._is_committed[block_ids] = False
 
     def write_tokens(self, slots: I64, token_ids: I64) -> None:
-        """Records the tokens whose keys and values are written now."""
+        """Records the tokens whose keys and values are being written."""
         self.uncommit(slots // self.block_size)
         self.fill_tokens(slots, token_ids)
 
@@ -38,7 +38,7 @@ class BlockContents:
         self._slot_tokens[slots] = token_ids
 
     def copy_tokens(self, src: I64, dst: I64) -> None:
-        """Copies the tokens of blocks, one pair after the other."""
+        """Copies the tokens of blocks, in the given order."""
         tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             tokens[target] = tokens[source]

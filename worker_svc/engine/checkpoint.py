@@ -53,12 +53,12 @@ class Checkpoint:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
-        """The tensor in that dtype, or (None) as it is stored and still memory-mapped. Raises CheckpointError for
-        another shape."""
+        """The tensor in `dtype`; None: in its stored dtype, still memory-mapped. Raises CheckpointError if its shape is
+        not `shape`."""
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
-                f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}; "
+                f"tensor {name} has shape {list(found)}, but config.json requires {list(shape)}; "
                 "the weights and config.json belong to different models"
             )
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
@@ -85,16 +85,16 @@ class Checkpoint:
             shape = list(self.shape(unexpected[0]))
             raise CheckpointError(
                 f"{len(unexpected)} tensors are unexpected, first {unexpected[0]} {shape}; "
-                "the model has parts that this architecture does not support; without them its answers would be wrong"
+                "this architecture does not support them, and without them the output would be wrong"
             )
 
     def start_digest(self, threads: int) -> None:
-        """From now on each tensor that is read also enters the digest of the weights."""
+        """Adds each tensor that is read from now on to the digest of the weights."""
         self._digest = WeightsDigest(threads)
 
     def weights_digest(self) -> str:
-        """The digest of all tensors in hex: those that were read since `start_digest`, and the others. Empty without
-        `start_digest`."""
+        """The digest of all tensors in hex, including tensors that were not read since `start_digest`. Empty if
+        `start_digest` was not called."""
         if self._digest is None:
             return ""
         for name, file in self._file_of.items():
@@ -130,9 +130,7 @@ class Checkpoint:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise CheckpointError(
-                f"cannot read {path}: {error.strerror}; is it a Hugging Face model folder?"
-            ) from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; give a Hugging Face model folder") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
@@ -140,9 +138,9 @@ class Checkpoint:
         return content
 
     def _read_index(self) -> dict[str, str]:
-        """The file of each tensor, for a checkpoint in several files; empty for a single file."""
+        """The file of each tensor of a sharded checkpoint; empty for a single file."""
         if (self.folder / SINGLE_FILE).exists():
-            return {}  # it has precedence over an index, as in transformers
+            return {}  # the single file has precedence over an index, as in transformers
         if (self.folder / INDEX_FILE).exists():
             weight_map = self._read_json(INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -156,7 +154,7 @@ class Checkpoint:
     def _check_index(self) -> None:
         for tensor, file in self._weight_map.items():
             if tensor not in self._file_of:
-                raise CheckpointError(f"tensor {tensor} is not in {file}, where {INDEX_FILE} places it")
+                raise CheckpointError(f"tensor {tensor} is not in {file}, although {INDEX_FILE} lists it there")
 
 
 def _open(path: Path) -> Any:

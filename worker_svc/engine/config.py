@@ -27,14 +27,17 @@ QUANTIZING_BACKENDS = ("cpu", "reference")
 class EngineConfig:
     """Settings of one engine. Values are checked at construction; ValueError names the field.
 
-    num_blocks None: as many as fit `kv_cache_memory` bytes; that None: 1 GiB, or half of the free RAM if that is less.
-    max_model_len None: that of the model, capped by the size of the pool.
+    num_blocks None: the number that fits `kv_cache_memory` bytes.
+    kv_cache_memory None: 1 GiB, or half of the free RAM if that is less.
+    max_model_len None: the model's limit, capped by the size of the pool.
     threads None: one per core that this process may use.
-    quantize None: weights stay in `dtype`; int8: weights and inputs of linear layers (docs/adr/0009-int8.md).
-    Only for backend cuda (docs/adr/0013-gpu-engine.md): attention; gpu_memory_utilization, of the whole device;
-    tensor_parallel_size; cuda_graphs, recorded at the start, when a size first occurs, or never; cuda_graph_tokens, the
-    largest step with prompts that is a graph (0: decode steps only); dtype float16; kv_cache_dtype fp8, keys and values
-    in 8 bits.
+    quantize int8: weights and inputs of linear layers are int8 (docs/adr/0009-int8.md). None: weights stay in `dtype`.
+
+    Only backend cuda (docs/adr/0013-gpu-engine.md) uses attention, tensor_parallel_size, dtype float16, and:
+    gpu_memory_utilization: a fraction of the memory of the whole device.
+    cuda_graphs: recorded at start-up (start), when a size first occurs (lazy), or never (off).
+    cuda_graph_tokens: the largest step with prompts that is recorded as a graph; 0: decode steps only.
+    kv_cache_dtype fp8: keys and values in 8 bits.
     """
 
     model_dir: Path
@@ -104,12 +107,12 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams  # of generation_config.json; seed 0
+    default_sampling: SamplingParams  # from generation_config.json; seed 0
     dtype: ComputeDtype
     determinism: Determinism
     backend: str
-    numerics: str  # the kind of worker; another kind may produce other tokens
+    numerics: str  # the kind of worker; a different kind may produce different tokens
     build: str  # sources and libraries that it was built from
     quantize: Quantization | None = None
-    weights_digest: str = ""  # of the tensors' content; empty for an executor that loads none
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: as `dtype`
+    weights_digest: str = ""  # digest of the tensors' content; empty if no weights are loaded
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`

@@ -71,7 +71,7 @@ def _is_bf16(x: torch.Tensor) -> int:
 
 
 class _Addresses:
-    """Addresses of a batch's columns, read once per batch: numpy takes longer for that than a small kernel runs."""
+    """Addresses of a batch's columns, read once: reading one through numpy takes longer than a small kernel."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
@@ -221,7 +221,7 @@ class CpuBackend:
         return tokens, status != 0
 
     def _columns_of(self, params: Mapping[str, npt.NDArray[Any]]) -> ctypes.Array[ctypes.c_void_p]:
-        """Addresses of the columns in the order of the kernel; read once, as a row table keeps its columns."""
+        """Addresses of the columns in the order of the kernel; read once, because a row table never replaces them."""
         if self._columns is None or self._columns[0] is not params:
             addresses = [address_of(params[name]) for name in self._column_names]
             self._columns = params, (_POINTER * len(addresses))(*addresses)

@@ -1,8 +1,8 @@
-"""Operations in torch and numpy whose result for an element depends on nothing but its inputs.
+"""Operations in torch and numpy whose result for an element depends only on its inputs.
 
 Library calls choose their order of additions by shape, threads and processor, and their vector and scalar versions of
-exp or cos differ in the last bit. Everything here is built from two things that cannot differ:
-- element-wise +, -, *, / and square root, which IEEE 754 rounds in one way only, in an order that the code fixes;
+exp or cos differ in the last bit. Everything here is built from two kinds of operations that cannot differ:
+- element-wise +, -, *, / and square root, whose rounding IEEE 754 defines, in an order that the code fixes;
 - sums of integers that stay below 2^53 in float64: no addition rounds, so any order gives the same result.
 docs/adr/0017-exact-by-construction.md has the reasoning.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-EXACT_BITS = 53  # of a float64's significand
+EXACT_BITS = 53  # size of a float64's significand
 MAX_STEP_BITS = 23  # so that a part of a weight is exact in float32
 ANGLES_AT_ONCE = 1 << 20
 
@@ -33,7 +33,8 @@ _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 class FixedPoint:
     """x [.., k] as (high + low * 2^-bits) * 2^(exponent - bits), where high and low are integers of about `bits` bits.
 
-    A vector along k shares one exponent, that of its largest magnitude; a vector that is not finite is 0 here.
+    All elements of a vector along k share the exponent of its largest magnitude. A vector that is not finite is stored
+    as 0.
     """
 
     high: torch.Tensor  # [.., k] float64
@@ -43,7 +44,7 @@ class FixedPoint:
 
 
 def step_bits(length: int) -> int:
-    """Bits per part with which sums of `length` products stay below 2^53."""
+    """Number of bits per part for which sums of `length` products stay below 2^53."""
     return min((EXACT_BITS - (length - 1).bit_length()) // 2, MAX_STEP_BITS)
 
 
@@ -79,7 +80,7 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, kept with size 1: halves are added to each other until one number is left."""
+    """Sum over the last dimension, which keeps size 1: adds the second half to the first until one number is left."""
     x = F.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
@@ -110,7 +111,7 @@ def erf(x: torch.Tensor) -> torch.Tensor:
 
 
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of float32 angles below 2^20, correctly rounded but for rare ties."""
+    """cos and sin of float32 angles below 2^20, correctly rounded except for rare ties."""
     flat = angles.reshape(-1).numpy()
     parts = [_cos_sin(flat[i : i + ANGLES_AT_ONCE]) for i in range(0, len(flat), ANGLES_AT_ONCE)]
     cos, sin = (torch.from_numpy(np.concatenate(values)).view(angles.shape) for values in zip(*parts, strict=True))

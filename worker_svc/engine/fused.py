@@ -1,8 +1,8 @@
 """A decoder from token ids to logits in one call into the kernels.
 
-Between two operations Python takes as long as a small operation. Nearly every torch operation also releases the
-interpreter lock, which the worker's event loop can then take and hold for a while. One call runs without interruption,
-and the event loop has the interpreter meanwhile.
+The Python code between two operations takes as long as a small operation. Nearly every torch operation also releases
+the interpreter lock, and the worker's event loop can then take it and hold it for a while. A single call is not
+interrupted, and the event loop can use the interpreter during the call.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FusedModel:
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
-        self._kept = (parts, pool)  # keeps alive what the structs point to
+        self._kept = (parts, pool)  # keeps the memory alive that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
             *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
         )
@@ -113,7 +113,7 @@ class FusedModel:
 
 
 def address_of(x: npt.NDArray[Any]) -> int:
-    """The address of a writable array, in a third of the time of `array.ctypes`."""
+    """The address of a writable array. Takes a third of the time of `array.ctypes`."""
     return ctypes.addressof(_Bytes.from_buffer(x.data))
 
 

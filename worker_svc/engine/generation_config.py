@@ -1,4 +1,4 @@
-"""The end-of-sequence ids of a checkpoint. Its sampling defaults: `request_fields.checks.default_sampling`."""
+"""The end-of-sequence ids of a checkpoint. `request_fields.checks.default_sampling` reads its sampling defaults."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class KVCachePool(BlockContents):
         return self._layers[index]
 
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
-        """Copies blocks with their tokens, one pair after the other; the copies are not committed."""
+        """Copies blocks with their tokens, in the given order. The copies are not committed."""
         backend.copy_blocks(self.keys, src, dst)
         backend.copy_blocks(self.values, src, dst)
         self.copy_tokens(src, dst)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from worker_svc.engine.exact_ops import FixedPoint, fixed_point_product, step_bits, to_fixed_point
 
 INT8_MAX = 127.0
-INT8_SMALLEST = 1e-35  # rows and weights of no larger magnitude become 0: their inverse overflows
+INT8_SMALLEST = 1e-35  # rows and weights up to this magnitude become 0, because its inverse overflows
 MAX_INT8_INPUTS = 65_536  # more products of 255 * 127 could overflow 32 bits
-WEIGHTS_AT_ONCE = 1 << 18  # that are widened to float64: they should stay in the cache
+WEIGHTS_AT_ONCE = 1 << 18  # weights widened to float64 at a time, so that they stay in the cache
 
 
 class PackedLinear:

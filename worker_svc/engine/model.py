@@ -64,7 +64,7 @@ def rotary_table(inv_freq: torch.Tensor, length: int) -> RotaryTable:
 
 
 class LinearMaker(Protocol):
-    """Prepares weights for use; every backend does."""
+    """Prepares weights for use. Every backend implements it."""
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
@@ -101,8 +101,8 @@ class WeightLoader:
         self._checkpoint.check_names(self._expected_names(), ignored)
         if self._config.is_tied and HEAD in self._checkpoint.tensor_names and not self._is_same(HEAD, EMBEDDING):
             raise CheckpointError(
-                f"tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}; say false in config.json if it is to be "
-                "used, else remove it"
+                f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set tie_word_embeddings to false "
+                f"in config.json to use {HEAD}, or remove {HEAD} from the checkpoint"
             )
 
     def _is_same(self, one: str, other: str) -> bool:
@@ -185,8 +185,8 @@ class DecoderModel:
         report(1.0)
 
     def fuse(self, pool: KVCachePool) -> None:
-        """Makes each forward pass one call, if the backend can. `forward` must then be called with this pool, and its
-        result is overwritten by the next call."""
+        """Makes each forward pass one call, if the backend supports it. `forward` must then be called with this pool,
+        and its result is overwritten by the next call."""
         if isinstance(self._backend, Fuser):
             parts = (self._embedding, self._layers, self._final_norm, self._head, self._rotary)
             self._fused = self._backend.fuse(DecoderParts(self._config, *parts), pool)
@@ -202,7 +202,7 @@ class DecoderModel:
         for index, layer in enumerate(self._layers):
             attended = self._attend(x, residual, layer, batch, pool.layer(index))
             if index == last and len(heads) < len(x):
-                x, attended = x[heads], attended[heads]  # the rest is needed for these tokens only
+                x, attended = x[heads], attended[heads]  # the remaining operations need only these tokens
             if not len(x):
                 return x.new_empty(0, self._config.vocab_size)
             residual = self._feed_forward(x, layer.o(attended), layer)
@@ -216,7 +216,7 @@ class DecoderModel:
         batch: ForwardBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Attention [T, q_heads * head_dim] after x += residual."""
+        """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
         backend, heads, eps = self._backend, self._config.heads, self._config.rms_norm_eps
         normed = torch.empty_like(x)
         backend.add_rms_norm(x, residual, layer.input_norm, normed, eps)
@@ -228,7 +228,7 @@ class DecoderModel:
         return attended.view(len(x), -1)
 
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """The MLP's output [n, hidden] after x += residual."""
+        """Adds the residual to x; returns the MLP output [n, hidden]."""
         normed = torch.empty_like(x)
         self._backend.add_rms_norm(x, residual, layer.post_norm, normed, self._config.rms_norm_eps)
         activated = x.new_empty(len(x), self._config.intermediate_size)

@@ -101,8 +101,8 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row.
 
-        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. A step that runs
-        out of memory fails its rows; the third consecutive one raises, and so does one whose changes cannot be applied.
+        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
+        out of memory, its rows fail. The third consecutive such step raises, and so does a failure to apply changes.
         """
         started = time.perf_counter()
         self._planner.check_columns(batch)
@@ -142,7 +142,7 @@ class ModelRunner:
             self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
 
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, U32]:
-        """After its changes a step writes only to slots of its own rows, so only these fail if memory runs out."""
+        """A step with applied changes writes only to slots of its own rows, so only these fail if memory runs out."""
         try:
             plan = self._planner.plan(batch, errors)
             rows, token_ids = self._run(plan, errors) if len(plan.rows) else NOTHING
@@ -217,5 +217,7 @@ def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
         model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
     )
     if memory < per_block:
-        raise ValueError(f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise it")
+        raise ValueError(
+            f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"
+        )
     return memory // per_block

@@ -1,6 +1,6 @@
-"""What the bits of results depend on besides the model and its settings: the kind of worker, and its build.
+"""The kind and the build of a worker. Besides the model and its settings, the bits of results depend on them.
 
-In exact mode a sequence can move to another worker only if its kind is the same. The kind is therefore part of the
+In exact mode a sequence can move to another worker only if both are of the same kind. The kind is therefore part of the
 revision, and a scheduler refuses workers of another kind. Builds differ during every upgrade: schedulers only log that.
 """
 
@@ -26,15 +26,15 @@ SOURCES = Path(__file__).parent
 
 
 def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
-    """The kind of a worker that computes on the processor. `arithmetic` names what its backend uses: kernels can be
-    compiled for less than the processor has."""
+    """The kind of a CPU worker. `arithmetic` names the instructions that its backend uses, because kernels can be
+    compiled for fewer than the processor has."""
     found = instruction_sets(cpuinfo)
     sets = [name for name in INSTRUCTION_SETS if name in found]
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 
 
 def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:
-    """The kind of a worker that computes on a GPU. Ranks sum partial results, so their number changes roundings."""
+    """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings."""
     kind = "interpreted"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""What a step computes without its bad rows: columns, slots and forks of a batch, checked against the open rows."""
+"""The plan of a step: columns, slots and forks of a batch without bad rows, checked against the open rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StepPlan:
 
     rows: I64  # [B]
     context_lens: I64  # [B] tokens in the pool before this step
-    ends: I64  # [B] sequence position after the last token
+    ends: I64  # [B] sequence positions after the last token
     starts: I64  # [B + 1] first token of each row
     token_rows: I64  # [T]
     positions: I64  # [T]
     slots: I64  # [T] where keys and values go
-    sampling_rows: I64  # [S] those of the sample mask in batch order, then forks
+    sampling_rows: I64  # [S] rows of the sample mask in batch order, then forks
     sources: I64  # [S] index in `rows` of the row whose last logits are sampled
-    has_forks: bool  # else sources ascend without repetition
+    has_forks: bool  # without forks, sources ascend without repetition
 
     @property
     def sampled_positions(self) -> I64:
@@ -49,7 +49,7 @@ class StepPlanner:
         for name in ("query_lens", "context_lens", "sample_mask"):
             _check_length(name, len(getattr(batch, name)), "rows", num_rows)
         num_tokens = int(batch.query_lens.sum(dtype=np.int64))
-        _check_length("slot_mapping", len(batch.slot_mapping), "sum of query_lens", num_tokens)
+        _check_length("slot_mapping", len(batch.slot_mapping), "the sum of query_lens", num_tokens)
         if num_tokens > info.max_num_batched_tokens:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
         _check_length("table_indices", len(batch.table_indices), "table_rows", len(batch.table_rows))
@@ -62,7 +62,7 @@ class StepPlanner:
         for name in ("copy_src", "copy_dst", "commit_blocks"):
             blocks = getattr(batch, name)
             if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
-                raise BadBatchError(f"{name} names block {block}, the pool has {info.num_blocks}")
+                raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_blocks} blocks")
 
     def plan(self, batch: StepBatch, errors: RowErrors) -> StepPlan:
         """The batch without its bad rows, which get their error in `errors`."""
@@ -110,7 +110,7 @@ class StepPlanner:
             errors.add(
                 int(tokens.rows[i]),
                 f"slot_mapping has slot {tokens.slots[i]} for position {tokens.positions[i]}, "
-                f"the row's table has {expected[i]}",
+                f"but the row's table has slot {expected[i]}",
             )
             found[tokens.batch_indices[i]] = True
         for i in np.flatnonzero(is_shared):
@@ -140,7 +140,7 @@ class StepPlanner:
             return f"fork parent {parent} does not compute in this step"
         end, known = int(ends[index_of[parent]]), int(self._rows.num_tokens(np.array([row]))[0])
         if end != known:
-            return f"fork parent {parent} ends at {end} tokens, this row knows {known}"
+            return f"fork parent {parent} ends at {end} tokens, but this row has {known}"
         return None
 
 
@@ -171,4 +171,4 @@ class _Tokens:
 
 def _check_length(name: str, length: int, of: str, expected: int) -> None:
     if length != expected:
-        raise BadBatchError(f"{name} has {length} entries, {of} has {expected}")
+        raise BadBatchError(f"{name} has {length} entries, expected {expected} to match {of}")

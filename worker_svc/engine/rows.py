@@ -22,7 +22,7 @@ COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.
 
 
 def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
-    """A column per sampling parameter, by its name, and `sample_index`."""
+    """One column per sampling parameter, by name, plus `sample_index`."""
     columns = {name: np.zeros(num_rows, COLUMN_TYPES[field.kind]) for name, field in SAMPLER_FIELDS.items()}
     return columns | {"sample_index": np.zeros(num_rows, np.uint32)}
 
@@ -66,9 +66,9 @@ class RowTable:
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
-        self._banned: dict[int, I64] = {}  # by row: the ids that it cannot sample
+        self._banned: dict[int, I64] = {}  # by row: ids that it must not sample
         self._banned_before: I64 = np.zeros(max_num_seqs, np.int64)  # output position
-        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # opens of each row so far
+        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
 
@@ -99,7 +99,7 @@ class RowTable:
                 errors.add(item.row, message)
 
     def _refusal(self, item: RowOpen) -> str | None:
-        """Why this row cannot be opened."""
+        """Why this row cannot be opened; None if it can."""
         if item.row >= self._max_num_seqs:
             return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
         if self.is_open[item.row]:
@@ -118,10 +118,12 @@ class RowTable:
             if parent >= self._max_num_seqs or not self.is_open[parent]:
                 return f"fork_of_row {parent} is not open"
             if self._num_tokens[parent] < item.prompt_len:
-                return f"fork_of_row {parent} knows {self._num_tokens[parent]} tokens, prompt_len is {item.prompt_len}"
+                return (
+                    f"fork_of_row {parent} has {self._num_tokens[parent]} tokens, but prompt_len is {item.prompt_len}"
+                )
             num_tokens = item.prompt_len
         if not 1 <= num_tokens <= self._max_model_len:
-            return f"token_ids has {num_tokens} tokens, allowed are 1 to max_model_len {self._max_model_len}"
+            return f"token_ids has {num_tokens} tokens, expected 1 to max_model_len {self._max_model_len}"
         if not 0 <= item.prompt_len <= num_tokens:
             return f"prompt_len {item.prompt_len} is beyond the {num_tokens} known tokens"
         if not 0 <= item.num_computed_tokens <= num_tokens:
@@ -140,7 +142,7 @@ class RowTable:
     def _banned_refusal(self, ids: U32) -> str | None:
         if len(ids) > MAX_BANNED_IDS or len(ids) >= self._vocab_size:
             most = min(MAX_BANNED_IDS, self._vocab_size - 1)
-            return f"banned_ids has {len(ids)} ids, allowed are at most {most}"
+            return f"banned_ids has {len(ids)} ids, expected at most {most}"
         if len(ids) and int(ids.max()) >= self._vocab_size:
             return f"banned id {int(ids.max())} is not below the vocabulary size {self._vocab_size}"
         return None
@@ -218,8 +220,8 @@ class RowTable:
         return self._find_bad_one_by_one(batch, errors)
 
     def _are_all_good(self, batch: StepBatch) -> bool:
-        """The checks of `_find_bad_one_by_one` over the whole batch: nearly every step passes, and nearly all of its
-        cost is the number of numpy calls."""
+        """The checks of `_find_bad_one_by_one` over the whole batch: nearly every step passes, and its cost is mainly
+        the number of numpy calls."""
         rows, num_rows = batch.rows, len(batch.rows)
         if not num_rows:
             return True
@@ -259,7 +261,7 @@ class RowTable:
                 ends > self._max_model_len,
                 lambda i: f"position {ends[i] - 1} reaches max_model_len {self._max_model_len}",
             ),
-            (ends > known, lambda i: f"context_len + query_len is {ends[i]}, the row knows {known[i]} tokens"),
+            (ends > known, lambda i: f"context_len + query_len is {ends[i]}, but the row has {known[i]} tokens"),
             (
                 batch.context_lens > computed,
                 lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
@@ -314,11 +316,11 @@ class RowTable:
         self._num_tokens[rows] = positions + 1
 
     def generations(self, rows: I64) -> I64:
-        """A number that distinguishes a row from earlier rows of the same number."""
+        """The generation of each row: it changes when the row number is reused."""
         return self._generations[rows]
 
     def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
-        """Sets tokens that were appended before they were known, except in rows that were opened again since."""
+        """Sets tokens that were appended before they were known, except in rows that were reopened since then."""
         is_same = self._generations[rows] == generations
         self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
 

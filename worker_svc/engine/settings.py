@@ -1,4 +1,4 @@
-"""Values that follow from settings and checkpoint together, for every backend."""
+"""Values derived from settings and checkpoint together, for every backend."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
         chosen = model.sliding_window
     capacity = num_blocks * config.block_size
     if capacity >= chosen or config.max_model_len is not None:
-        return chosen  # workers of one model must agree in a configured length, not in their pools
+        return chosen  # workers of a model must agree in the configured length, but not in pool size
     logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
     return capacity

@@ -17,8 +17,8 @@ CHUNK_BYTES = 2 << 20  # digested by one thread at a time
 class WeightsDigest:
     """xxh3_128 over name, dtype, shape and content of every tensor, in the order of names.
 
-    A tensor is added when it is loaded: its pages are read once for both. How tensors are spread over files does not
-    matter.
+    A tensor is added when it is loaded, so its pages are read only once. The distribution of tensors over files does
+    not matter.
     """
 
     def __init__(self, threads: int) -> None:

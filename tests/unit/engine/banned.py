@@ -26,7 +26,7 @@ def tokens_of(driver: Driver, **fields: object) -> list[int]:
 
 
 def check_banned_ids(driver: Driver, sampling: object) -> None:
-    """They are not sampled before their position, are sampled after it, and a recomputed row gets the same tokens."""
+    """Banned ids are sampled only from their position on, and a recomputed row gets the same tokens."""
     free = tokens_of(driver, sampling=sampling)
     banned = {"sampling": sampling, "banned": tuple(set(free)), "banned_before": NUM_BANNED_POSITIONS}
     tokens = tokens_of(driver, **banned)

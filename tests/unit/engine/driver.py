@@ -92,7 +92,7 @@ class Driver:
         self._extra |= columns
 
     def step(self, query_lens: dict[int, int]) -> StepOutput:
-        """Computes that many tokens of each row, in this order. A row samples when it reaches its last known token."""
+        """Computes the given tokens of each row, in this order. A row samples when it reaches its last known token."""
         self.step_id += 1
         batch = self._batch(query_lens)
         self._sampled.clear()

@@ -1,7 +1,7 @@
 """Small random checkpoints of the supported architectures, as transformers writes them.
 
 Linears have unit gain, norms are spread around 1 and q/k norms are large: attention is peaked and logits are wide, so
-that a wrong position, page or mask moves them far beyond rounding.
+that a wrong position, page or mask changes them far beyond rounding.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ BAD_CONFIGS = {
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads"),
     "odd heads": ({"head_dim": 15}, "head_dim"),
     "layers": ({"num_hidden_layers": 2}, "model.layers.1."),
-    "sizes": ({"intermediate_size": 97}, "gate_proj.weight has shape [96, 64], config.json asks for [97, 64]"),
+    "sizes": ({"intermediate_size": 97}, "gate_proj.weight has shape [96, 64], but config.json requires [97, 64]"),
 }
 
 
@@ -105,7 +105,7 @@ def test_a_separate_head_with_tied_embeddings_is_refused(tmp_path):
     change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(folder)  # equal to the embedding
     change_tensors(folder, lambda t: t["lm_head.weight"].add_(1.0))
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, and lm_head\.weight is not"):
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
         load(folder)
 
 

@@ -77,7 +77,7 @@ def test_chunks_change_nothing(runner_factory, backend):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_batch_mates_change_nothing(runner_factory, threads):
+def test_other_rows_change_nothing(runner_factory, threads):
     runner = runner_factory()
     prompt, *others = prompts([37, *np.random.default_rng(3).integers(1, 60, 31).tolist()])
     expected = alone(runner, prompt, 8, seeded(7))

@@ -42,7 +42,7 @@ def test_int8_kernel_equals_plain_torch_bit_for_bit(kernel_build, out_size, in_s
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_row_that_is_not_finite_stays_so_and_affects_no_other(kernel_build, name, value):
+def test_a_row_that_is_not_finite_affects_no_other_row(kernel_build, name, value):
     weight, _, x = make_layer(40, 50, torch.bfloat16)
     linear = make_backend(name, 1, "exact", "int8").make_linear(weight, None)
     expected = linear(x)

@@ -158,7 +158,7 @@ def test_duplicate_rope_fields_have_the_precedence_of_transformers(tmp_path, rew
 
 
 def test_bfloat16_is_as_close_as_transformers(tmp_path):
-    """Rounding of the size of transformers' own; a planted error would be far above it."""
+    """The rounding error is as large as that of transformers; a planted bug would be far above it."""
     folder = make_model(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=4)
     exact, rounded = load_reference(folder), load_reference(folder, torch.bfloat16)
     runner = ModelRunner(EngineConfig(folder, "auto", num_blocks=64, max_num_seqs=8, threads=1))
@@ -206,7 +206,7 @@ def mask_off_by_one(driver):
         attention(q, cache, replace(batch, context_lens=batch.context_lens - 1), out, shape)
 
     backend.paged_attention = short_sighted
-    driver.runner._model._fused = None  # a pass in one call would skip these operations
+    driver.runner._model._fused = None  # the fused pass would skip these operations
 
 
 @pytest.mark.parametrize("plant", [wrong_rotation, page_read_twice, swapped_norms, mask_off_by_one])

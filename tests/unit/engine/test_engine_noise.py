@@ -178,7 +178,7 @@ def test_unusable_logits_are_reported(backend, temperature):
         ({"top_p": 0.71}, 3),
         ({"min_p": 0.49}, 3),
         ({"min_p": 0.6, "top_k": 4}, 2),
-        ({"top_k": 2, "top_p": 0.5}, 1),  # of the two kept by top_k, the first has probability 0.57
+        ({"top_k": 2, "top_p": 0.5}, 1),  # top_k keeps two ids; the first has probability 0.57
     ],
 )
 def test_filters_keep_the_expected_ids(fields, expected):

@@ -1,4 +1,4 @@
-"""What a worker announces about its arithmetic."""
+"""The kind and the build that a worker announces."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ BAD_OPENS = {
     "min_p": ({"sampling": seeded(0, min_p=1.5)}, "min_p"),
     "seed": ({"sampling": seeded(2**64)}, "seed"),
     "banned id": ({"banned_ids": u32(211), "banned_before": 1}, "banned id 211 is not below the vocabulary size 211"),
-    "all banned": ({"banned_ids": u32(*range(211)), "banned_before": 1}, "211 ids, allowed are at most 210"),
-    "many banned": ({"banned_ids": u32(*[5] * 513), "banned_before": 1}, "513 ids, allowed are at most 210"),
+    "all banned": ({"banned_ids": u32(*range(211)), "banned_before": 1}, "211 ids, expected at most 210"),
+    "many banned": ({"banned_ids": u32(*[5] * 513), "banned_before": 1}, "513 ids, expected at most 210"),
 }
 
 
@@ -92,11 +92,11 @@ BAD_ROWS = {
     "twice": ({"rows": (0, 0), "query_lens": (5, 5), "context_lens": (0, 5)}, "twice"),
     "more than rows": ({"rows": (0,) * 9, "query_lens": (1,) * 9, "context_lens": (0,) * 9, "slots": [0] * 9}, "twice"),
     "empty": ({"query_lens": (0,)}, "at least 1"),
-    "unknown tokens": ({"context_lens": (1,), "slots": range(1, 11)}, "knows 10 tokens"),
+    "unknown tokens": ({"context_lens": (1,), "slots": range(1, 11)}, "the row has 10 tokens"),
     "never computed": ({"context_lens": (4,), "query_lens": (6,), "slots": range(4, 10)}, "but 0 tokens are computed"),
     "far beyond": ({"context_lens": (2**32 - 1,), "query_lens": (1,), "slots": (0,)}, "max_model_len"),
     "slot outside": ({"slots": [*range(9), 4096]}, "slot 4096"),
-    "slot of another block": ({"slots": [*range(9), 40]}, "slot 40 for position 9, the row's table has 9"),
+    "slot of another block": ({"slots": [*range(9), 40]}, "slot 40 for position 9, but the row's table has slot 9"),
     "sample in prompt": ({"query_lens": (5,)}, "inside the prompt"),
 }
 
@@ -255,7 +255,7 @@ def test_bad_forks_are_reported(runner):
         batch((0,), (1,), (10,), (10,), opens=[child], fork_rows=u32(1, 2, 0, 1, 99), fork_parents=u32(0, 0, 0, 5, 0))
     )
     messages = {error.row: error.message for error in output.errors}
-    assert "ends at 11 tokens, this row knows 4" in messages[1]
+    assert "ends at 11 tokens, but this row has 4" in messages[1]
     assert "not open" in messages[2]
     assert "computes in the step" in messages[0]
     assert "not open" in messages[99]

@@ -1,6 +1,6 @@
 // Paged attention over mixed batches. A task is up to kQueryTile query vectors of one row and one KV head; query
 // vector i of a row is token i / group, head i % group. Softmax is online over tiles of keys at absolute positions, so
-// results depend on neither chunk borders nor the other rows of a batch.
+// results depend neither on chunk boundaries nor on the other rows of a batch.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Scratch of a thread, kept between calls: allocating would fault in fresh pages.
+// Scratch memory of a thread, kept between calls because allocating would fault in fresh pages.
 template <typename Scratch> Scratch& scratch_of_thread(int64_t head_dim, int64_t padded_dim) {
   thread_local std::unique_ptr<Scratch> scratch;
   thread_local int64_t dim = 0;

@@ -60,7 +60,7 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def load_kernels_built_with(*flags: str) -> ctypes.CDLL:
-    """As `load_kernels`, with these flags instead of those for this processor: for tests of other processors."""
+    """Like `load_kernels`, but with these flags instead of those for this processor. Tests use it."""
     return _load(_build(_find_compiler(), (*STRICT_FLAGS, *flags)))
 
 
@@ -84,7 +84,7 @@ def _find_compiler() -> str:
 
 
 def _flag_sets() -> list[tuple[str, ...]]:
-    """The fastest first; a compiler that does not know its flags gets the next one."""
+    """Sets of compiler flags, the fastest first. If a compiler rejects a set, the next one is used."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     native = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
     return list(dict.fromkeys([(*STRICT_FLAGS, *native), (*STRICT_FLAGS, *native[:1]), STRICT_FLAGS]))
@@ -98,7 +98,9 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(dir=target.parent, prefix="build_")
     except OSError as error:
-        raise KernelBuildError(f"cannot write to {target.parent} ({error}); set QUIRE_CACHE_DIR") from error
+        raise KernelBuildError(
+            f"cannot write to {target.parent} ({error}); set QUIRE_CACHE_DIR to a writable folder"
+        ) from error
     try:
         with _one_at_a_time(target.parent):
             if not target.exists():
@@ -110,8 +112,8 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Workers that start together on one machine wait for the first one's kernels. The folder is locked, until this
-    process ends at the latest; on a file system without locks each worker compiles its own."""
+    """Locks the folder while the block runs, so that workers that start together compile the kernels once. The system
+    releases the lock if this process dies. On a file system without locks each worker compiles its own."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -142,7 +144,7 @@ def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on, as far as the system shows it."""
+    """The processor features that -march=native depends on, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -167,5 +169,5 @@ def _load(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise KernelBuildError(f"{path} does not load: {error}") from error
     if version != ABI_VERSION:
-        raise KernelBuildError(f"{path} has ABI {version}, this build expects {ABI_VERSION}")
+        raise KernelBuildError(f"{path} has ABI {version}, but this build expects {ABI_VERSION}")
     return library

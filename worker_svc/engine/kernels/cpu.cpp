@@ -130,7 +130,7 @@ template <typename T> void store_tokens(Pass& pass, const Qkv<T>& a, int64_t n) 
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Copies whole blocks, one pair after the other. A layer has `num_blocks` blocks; layers are contiguous.
+// Copies whole blocks, in the given order. A layer has `num_blocks` blocks; layers are contiguous.
 
 void copy_blocks(char* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers, int64_t num_blocks,
                  int64_t block_bytes) {
@@ -162,7 +162,7 @@ extern "C" {
 
 int quire_abi_version() { return 8; }
 
-// What this build computes with, as words: the first two kinds change results, vector widths do not.
+// The instructions that this build computes with, as words. The first two affect results, vector widths do not.
 const char* quire_arithmetic() {
   return ""
 #if defined(__FMA__) || defined(__ARM_NEON)

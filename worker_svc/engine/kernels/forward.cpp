@@ -1,6 +1,6 @@
 // A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
-// the order of model.py. One call saves the return to Python between them, which costs a small model more than the
-// operations, and waking the helpers for each of them.
+// the order of model.py. One call avoids a return to Python after each operation, which takes a small model longer than
+// the operations, and avoids waking the helpers for each of them.
 #include <cstring>
 
 #include "kernels.h"
@@ -29,11 +29,11 @@ struct Batch {
   const int32_t* positions;
   const int64_t* slots;
   const int32_t *tables, *rows, *query_starts, *context_lens;
-  const int64_t* heads;  // tokens whose logits are wanted, ascending
+  const int64_t* heads;  // tokens that need logits, ascending
   int64_t num_tokens, num_rows, num_heads, table_stride;
 };
 
-// The workspace of a step: contiguous parts, each of num_tokens rows.
+// The workspace of a step: contiguous parts, each with num_tokens rows.
 struct Parts {
   char *x, *residual, *qkv, *q, *attended, *activated;
 

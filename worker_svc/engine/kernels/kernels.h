@@ -1,4 +1,4 @@
-// Functions that kernel files call in each other. Each is one or more phases of a pass; `is_bf16` selects the storage
+// Functions that kernel files call across files. Each is one or more phases of a pass; `is_bf16` selects the storage
 // type of every untyped pointer.
 #pragma once
 #include <cstdint>

@@ -2,8 +2,8 @@
 //
 // W is packed once into panels of kPanel outputs: [out / kPanel][in / group][kPanel][group], where a group is the
 // inputs that 4 bytes hold. A call packs x into tiles of up to kTileRows rows: [in / group][rows][words]. An output adds
-// its groups strictly in order in one lane, whatever the tile of its row: the result of a row does not depend on the
-// number of rows, on its place among them or on the threads.
+// its groups strictly in order in one lane, in every tile: the result of a row does not depend on the number of
+// rows, on its position among them or on the threads.
 //
 // A call can norm its input rows first, and can combine outputs that are gates and values into one.
 //
@@ -22,10 +22,10 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / kWidth;
-constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // x at least two vectors of outputs: kSums sums
+constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // with two or more vectors of outputs: kSums sums
 constexpr int kLine = 64;
-constexpr int64_t kBlockBytes = 512 << 10;  // of packed x that all panels reuse: half of a second-level cache
-constexpr int64_t kBlockTiles = 16;         // at most, so that threads finish together
+constexpr int64_t kBlockBytes = 512 << 10;  // bytes of packed x per block, which all panels reuse; half of an L2 cache
+constexpr int64_t kBlockTiles = 16;         // most tiles per block, so that threads finish together
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }
@@ -71,7 +71,7 @@ void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scal
 // ---------------------------------------------------------------------------------------------------------------
 // Multiplying.
 
-// Vectors of outputs that R rows multiply at once.
+// Number of output vectors that are computed at once for R rows.
 constexpr int vectors_at_once(int rows) {
   int vectors = 1;
   while (vectors < kVectors && rows * vectors * 2 <= kSums) vectors *= 2;
@@ -141,9 +141,9 @@ template <typename T> struct Call {
   int64_t n, in, out;
 };
 
-// Where a panel's outputs go.
+// Destination of a panel's outputs.
 template <typename T> struct Target {
-  T* y;            // of row 0
+  T* y;            // first row
   int64_t stride;  // from row to row
   int64_t count;   // number of outputs, at most kPanel
   const T* gates;  // [rows, kPanel]: y is multiplied by their activation; null: no gates
@@ -196,7 +196,7 @@ void multiply_panel(const Call<T>& c, const Tiles& tiles, int64_t first_tile, in
   }
 }
 
-// Memory of a thread, kept between calls: allocating would fault in fresh pages.
+// Memory of a thread, kept between calls because allocating would fault in fresh pages.
 template <typename T> T* buffer_of_thread(int64_t count) {
   thread_local std::vector<T> buffer;
   if (int64_t(buffer.size()) < count) buffer.resize(count);
@@ -215,7 +215,7 @@ template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
 // Packed rows and their tiles.
 struct Packed {
   Tiles tiles;
-  int64_t words;  // of a row
+  int64_t words;  // per row
   std::unique_ptr<int32_t[]> x;
   std::unique_ptr<RowScale[]> scales;
 };
@@ -235,7 +235,7 @@ template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c)
   return packed;
 }
 
-// Calls run(first_tile, last_tile, panel) for all panels, block of rows by block of rows.
+// Calls run(first_tile, last_tile, panel) for every panel, one block of rows at a time.
 template <typename Run> void over_panels(Pass& pass, const Packed& packed, int64_t panels, const Run& run) {
   const int64_t fitting = kBlockBytes / (packed.words * int64_t(sizeof(int32_t)) * kTileRows);
   const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);

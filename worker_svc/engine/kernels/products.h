@@ -13,9 +13,9 @@ namespace {
 
 enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
 
-constexpr int kGroupBytes = 4;  // of a weight's group, for every kind
+constexpr int kGroupBytes = 4;  // size of a weight's group, for every kind
 constexpr float kInt8Max = 127.f;
-constexpr float kInt8Smallest = 1e-35f;  // rows and weights of no larger magnitude become 0: their inverse overflows
+constexpr float kInt8Smallest = 1e-35f;  // rows and weights up to this magnitude become 0: its inverse overflows
 
 INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -55,7 +55,7 @@ INLINE Floats fma_floats(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Per lane: the products of the low and of the high halves, as signed 16-bit numbers, added up.
+// Per lane: product of the low halves plus product of the high halves, as signed 16-bit numbers.
 INLINE Ints multiply_halves(Ints a, Ints b) {
 #if defined(__AVX512BW__)
   return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -68,7 +68,7 @@ INLINE Ints multiply_halves(Ints a, Ints b) {
 #endif
 }
 
-// How the sums of a row of x become results.
+// Scale and offset that turn the sums of a row of x into results.
 struct RowScale {
   float scale;
   int32_t offset;  // the excess of 128 in every weight
@@ -80,7 +80,7 @@ struct RowScale {
 //   Sum        kWidth running sums
 //   Weights    a group of kWidth outputs, unpacked; `load` reads it
 //   add        sum plus one group of x
-//   pack_row   one row of x, from word to word of a group, and `stride` words from group to group
+//   pack_row   packs one row of x: the words of a group are adjacent, groups are `stride` words apart
 //   finish     16 sums as floats
 
 struct Float32 {
@@ -165,7 +165,7 @@ struct Int8 {
   }
 #endif
 
-  // The largest magnitude of a row; NaN if the row holds one.
+  // The largest magnitude of a row; NaN if the row holds a NaN.
   template <typename T> static float largest(const T* x, int64_t in, v16 tail) {
     v16 tops = vmax(tail, -tail);
     i16 is_nan = tail != tail;

@@ -1,4 +1,4 @@
-// Sampling, as noise.py specifies it. Noise is drawn only for ids that can still win.
+// Sampling, as noise.py specifies it. Noise is computed only for ids that can still be sampled.
 #include <algorithm>
 #include <cmath>
 #include <vector>

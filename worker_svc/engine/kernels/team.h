@@ -24,7 +24,7 @@ class Team {
   void close() { is_open_.store(false, std::memory_order_relaxed); }
 
   typedef void (*Task)(const void* context, int64_t first, int64_t last);
-  // Returns when task(context, first, last) has run over parts of at least `grain` that make up [0, count).
+  // Runs task(context, first, last) over all parts of [0, count), each of at least `grain`, then returns.
   void share(int64_t count, int64_t grain, Task task, const void* context);
 
  private:
@@ -84,5 +84,5 @@ class Pass {
   const int threads;
 };
 
-// Threads for that much work: one if waking others costs more than they save.
+// Number of threads for this amount of work: one if waking others costs more than they save.
 inline int threads_for(int64_t work, int64_t serial_work, int threads) { return work > serial_work ? threads : 1; }

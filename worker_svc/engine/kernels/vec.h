@@ -69,7 +69,7 @@ template <> INLINE uint16_t from_float<uint16_t>(float x) {
   return x == x ? uint16_t(rounded) : uint16_t(0x7fc0);
 }
 
-// A value after a store as T and a load.
+// The value of x after it is stored as T and loaded.
 template <typename T> INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
 
 INLINE v16 load16(const float* p) {
@@ -99,7 +99,7 @@ template <typename T> INLINE v16 round16(v16 x) {
   return load16(rounded);
 }
 
-// One fixed tree over 16 lanes.
+// Sums 16 lanes in one fixed tree order.
 INLINE float sum_lanes(v16 x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);  // the same tree as below
