@@ -36,7 +36,7 @@ class AttentionCase:
     queries: Queries
     num_rows: torch.Tensor
     shape: HeadShape
-    scales: torch.Tensor | None = None  # of an fp8 pool
+    scales: torch.Tensor | None = None  # scales of an fp8 pool
 
     @classmethod
     def make(

@@ -108,7 +108,7 @@ def test_auto_is_triton_without_a_gpu(folder):
 
 def test_head_sizes_without_a_tile_are_refused(tmp_path):
     make_model(tmp_path, "llama", **(SMALL | HEADS_4_2 | {"head_dim": 8}))
-    with pytest.raises(BackendUnavailableError, match="head_dim 8 is not from 16 to 256"):
+    with pytest.raises(BackendUnavailableError, match="head_dim 8 is outside 16 to 256"):
         load(tmp_path)
 
 

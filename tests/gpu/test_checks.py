@@ -66,12 +66,12 @@ def check(cases, setup):
 
 @pytest.mark.parametrize("cases", ALL_CASES)
 @pytest.mark.parametrize("setup", [EXACT, FP8], ids=["exact", "fp8"])
-def test_right_kernels_pass(cases, setup):
+def test_correct_kernels_pass(cases, setup):
     check(cases, setup)
 
 
 @pytest.mark.parametrize("cases", [layers.linear_cases, layers.rope_store_cases, steps.prepare_cases])
-def test_right_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_token(cases):
+def test_correct_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_token(cases):
     check(cases, BIASED)
 
 
@@ -183,7 +183,7 @@ def test_the_error_names_kernel_inputs_difference_and_remedy():
     )
 
 
-def test_nan_is_never_right():
+def test_nan_is_never_correct():
     with pytest.raises(BackendUnavailableError, match=r"is inf at \[0, 1\] \(got nan, expected 2,"):
         verify(case_of(lambda *_: {"output": torch.tensor([[1, torch.nan]])}, [[1.0, 2.0]]), "", is_exact=False)
 

@@ -78,7 +78,7 @@ async def launched(device, count):
         assert await asyncio.to_thread(device.has_launched.acquire, True, 10)
 
 
-async def test_steps_start_before_the_answer_of_the_one_before(executor):
+async def test_a_step_starts_before_the_previous_one_is_answered(executor):
     lease = executor.lease(1, "scheduler")
     [first], [second] = executor.submit([step(lease, 1)]), executor.submit([step(lease, 2)])
     await launched(executor.device, 2)
@@ -93,7 +93,7 @@ async def test_steps_start_before_the_answer_of_the_one_before(executor):
     assert kept.result().step_id == 2  # not run again
 
 
-async def test_a_fault_that_shows_late_is_fatal(executor):
+async def test_a_fault_that_is_reported_late_is_fatal(executor):
     lease = executor.lease(1, "scheduler")
     [answer] = executor.submit([step(lease, 1)])
     await launched(executor.device, 1)

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 
 
 def state_of(params, sample_indices):
-    """Row records in reverse order, after one that no row uses."""
+    """Row records in reverse order, after an unused record."""
     state = np.full((len(params) + 1, HEAD_WORDS + 2), 7, np.int32)
     for i, (row, index) in enumerate(zip(params, sample_indices, strict=True)):
         state[len(params) - i, :HEAD_WORDS] = sampling_words(row, index)
@@ -172,7 +172,7 @@ def run_in_parts(size, logits, params, positions):
 
 
 def test_ranks_find_the_tokens_of_the_whole_vocabulary():
-    """Winners in both parts, ties across the boundary, thresholds that one part does not reach, NaN in one part."""
+    """Sampled ids in both parts, ties across the boundary, thresholds that one part does not reach, NaN in one part."""
     params = [params_of(40), params_of(41, top_k=50), params_of(42, top_p=0.5, min_p=0.01)] + [GREEDY] * 5
     logits = randn(len(params), seed=8)
     logits[1, 2400:] += 9  # all kept ids are in the second part
@@ -254,7 +254,7 @@ def test_the_error_bound_of_the_approximation_holds_at_the_ends():
 def test_mutants_are_caught(plant_mutant, module, old, new):
     params = [params_of(0), params_of(1, top_k=50), params_of(2, top_p=0.9)]
     logits = randn(3, seed=5)
-    logits[:, 2048:] += 4  # the winners are not in the first chunk
+    logits[:, 2048:] += 4  # the sampled ids are not in the first chunk
     wanted = expected(logits, params, [3] * 3)
     thresholds = [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
     plant_mutant(module, old, new)

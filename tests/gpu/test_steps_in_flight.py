@@ -19,7 +19,7 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 
 
 class Event:
-    """An event that has happened. The first thread that waits for it is delayed on return."""
+    """A completed event. The first thread that waits for it is delayed on return."""
 
     def __init__(self) -> None:
         self.has_waiter, self.go_on = threading.Event(), threading.Event()

@@ -35,7 +35,7 @@ def test_missing_headers_are_reported_or_taken_from_the_pack(tmp_path, monkeypat
     missing = tmp_path / "none" / real.name
     monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda scheme: {"include": str(missing)})
     monkeypatch.setenv("CPATH", "")
-    with pytest.raises(SystemExit, match=r"does not compile a file that includes Python.h of .*Install python3"):
+    with pytest.raises(SystemExit, match=r"does not compile a file that includes Python.h from .*Install python3"):
         toolchain.prepare_toolchain(tmp_path)
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / real.name).symlink_to(real)

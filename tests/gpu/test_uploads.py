@@ -1,4 +1,4 @@
-"""Copies of weights to the device: pieces, dtypes, strides, and no buffer is changed before it was read."""
+"""Copies of weights to the device: pieces, dtypes, strides, and no buffer changes before it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker_svc.engine.gpu.uploads import NUM_BUFFERS, Uploader
 
 
 class SlowUploader(Uploader):
-    """Its copies run only when they are waited for, as late as a device may."""
+    """Runs a copy only when a caller waits for it, the latest time that a device may choose."""
 
     def _send(self, piece, target):
         class Event:

@@ -44,7 +44,7 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
-# --short leaves out small kernels, which bench/gpu/dry_run.py compiles, and variants close to one that it keeps.
+# --short omits small kernels, which bench/gpu/dry_run.py compiles, and variants that resemble a variant it compiles.
 LEFT_OUT = (
     "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "combine", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
@@ -62,7 +62,7 @@ class Variant:
 
     name: str
     kernel: Any
-    types: str  # of the non-constant arguments, in order
+    types: str  # types of the non-constant arguments, in order
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
@@ -181,7 +181,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> Report:
-    """Compiles one variant. Errors of the compiler pass through."""
+    """Compiles one variant. Raises errors of the compiler."""
     started = time.perf_counter()
     types = iter(variant.types.split())
     names = variant.kernel.arg_names

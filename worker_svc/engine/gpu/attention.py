@@ -32,12 +32,12 @@ class LayerCache:
 
 
 class Attention(Protocol):
-    """`begin` once per step, then `attend` once per layer."""
+    """Call `begin` once per step, then `attend` once per layer."""
 
     name: str
 
     def can_capture(self, *, is_decode: bool) -> bool:
-        """Whether such a step can be a CUDA graph, that is, whether its launches do not depend on lengths."""
+        """Whether a step of this kind can be a CUDA graph: its launches must not depend on lengths."""
         ...
 
     def begin(self, columns: StepColumns) -> None: ...
@@ -124,7 +124,7 @@ class TritonAttention:
 
 
 class TorchAttention:
-    """Row by row over gathered blocks. Slow, without dependencies, for comparison with the others."""
+    """Computes row by row over gathered blocks. Slow and without dependencies, for comparison with the others."""
 
     name = "torch"
 

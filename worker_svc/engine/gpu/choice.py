@@ -16,12 +16,12 @@ from worker_svc.engine.gpu.flash import FlashAttention, flash_package
 logger = logging.getLogger(__name__)
 
 FLASH_BLOCK = 256
-HOPPER = (9, 0)  # from here on the Triton kernel is as fast as flash-attn 2
+HOPPER = (9, 0)  # on this and newer GPUs the Triton kernel is as fast as flash-attn 2
 OTHER_ATTENTION = "install another version of Triton, or use --attention flash or torch with --determinism best_effort"
 
 
 def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int) -> Attention:
-    """The requested attention. `auto` is flash-attn on GPUs older than Hopper if it can serve, otherwise Triton.
+    """The requested attention. `auto` selects flash-attn on GPUs older than Hopper if it can serve, otherwise Triton.
 
     Raises BackendUnavailableError if it cannot serve these settings or fails its start-up check.
     """

@@ -1,4 +1,4 @@
-"""One step on the device: prepare, forward, sample. It is a CUDA graph if there is one for its bucket.
+"""One step on the device: prepare, forward, sample. It runs as a CUDA graph if its bucket has one.
 
 A step is padded to its bucket with rows without queries, tokens without slots and samples without a row. No real row
 reads the results of padding.
@@ -30,13 +30,13 @@ MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Rows of the decode buckets: closely spaced where a step is short."""
+    """Numbers of rows of the decode buckets, closely spaced for short steps."""
     sizes = [1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(288, max_rows + 1, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """Tokens of the buckets for steps with prompts: 2^n and 1.5 * 2^n, so at most a third is padding."""
+    """Numbers of tokens of the buckets for steps with prompts: 2^n and 1.5 * 2^n, so at most a third is padding."""
     sizes, size = [], MIN_MIXED
     while size < max_tokens:
         sizes += [size, size * 3 // 2]
@@ -58,7 +58,7 @@ class StepCompute:
         group: Group,
         graph_tokens: int,
     ) -> None:
-        """`graph_tokens`: the largest step with prompts, in tokens, that may be a graph."""
+        """`graph_tokens`: the most tokens of a step with prompts that is captured as a CUDA graph."""
         max_rows, device = len(state), state.device
         self._model = model
         self._attention = attention
@@ -101,7 +101,7 @@ class StepCompute:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Launches steps kernel by kernel, padded as for their graphs: libraries choose kernels by size."""
+        """Launches steps kernel by kernel, padded like their graphs, because libraries choose kernels by size."""
         self._is_eager = True
         try:
             yield
@@ -158,9 +158,9 @@ class StepCompute:
         )  # fmt: skip
 
     def warm_up(self, max_tokens: int) -> None:
-        """Runs the largest step without rows, which compiles the kernels of all steps and allocates their memory.
+        """Runs a step of the largest size, but without rows: this compiles all kernels and allocates their memory.
 
-        Only at start-up, because it writes to a row record.
+        Call it only at start-up, because it writes to a row record.
         """
         apply_deltas(self._state, self._state.new_zeros(1, 2))
         for is_filtered in (False, True):

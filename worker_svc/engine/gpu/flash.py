@@ -25,7 +25,7 @@ class FlashAttention:
         self._tables = self._key_lens = self._key_starts = torch.empty(0)
 
     def can_capture(self, *, is_decode: bool) -> bool:
-        return is_decode  # for prompts it needs the longest length on the host
+        return is_decode  # with prompts flash-attn needs the longest length on the host
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries

@@ -23,7 +23,7 @@ Step = Callable[[], None]
 
 
 class GraphError(RuntimeError):
-    """A step that cannot be recorded. Launched kernel by kernel it still runs."""
+    """A step cannot be recorded. It can still be launched kernel by kernel."""
 
 
 class Recorder(Protocol):
@@ -116,8 +116,8 @@ class Graphs:
         return True
 
     def record_at_start(self, progress: Callable[[float], None]) -> None:
-        """Records all buckets or, if lazy, the largest with prompts and the largest without. A bound that stops it is
-        logged.
+        """Records all buckets or, if lazy, the largest with prompts and the largest without. If a bound stops the
+        recording, this is logged.
 
         The buffer must hold a step without rows, so that the warm-up runs change neither rows nor the pool.
         """

@@ -40,7 +40,7 @@ def fitting(what: str, advice: str) -> Iterator[None]:
 def make_pool(
     num_blocks: int, block_size: int, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros [layers, 2, num_blocks, block_size, kv_heads, head_dim]: kernels may read slots after a sequence's end."""
+    """Zeros [layers, 2, num_blocks, block_size, kv_heads, head_dim]: kernels may read slots past a sequence's end."""
     heads = model.heads
     size = (model.num_layers, 2, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
     return torch.zeros(size, dtype=dtype, device=device)
@@ -49,7 +49,7 @@ def make_pool(
 def divide_memory(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, compute: StepCompute, device: torch.device
 ) -> Shares:
-    """Blocks from num_blocks, kv_cache_memory or the free device memory, in this order. ValueError if none fits.
+    """Sizes the pool by num_blocks, else kv_cache_memory, else free device memory. ValueError if no block fits.
 
     Runs the largest steps on a pool of one block, which compiles all kernels of mixed steps.
     """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 NOISE_IDS = 4  # token ids per call of the noise
-LENGTH = struct.Struct("<Q")  # before each message
+LENGTH = struct.Struct("<Q")  # precedes each message
 FIRST_PIECE = 8192  # bytes of the first broadcast; a decode step of 256 rows fits
 
 

@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 EXIT_BAD_SETTING = 2
-EXIT_RANK_LOST = 70  # as for every fault that may have corrupted the pool
+EXIT_RANK_LOST = 70  # same code as for other faults that may corrupt the pool
 STUCK_AFTER_S = 60.0  # NCCL has no timeout in graph replays; the scheduler's step timeout is 120 s
 WATCH_INTERVAL_S = 1.0
-DIED_WITHIN_S = 2.0  # a connection breaks shortly before its process has exited
-OVERSLEPT_S = 5.0  # this process was suspended: time limits of steps restart
+DIED_WITHIN_S = 2.0  # a connection breaks shortly before its process exits
+OVERSLEPT_S = 5.0  # after a longer sleep (suspended process) time limits of steps restart
 JOIN_TIMEOUT_S = 30.0
 LOAD_LIMIT = timedelta(hours=1)  # ranks may finish reading weights at very different times
 IDLE_LIMIT = timedelta(days=365)  # a worker without requests sends no batches, which is not a fault
@@ -97,7 +97,7 @@ class ParallelRunner(DeviceRunner):
         _leave_group()
 
     def _kill_followers(self) -> None:
-        """Kills followers: one that is suspended or waits in a collective cannot be stopped otherwise."""
+        """Kills followers: a follower that is suspended or waits in a collective cannot be stopped otherwise."""
         self._is_closing.set()
         for process in self._followers:
             process.kill()
@@ -121,7 +121,7 @@ class ParallelRunner(DeviceRunner):
         return min(now if since is None else since, self.running_since(now))
 
     def _end_if_rank_lost(self, timeout_s: float) -> None:
-        """Ends the worker if a rank exits within that time, because a part of every block is lost with it."""
+        """Ends the worker if a rank exits within `timeout_s`, because a part of every block is lost with it."""
         ended = wait([process.sentinel for process in self._followers], timeout_s)
         if not ended or self._is_closing.is_set():
             return
@@ -151,7 +151,7 @@ def check_shares(config: EngineConfig) -> None:
     if torch.cuda.is_available() and size > torch.cuda.device_count():
         raise BackendUnavailableError(
             f"tensor_parallel_size {size} needs {size} GPUs, but {torch.cuda.device_count()} are visible; "
-            "lower it, or change CUDA_VISIBLE_DEVICES"
+            "lower tensor_parallel_size, or change CUDA_VISIBLE_DEVICES"
         )
     shard_config(parse_config(Checkpoint(config.model_dir).config), Group(0, size))
 
@@ -173,14 +173,14 @@ def _follow(config: EngineConfig, rank: int, size: int, port: int) -> None:
 
 
 def _leave_group() -> None:
-    """Destroys the process group, except NCCL's: that would wait forever for graphs that hold its communicators. They
-    end with the process."""
+    """Destroys the process group, unless it is NCCL's: destroying it would wait forever for graphs that hold its
+    communicators, which end with the process."""
     if dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
 def _leave_with_parent() -> None:
-    """Exits when rank 0 dies. It may die in the middle of a step, in which this rank would wait forever."""
+    """Exits when rank 0 dies. Rank 0 may die in the middle of a step, and this rank would then wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -57,7 +57,7 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
 HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
-FP8_CAPABILITY = (8, 9)  # first with e4m3 conversion
+FP8_CAPABILITY = (8, 9)  # first compute capability with e4m3 conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ NO_IDS: I64 = np.empty(0, np.int64)
 
 
 class PendingStep:
-    """A launched step. `result` waits for it; any thread may call it, also repeatedly."""
+    """A launched step. `result` waits for it; any thread may call it, and more than once."""
 
     def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
         self.staging = staging
@@ -93,7 +93,7 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         """Waits for the outputs of the step. Raises the device's errors."""
-        # Settling a step gives its staging memory to another step: not while a thread reads it.
+        # Settling a step gives its staging memory to another step, so it must wait until no thread reads it.
         with self._reading:
             if self._output is None:
                 if self.staging.event is not None:
@@ -138,7 +138,7 @@ class DeviceRunner:
             checkpoint, whole, DeviceLinears(config.determinism), DTYPES[dtype], self._device, self._group
         )
         loader.check()
-        if self._group.rank == 0:  # the only one that announces it
+        if self._group.rank == 0:  # only rank 0 announces a digest; for the other ranks it stays empty
             checkpoint.start_digest(available_cores())
         setup = Setup(
             model, whole.vocab_size, DTYPES[dtype], config.block_size,
@@ -154,7 +154,7 @@ class DeviceRunner:
         self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
-        self._num_out_of_memory = 0  # steps in a row
+        self._num_out_of_memory = 0  # consecutive steps
         backend = f"cuda/{attention.name}"
         numerics = device_numerics(backend, self._device, self._group.size)
         weights_digest = checkpoint.weights_digest()
@@ -231,7 +231,7 @@ class DeviceRunner:
         """Applies a step and launches it. A bad row becomes a RowError and does not affect other rows.
 
         Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
-        out of memory, its rows fail; the third such step in a row raises.
+        out of memory, its rows fail; the third consecutive such step raises.
         """
         self._planner.check_columns(batch)
         if self._group.size > 1:
@@ -254,7 +254,7 @@ class DeviceRunner:
         return pending
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their hashes and their tokens [N, block_size] of all committed blocks, in pieces."""
+        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
         while self._in_flight:
             self._settle(self._in_flight.popleft())
         return self._contents.committed_blocks()
@@ -273,7 +273,7 @@ class DeviceRunner:
         return min((step.started for step in list(self._in_flight) if not step.is_done()), default=now)
 
     def follow(self) -> None:
-        """Repeats the steps of rank 0 until it sends STOP. For the other ranks."""
+        """Runs the steps that rank 0 broadcasts until it sends STOP. Only for the other ranks."""
         while (message := self._group.receive()) != STOP:
             if message == RESET_ROWS:
                 self._rows.reset()
@@ -407,7 +407,7 @@ def _check_heads(model: ModelConfig) -> None:
     dim, (least, most) = model.heads.head_dim, HEAD_DIMS
     if not least <= dim <= most:
         raise BackendUnavailableError(
-            f"head_dim {dim} is not from {least} to {most}, the range of the cuda backend; use --backend cpu"
+            f"head_dim {dim} is outside {least} to {most}, the range of the cuda backend; use --backend cpu"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes of attention. A table, no autotuning: that needs a GPU, cannot run in a graph capture, and differs by GPU.
+"""Tile sizes of attention, as a table. Autotuning needs a GPU, cannot run in a graph capture, and differs between GPUs.
 
 `python -m worker_svc.engine.gpu.aot` prints registers and shared memory of each on sm_90.
 """

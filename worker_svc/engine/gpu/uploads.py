@@ -11,7 +11,7 @@ NUM_BUFFERS = 2
 
 
 class Uploader:
-    """Two pinned buffers, used in turn. Copies are complete for anything launched later on the same stream."""
+    """Two pinned buffers, used in turn. Work launched later on the same stream sees complete copies."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
         self._is_cuda = device.type == "cuda"

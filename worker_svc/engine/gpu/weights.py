@@ -52,7 +52,7 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     A normed input has about unit variance, so the norm of a projection row estimates the size of its output.
     """
     if not isinstance(layer.qkv, DeviceLinear):
-        raise TypeError(f"the projection of keys and values is a {type(layer.qkv).__name__}")
+        raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs a DeviceLinear")
     gained = layer.qkv.weight.double() * layer.input_norm.double()
     squares = gained.square().sum(1)
     if layer.qkv.bias is not None:
@@ -84,7 +84,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
         )
     if not Group(size - 1, size).vocab_part(config.vocab_size):
         raise BackendUnavailableError(
-            f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower it"
+            f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower tensor_parallel_size"
         )
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
     return replace(config, heads=shape, intermediate_size=config.intermediate_size // size)
@@ -157,5 +157,5 @@ class ShardLoader(WeightLoader):
         if kind in ROW_PARALLEL and whole.dim() == 2:
             return whole.chunk(size, dim=1)[rank]
         if kind in ROW_PARALLEL and rank > 0:
-            return torch.zeros_like(whole)  # a bias is added once
+            return torch.zeros_like(whole)  # only rank 0 adds the bias
         return whole

@@ -1,4 +1,4 @@
-"""Start-up checks: every kernel against a plain reference, on the device and in the shapes that will serve.
+"""Start-up checks: compare every kernel with a plain reference, on the device and in the shapes of this worker.
 
-`case.py` runs and compares, the other modules describe what is run, `start.py` has the table of kernels.
+`case.py` runs and compares a kernel, `start.py` has the table of kernels, and the other modules define the cases.
 """

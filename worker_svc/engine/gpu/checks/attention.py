@@ -1,4 +1,4 @@
-"""Attention: decode rows, and prompts beside single queries, over blocks in reverse order."""
+"""Cases of attention: decode rows, and prompts beside single queries, over blocks in reverse order."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from worker_svc.engine.gpu.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.kernels.attention import Queries, reference
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
-# (tokens in the pool, queries): a first token, a second block, two splits, lengths that are no multiple of anything.
+# (tokens in the pool, queries): a first token, a second block, two splits. No length is a multiple of a block.
 DECODE_ROWS = [(0, 1), (5, 1), (300, 1), (600, 1)]
 MIXED_ROWS = [(0, 7), (260, 3), (31, 1)]
-MAX_ROWS, MAX_TOKENS = 4, 128  # that `Attention` must have room for
-SCALE = 0.5  # of keys and values in fp8
+MAX_ROWS, MAX_TOKENS = 4, 128  # the capacity that `Attention` needs for these cases
+SCALE = 0.5  # divisor of keys and values in fp8
 
 
 def attention_cases(attention: Attention, name: str, setup: Setup) -> Iterator[Case]:
-    """Both ways in which attention is called."""
+    """Both kinds of batches: decode rows only, and a mix with prompts."""
     for rows in (DECODE_ROWS, MIXED_ROWS):
         yield _case(attention, name, setup, [_shortened(row, setup.max_model_len) for row in rows])
 

@@ -1,4 +1,4 @@
-"""One check: a kernel over a few rows, compared with its reference and, in exact mode, with itself over fewer rows."""
+"""One check: compares a kernel on a few rows with its reference, and in exact mode with a run on fewer rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from worker_svc.engine.gpu.parallel import Group
 
 Outputs = dict[str, torch.Tensor]
 
-# Allowed difference per element, as a fraction of its size plus the root mean square of its last dimension. A value in
-# the wrong place differs by about 1, roundings of 16-bit numbers by less than 2 of their steps (eps). float32 sums of
-# thousands of products differ by 1e-5, products rounded to TF32 by 1e-3.
+# Allowed difference per element, as a fraction of the sum of its magnitude and the root mean square of its last
+# dimension. A value in the wrong place differs by about 1, roundings of 16-bit numbers by less than 2 of their steps
+# (eps). float32 sums of thousands of products differ by 1e-5, products rounded to TF32 by 1e-3.
 TOLERANCES = {
     torch.float32: 1e-4,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
@@ -30,8 +30,8 @@ TOLERANCES = {
 class Setup:
     """The shapes and settings with which this rank launches its kernels."""
 
-    model: ModelConfig  # of this rank: its share of heads and of the intermediate size
-    vocab_size: int  # of the whole model
+    model: ModelConfig  # this rank's shard: its heads and its part of the intermediate size
+    vocab_size: int  # whole vocabulary
     dtype: torch.dtype
     block_size: int
     max_model_len: int
@@ -46,7 +46,7 @@ class Setup:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether kernels come from a compiler. The interpreter, which replaces it elsewhere, is covered by tests."""
+        """Whether kernels are compiled. Elsewhere they are interpreted, which tests cover."""
         return self.device.type == "cuda"
 
     def random(self, *size: int, seed: int = 0) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Setup:
         return ((2 * uniform - 1) * 3**0.5).to(self.dtype).to(self.device)
 
     def records(self, count: int, num_blocks: int = 0) -> torch.Tensor:
-        """Empty records of so many rows, as long as the worker's: kernels are compiled for their stride."""
+        """Empty records of `count` rows, as long as the worker's, because kernels are compiled for that stride."""
         return make_state(count, max(-(-self.max_model_len // self.block_size), num_blocks), self.device)
 
     def ints(self, *values: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Case:
     starts: Sequence[int]
     run: Callable[[int, int], Outputs]
     expected: Outputs
-    tolerances: dict[str, float] = field(default_factory=dict)  # 0 for outputs without one
+    tolerances: dict[str, float] = field(default_factory=dict)  # by output; 0 for outputs that are not listed
 
     @property
     def num_rows(self) -> int:
@@ -86,7 +86,7 @@ class Case:
 def verify(case: Case, advice: str, *, is_exact: bool) -> None:
     """Raises BackendUnavailableError, ending with `advice`, if the kernel fails to run or is wrong.
 
-    `is_exact`: rows must also be the same bits when they are computed alone.
+    `is_exact`: rows must also have the same bits when they are computed alone.
     """
     try:
         whole = _on_host(case.run(0, case.num_rows))
@@ -101,7 +101,7 @@ def verify(case: Case, advice: str, *, is_exact: bool) -> None:
 
 
 def find_fault(case: Case, whole: Outputs, parts: dict[tuple[int, int], Outputs]) -> str | None:
-    """What is wrong with the outputs of all rows, and of parts of them; None if nothing is."""
+    """Describes a fault in the outputs of all rows or of a part of them. None if there is none."""
     for name, expected in _on_host(case.expected).items():
         fault = _difference(name, whole[name], expected, case.tolerances.get(name, 0.0))
         if fault is not None:
@@ -125,7 +125,7 @@ def _on_host(outputs: Outputs) -> Outputs:
 
 
 def _difference(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
-    """Describes the element that is furthest beyond the tolerance. NaN is infinitely far from everything."""
+    """Describes the element that is furthest beyond the tolerance. NaN counts as infinitely far."""
     distance = torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(torch.inf)
     allowed = torch.zeros_like(distance)
     if tolerance:

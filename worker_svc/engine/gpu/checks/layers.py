@@ -1,4 +1,4 @@
-"""The kernels of a layer around attention: linear, norm, rotation with the store of keys and values, activation."""
+"""Cases of a layer's kernels around attention: linear, norm, rotation with the store of keys and values, activation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from worker_svc.engine.gpu.kernels import activation, fp8, linear, rms_norm, rop
 from worker_svc.engine.model import rotary_table
 
 NUM_ROWS = 3
-LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles, of which the second has one row
+LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles; the second has one row
 POSITIONS = (0, 1, 77, 300)
 PADDING = -1  # a token without a slot
 
 
 def linear_cases(setup: Setup) -> Iterator[Case]:
-    """Exact mode only: otherwise cuBLAS computes linear layers. Of each weight the whole input and three tiles of the
-    output, the last one cut off where the weight's is."""
+    """Only in exact mode, because otherwise cuBLAS computes linear layers. Each case has all inputs of a weight and
+    three tiles of its outputs; the last tile has the width of the last tile of the weight."""
     if not setup.is_exact:
         return
     model, heads = setup.model, setup.model.heads
@@ -53,7 +53,7 @@ def _linear_case(setup: Setup, in_size: int, out_size: int, *, has_bias: bool) -
 
 
 def norm_cases(setup: Setup) -> Iterator[Case]:
-    """With and without the residual."""
+    """A norm with a residual and one without."""
     dim, eps = setup.model.hidden_size, setup.model.rms_norm_eps
     x, residual, weight = (setup.random(*size, seed=i) for i, size in enumerate([(NUM_ROWS, dim)] * 2 + [(dim,)]))
     for added in (None, residual):
@@ -78,7 +78,7 @@ def _norm(
 
 
 def activation_cases(setup: Setup) -> Iterator[Case]:
-    """The one that the model uses."""
+    """The activation that the model uses."""
     dim, name = setup.model.intermediate_size, setup.model.activation
     gate_up = 3 * setup.random(NUM_ROWS, 2 * dim)
 
@@ -98,7 +98,7 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
 
 
 def rope_store_cases(setup: Setup) -> Iterator[Case]:
-    """With the norms of queries and keys if the model has them, and rounding to fp8 if the cache is fp8."""
+    """Includes the norms of queries and keys if the model has them, and rounding to fp8 if the cache is fp8."""
     heads, eps, count = setup.model.heads, setup.model.rms_norm_eps, len(POSITIONS)
     qkv = setup.random(count, (heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     norms, rotary, positions = _qk_norms(setup), _rotary(setup), setup.ints(*POSITIONS)
@@ -142,7 +142,7 @@ def _rotary(setup: Setup) -> RotaryTable:
 
 
 class _Pools:
-    """Empty pools of keys and values with a block before and after them that no slot names."""
+    """Empty pools of keys and values, with a block before and after them to which no slot refers."""
 
     NUM_BLOCKS = 3
 
@@ -156,7 +156,7 @@ class _Pools:
         self.slots = setup.ints(self.NUM_BLOCKS * size - 1, size // 2, size, PADDING)
 
     def read(self, first: int, last: int) -> Outputs:
-        """Keys and values of these tokens, and how many other numbers were written."""
+        """Keys and values of these tokens, and the number of values written elsewhere."""
         slots = self.slots[first:last].long() + self._block_size
         as_bytes = [pool.flatten(0, 1).view(torch.uint8) for pool in self._all]
         keys, values = (flat[slots].view(self._all[0].dtype) for flat in as_bytes)

@@ -1,4 +1,4 @@
-"""The sampler: banned ids, greedy rows, noise, and noise after top_k, top_p and min_p, over the model's vocabulary."""
+"""Cases of the sampler: banned ids, greedy rows, noise, noise after top_k, top_p and min_p, on the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILTERED = [
     sampling_params({"temperature": 1.0, "seed": 4}),
 ]
 BANNED_BEFORE = 4  # output position
-SPREAD = 3.0  # of the logits
+SPREAD = 3.0  # standard deviation of the logits
 
 
 def greedy_cases(setup: Setup) -> Iterator[Case]:
@@ -46,7 +46,7 @@ def filtered_cases(setup: Setup) -> Iterator[Case]:
 
 
 def banned_cases(setup: Setup) -> Iterator[Case]:
-    """Two rows that ban the first, a middle and the last id: one before its position, one at it."""
+    """Two rows that ban the first, a middle and the last id: one row before the end of its ban, one at it."""
     logits, part = _logits(setup, 2), setup.group.vocab_part(setup.vocab_size)
     own, expected = logits[:, part.start : part.stop].contiguous().to(setup.device), logits.clone()
     ids = [0, setup.vocab_size // 2, setup.vocab_size - 1]
@@ -67,7 +67,7 @@ def banned_cases(setup: Setup) -> Iterator[Case]:
 
 
 def _logits(setup: Setup, count: int) -> torch.Tensor:
-    """Of the whole vocabulary, in the dtype that the output layer leaves."""
+    """Logits of the whole vocabulary, in the dtype of the output layer."""
     generator = torch.Generator().manual_seed(0)
     return (SPREAD * torch.randn(count, setup.vocab_size, generator=generator)).to(setup.dtype)
 
@@ -75,7 +75,7 @@ def _logits(setup: Setup, count: int) -> torch.Tensor:
 def _case(
     name: str, setup: Setup, logits: torch.Tensor, params: Sequence[SamplingParams], *, is_filtered: bool = False
 ) -> Case:
-    """Every rank passes its part of the vocabulary and expects the tokens of the whole."""
+    """Every rank passes its part of the vocabulary and expects the tokens of the whole vocabulary."""
     part = setup.group.vocab_part(setup.vocab_size)
     own = logits[:, part.start : part.stop].contiguous().to(setup.device)
     wanted = [sample.reference(row, p, i, position(i)) for i, (row, p) in enumerate(zip(logits, params, strict=True))]
@@ -93,14 +93,14 @@ def _case(
 
 
 def position(row: int) -> int:
-    """The output position at which a row samples; its index is that of the row."""
+    """The output position at which a row samples. Its sample index is its row number."""
     return 1000 * row + 3
 
 
 def _sample(
     setup: Setup, logits: torch.Tensor, params: Sequence[SamplingParams], first: int, *, is_filtered: bool
 ) -> Outputs:
-    """`logits` [S, this rank's ids] of the rows from `first` on."""
+    """Samples the rows from `first` on; their `logits` are [S, this rank's ids]."""
     count, size = logits.shape
     state = _state(setup, params, first)
     rows = torch.arange(count, 0, -1, dtype=torch.int32, device=setup.device)
@@ -120,7 +120,7 @@ def _sample(
 
 
 def _state(setup: Setup, params: Sequence[SamplingParams], first: int) -> torch.Tensor:
-    """The rows' records in reverse order, after one that no row uses."""
+    """The rows' records in reverse order, after an unused record."""
     state = setup.records(len(params) + 1)
     for i, row in enumerate(params):
         state[len(params) - i, :HEAD_WORDS] = torch.from_numpy(sampling_words(row, first + i))

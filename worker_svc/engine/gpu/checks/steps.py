@@ -1,4 +1,4 @@
-"""The integer kernels of a step: the rows' changes and the columns of the forward pass."""
+"""Cases of the integer kernels of a step: deltas of row records, and the columns of the forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_WORDS, NUM_DELTAS = 700, 300
 
 
 def deltas_cases(setup: Setup) -> Iterator[Case]:
-    """More changes than one program applies."""
+    """More deltas than one program applies."""
     state = torch.arange(NUM_WORDS, dtype=torch.int32, device=setup.device)
     words = torch.randperm(NUM_WORDS, generator=torch.Generator().manual_seed(0))[:NUM_DELTAS]
     changes = torch.stack((words, words + NUM_WORDS), dim=1).int().to(setup.device)

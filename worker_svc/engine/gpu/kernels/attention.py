@@ -28,7 +28,7 @@ ITEM_WORDS = 4  # row, first query, split, unused: 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Fixed sizes of one use of the kernel. No autotuning: it cannot run in a graph capture and differs by GPU."""
+    """Fixed sizes of one use of the kernel. No autotuning: it cannot run in a graph capture, and differs by GPU."""
 
     block_m: int  # lines of a tile: queries x heads of a group
     block_n: int  # keys of a tile
@@ -80,7 +80,7 @@ class Parts:
 
 @triton.jit
 def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of the keys [BLOCK_N] of one head, in units of D. `key` are their positions, from `start` on."""
+    """Offsets of the keys [BLOCK_N] of one head, in units of D. `key` are their positions; the first is `start`."""
     if PAGE % BLOCK_N == 0:  # a tile is within one page: one scalar load
         block = tl.load(table_ptr + start // PAGE).to(tl.int64)
     else:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LARGEST = 448.0
-TYPICAL = 4.0  # scaled root mean square of a head; 112 times that is the largest value, 1/256 the smallest
+TYPICAL = 4.0  # scaled root mean square of a head; the largest value is 112 times that, the smallest normal one 1/256
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def round_e4m3(x):
     without rounding, so hardware and interpreter cannot differ."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 steps there are 2^-9, as those of e4m3 subnormals
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14: float32 values there are 2^-9 apart, like e4m3 subnormals
     rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
     rounded = tl.where(rounded > 448.0, 448.0, tl.where(rounded < -448.0, -448.0, rounded))
     return tl.where(x == x, rounded, x)

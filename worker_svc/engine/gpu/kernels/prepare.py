@@ -56,7 +56,7 @@ def prepare(
 ) -> None:
     """Writes token ids, positions and slots (all int32 [T]) of a batch to `out`.
 
-    `known` [T] are the token ids that the host knows; a negative one stands for the row's last sampled token. Padding
+    `known` [T] are the token ids that the host knows; a negative id stands for the row's last sampled token. Padding
     tokens get slot -1.
     """
     prepare_kernel[(len(rows) + 1,)](

@@ -3,7 +3,7 @@
     last sampled token | sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
     first output position without them | block table | banned ids (MAX_BANNED_IDS words)
 
-64-bit integers take two words, the low one first. A kernel module names the words of the parameters that it reads.
+64-bit integers take two words, the low word first. A kernel module names the words of the parameters that it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
 _SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}
 _SIZES |= {"sample_index": 1, "num_banned": 1, "banned_before": 1}
 
-WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each
+WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each field
 TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
 
 # Words that several kernels read.

@@ -1,7 +1,7 @@
 """Samples tokens: argmax of z + noise over the ids that pass the threshold. The specification is `engine/noise.py`.
 
 The first kernel finds the best score of each chunk with approximate noise. The second computes exact noise in float64
-for the few chunks that can contain the winner, and stores the token in the row record, where the next step reads it.
+for the few chunks that can contain the best id, and stores the token in the row record, where the next step reads it.
 
 With tensor parallelism each rank samples from its own part of the vocabulary and makes a key of score and id. The
 largest key of all ranks is the token that a single rank would have sampled:

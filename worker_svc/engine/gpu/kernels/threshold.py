@@ -24,7 +24,8 @@ TOP_K = tl.constexpr(WORDS["top_k"])
 TOP_P = tl.constexpr(WORDS["top_p"])
 LOG_MIN_P = tl.constexpr(WORDS["min_p"])
 CHUNK = 4096
-TOP_SHIFT = tl.constexpr(28)  # of the first of 8 digits; not a constexpr in the kernels, so that digits share one
+# First bit of the first of 8 digits. Kernels take the bit as an argument, so that all digits share one kernel.
+TOP_SHIFT = tl.constexpr(28)
 COUNT, WEIGH = 0, 1
 
 
@@ -33,7 +34,7 @@ def log_min_p(min_p: float) -> float:
     return float(np.log(np.float64(np.float32(min_p)))) if min_p > 0 else -np.inf
 
 
-STORED_AS = {"min_p": log_min_p}  # parameters that the record does not hold as they are
+STORED_AS = {"min_p": log_min_p}  # parameters that the record holds in another form
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Scratch:
     """Buffers of the search for S rows. `lowest` [S] float32 is its result."""
 
     lowest: torch.Tensor
-    top: torch.Tensor  # float32 [S, chunks]: maximum of z per chunk; then that of the row in column 0
+    top: torch.Tensor  # float32 [S, chunks]: maximum of z per chunk; later of the row in column 0
     prefix: torch.Tensor  # int64 [S]: digits found so far
     need: torch.Tensor  # int64 [S]: count or weight still to be reached; 0: no search
     sums: torch.Tensor  # int64 [S, chunks, 16]
@@ -67,7 +68,7 @@ def load_z(logits_ptr, stride, sample, vocab_size, id, temperature):
 
 @triton.jit
 def _order(z):
-    """An int64 that orders as the float32 does."""
+    """An int64 with the same order as the float32."""
     bits = z.to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
     return flipped.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -188,7 +189,7 @@ def descend_kernel(
 
 
 def is_needed(columns: SamplingColumns) -> bool:
-    """Some of the rows asks for a filter."""
+    """Whether some row uses a filter."""
     asks = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
     return bool((asks & (columns["temperature"] >= GREEDY_BELOW)).any())
 
@@ -198,7 +199,7 @@ def find_thresholds(
 ) -> torch.Tensor:
     """The smallest z that each of the S rows keeps, float32 [S]. `rows` are records of `state`, -1 is padding.
 
-    With several ranks the integer sums are all-reduced: every rank finds what a single one would, and no logits are
+    With several ranks the integer sums are all-reduced: every rank finds the result of a single rank, and no logits are
     exchanged.
     """
     num_samples, vocab_size = logits.shape
