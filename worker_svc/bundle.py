@@ -1,6 +1,6 @@
 """The text side of a checkpoint, as one message with a digest: tokenizer, chat template, generation defaults.
 
-A gateway gets it from here by way of the scheduler, so it needs no model folder. Weights are never part of it.
+A gateway gets the bundle from a worker through the scheduler, so it needs no model folder. Weights are not included.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Bundle:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the worker can serve text; else only token ids."""
+        """Whether the worker can serve text. Without a tokenizer it serves token ids only."""
         return "tokenizer.json" in self.names
 
 
 def read_bundle(model_dir: Path) -> Bundle:
-    """The bundle of a Hugging Face model folder: the BUNDLE_FILES that it has. Raises ModelFolderError."""
+    """Reads those BUNDLE_FILES that a Hugging Face model folder has. Raises ModelFolderError."""
     if not model_dir.is_dir():
-        problem = "is no folder" if model_dir.exists() else "does not exist"
+        problem = "is not a folder" if model_dir.exists() else "does not exist"
         raise ModelFolderError(f"--model {model_dir} {problem}; give a folder with config.json and *.safetensors")
     if not (model_dir / "config.json").is_file():
         raise ModelFolderError(f"--model {model_dir} has no config.json; give a Hugging Face checkpoint folder")

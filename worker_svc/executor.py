@@ -34,12 +34,12 @@ Outcome = worker_pb2.StepOutput | Exception
 
 NUM_KEPT_ANSWERS = 64
 FIRST_STEP_ID = 1
-MAX_EPOCH_JUMP = 1 << 32  # a single Lease must not use up the epochs; more leases than any deployment takes
+MAX_EPOCH_JUMP = 1 << 32  # so that one Lease cannot use up the epochs; far above the leases of any deployment
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
 
 class StepOrderError(StaleEpochError):
-    """A step that is neither the next one nor a repetition of one whose answer is still kept."""
+    """The step is neither the next one nor a retry of a step whose answer is still kept."""
 
 
 class Runner(Protocol):
@@ -69,7 +69,7 @@ class PipelinedRunner(Runner, Protocol):
 
 
 def end_process(error: BaseException) -> None:
-    """Exit at once: the KV pool may be half written, and a restarted worker begins with a new one."""
+    """Exit at once: the KV pool may be half written, and a restarted worker begins with an empty pool."""
     log.critical("the KV pool may be corrupt, so this worker exits (exit code %d)", EXIT_CORRUPT, exc_info=error)
     for handler in logging.getLogger().handlers:
         handler.flush()
@@ -82,8 +82,8 @@ class Lease:
     def __init__(self, epoch: int, worker_epoch: int, scheduler_id: str) -> None:
         self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch)
         self.scheduler_id = scheduler_id
-        self.next_step_id = FIRST_STEP_ID  # to accept; owned by the event loop
-        self.next_to_run = FIRST_STEP_ID  # owned by the model thread
+        self.next_step_id = FIRST_STEP_ID  # next id to accept; owned by the event loop
+        self.next_to_run = FIRST_STEP_ID  # next id to run; owned by the model thread
         self.end_error: QuireError | None = None
         self._answers: dict[int, Answer] = {}
         self._on_end: set[Callable[[QuireError], None]] = set()
@@ -98,7 +98,7 @@ class Lease:
             return None
         if step_id in self._answers:
             return self._answers[step_id]
-        kept = f", answers of {min(self._answers)} to {max(self._answers)} are kept" if self._answers else ""
+        kept = f"; answers to steps {min(self._answers)} to {max(self._answers)} are kept" if self._answers else ""
         raise StepOrderError(f"expected step {self.next_step_id}, got {step_id}{kept}", field="batch.step_id")
 
     def accept(self, step_id: int, answer: Answer) -> None:
@@ -158,10 +158,10 @@ class StepExecutor:
         self._row_log = RowLog()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # of a pipelined runner, in order
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # waits for pipelined steps, in order
         self._runner: Runner | None = None
         self._pipelined: PipelinedRunner | None = (
-            None  # the same object, if it is one: isinstance with a protocol takes 20 us
+            None  # `_runner` if it is pipelined, kept because isinstance with a protocol takes 20 us
         )
         self._lease: Lease | None = None
         self._last_epoch = 0
@@ -186,7 +186,7 @@ class StepExecutor:
 
     def _loaded(self) -> Runner:
         if self._runner is None:
-            raise UnavailableError("the worker is still loading its weights; try again", retry_after_s=1.0)
+            raise UnavailableError("the worker is still loading its weights; retry later", retry_after_s=1.0)
         return self._runner
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -237,14 +237,14 @@ class StepExecutor:
         """The lease of `fence`. StaleEpochError unless it is the current lease."""
         if fence.worker_epoch != self.worker_epoch:
             raise StaleEpochError(
-                f"worker_epoch {fence.worker_epoch:#x} is not this process, which has "
-                f"{self.worker_epoch:#x}; call Lease again",
+                f"worker_epoch {fence.worker_epoch:#x} does not match this process "
+                f"({self.worker_epoch:#x}); call Lease again",
                 field="fence.worker_epoch",
             )
         lease = self.current_lease()
         if fence.scheduler_epoch != lease.epoch:
             raise StaleEpochError(
-                f"scheduler_epoch {fence.scheduler_epoch} does not lease this worker; {lease.epoch} does",
+                f"scheduler_epoch {fence.scheduler_epoch} does not hold the lease; {lease.epoch} does",
                 field="fence.scheduler_epoch",
             )
         return lease
@@ -343,7 +343,7 @@ class StepExecutor:
             outcomes.append(error)
 
     def _to_response(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
-        """The answer to a step. Failed rows are also logged, as their requests may succeed elsewhere."""
+        """The answer to a step. Failed rows are logged too: retries may hide the failure."""
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
@@ -435,9 +435,9 @@ def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:
 
 
 def _bad_epoch(epoch: int, last: int) -> StaleEpochError:
-    what = "is stale" if epoch <= last else f"is more than {MAX_EPOCH_JUMP} above the last one"
+    what = "is stale" if epoch <= last else f"is more than {MAX_EPOCH_JUMP} above the last epoch"
     return StaleEpochError(
-        f"scheduler_epoch {epoch} {what}: this worker was leased with {last}; use a higher one, or 0 for the next",
+        f"scheduler_epoch {epoch} {what}: this worker was leased with {last}; use a higher epoch, or 0 for the next",
         field="scheduler_epoch",
     )
 

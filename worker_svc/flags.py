@@ -1,4 +1,4 @@
-"""Flags of quire-worker, and the settings that they stand for."""
+"""Flags of quire-worker, and their conversion to settings."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="folder with config.json, *.safetensors"
     )
-    model.add_argument("--model-name", metavar="NAME", help="name that clients ask for; unset: the folder's name")
+    model.add_argument(
+        "--model-name", metavar="NAME", help="name that clients use in requests; unset: the folder's name"
+    )
     model.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="type of weights and KV; auto: as the checkpoint, but on CPUs bfloat16 for float16; float16: cuda only",
+        help="type of weights and KV; auto: the checkpoint's, but on CPUs bfloat16 for float16; float16: cuda only",
     )
     model.add_argument(
         "--quantize",
@@ -77,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=KV_CACHE_DTYPES,
         default="auto",
         help="cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
-        "all workers of a model must agree; auto: as --dtype",
+        "all workers of a model must agree; auto: same as --dtype",
     )
     pool.add_argument("--max-num-seqs", type=_AT_LEAST_1, default=64, metavar="N", help="sequences that run at once")
     pool.add_argument("--max-num-batched-tokens", type=_AT_LEAST_1, default=1024, metavar="N", help="tokens per step")
@@ -87,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--attention",
         choices=ATTENTION,
         default="auto",
-        help="cuda: our kernel (triton), flash-attn (needs --block-size 256), plain torch; auto: the fastest possible",
+        help="cuda: our kernel (triton), flash-attn (needs --block-size 256), plain torch; auto: the fastest available",
     )
     compute.add_argument(
         "--gpu-memory-utilization",
@@ -107,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cuda-graphs",
         choices=CUDA_GRAPHS,
         default="start",
-        help="cuda: record CUDA graphs at the start, lazily when a size first occurs, or never (off)",
+        help="cuda: record CUDA graphs at start-up, lazily when a size first occurs, or never (off)",
     )
     compute.add_argument(
         "--cuda-graph-tokens",
@@ -127,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--executor",
         choices=("model", "sim"),
         default="model",
-        help="sim: tokens are a function of context and seed, and KV blocks are checked against it",
+        help="sim: no model runs; tokens are a function of context and seed, and KV blocks are checked",
     )
     sim.add_argument(
         "--sim-step-ms", type=_AT_LEAST_0, default=5.0, metavar="MS", help="duration of every step with rows"
@@ -137,10 +139,10 @@ def make_parser() -> argparse.ArgumentParser:
         type=config.in_range(float, 1.0, 1e12),
         default=50_000.0,
         metavar="N",
-        help="added duration: for tokens of rows that compute more than one",
+        help="prompt tokens per second; their time is added to a step",
     )
     sim.add_argument(
-        "--sim-token-us", type=_AT_LEAST_0, default=0.0, metavar="US", help="added duration: for each row that decodes"
+        "--sim-token-us", type=_AT_LEAST_0, default=0.0, metavar="US", help="time that each decoding row adds to a step"
     )
     sim.add_argument(
         "--sim-eos-probability",
@@ -156,14 +158,15 @@ def make_parser() -> argparse.ArgumentParser:
         type=_ADDRESSES,
         action="append",
         metavar="HOST:PORT",
-        help="where to register; several (repeated or separated by commas) are replicas, one of which leases it; "
-        "unset: wait until a scheduler leases this worker",
+        help="scheduler to register with; several (repeat the flag or use commas) are replicas, and one leases this "
+        "worker; unset: wait until a scheduler leases this worker",
     )
     net.add_argument(
         "--advertise",
         type=config.address,
         metavar="HOST:PORT",
-        help="address at which the scheduler reaches this worker; unset: --listen, as seen from the scheduler",
+        help="address at which the scheduler reaches this worker; unset: the port of --listen at the address that this "
+        "host uses to reach the scheduler",
     )
     net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
     life = parser.add_argument_group("steps and shutdown")

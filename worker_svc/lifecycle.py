@@ -16,7 +16,7 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 class Lifecycle:
     """State of this worker, owned by the event loop. It moves only forward: LOADING, READY, DRAINING.
 
-    `changed` is set on every news that a scheduler should hear before the next heartbeat; its one waiter clears it.
+    `changed` is set on every update that a scheduler should get before the next heartbeat; its only waiter clears it.
     """
 
     state: scheduler_pb2.WorkerState.ValueType = LOADING
@@ -28,9 +28,9 @@ class Lifecycle:
     def is_draining(self) -> bool:
         return self.state == DRAINING
 
-    def set_progress(self, part: float) -> None:
+    def set_progress(self, fraction: float) -> None:
         """Sets the fraction of the weights that is loaded, 0 to 1."""
-        self.load_progress = part
+        self.load_progress = fraction
         self.changed.set()
 
     def set_ready(self, capacity: scheduler_pb2.WorkerCapacity) -> None:

@@ -21,18 +21,18 @@ SPECS = (
         "1; the loaded model in its labels",
         labels=("model_name", "dtype", "determinism", "backend", "block_size", "num_blocks", "max_num_seqs"),
     ),
-    Spec("worker_load_progress", "gauge", "part of the weights that is loaded, 0 to 1"),
+    Spec("worker_load_progress", "gauge", "fraction of weights loaded, 0 to 1"),
     Spec("worker_ready", "gauge", "1 while the model is loaded, a scheduler holds this worker, and it does not drain"),
     Spec("worker_leases_total", "counter", "times that a scheduler has leased this worker"),
     Spec("worker_rows_used", "gauge", "rows that hold a sequence"),
-    Spec("worker_steps_in_flight", "gauge", "steps taken in and not answered"),
+    Spec("worker_steps_in_flight", "gauge", "steps accepted and not yet answered"),
     Spec("worker_step_seconds", "histogram", "time of one step in the model thread", "seconds"),
-    Spec("worker_step_queue_seconds", "histogram", "time a step waited for those before it", "seconds"),
+    Spec("worker_step_queue_seconds", "histogram", "time that a step waited for earlier steps", "seconds"),
     Spec("worker_step_rows", "histogram", "rows that one step computes"),
     Spec(
         "worker_tokens_total",
         "counter",
-        "tokens computed, by stage: prefill (rows with more than one in a step) and decode",
+        "tokens computed, by stage: prefill (rows that compute more than one in a step) and decode",
         "tokens",
         ("stage",),
     ),
@@ -56,7 +56,7 @@ class StepMeter:
         self.decode_tokens = 0
         self.idle = Buckets(IDLE_TIMES_S)
         self._running_since: float | None = None
-        self._ended_at: float | None = None  # of the last step with rows
+        self._ended_at: float | None = None  # end of the last step with rows
 
     def begin(self, batch: StepBatch, queued_at: float) -> None:
         """A step leaves the queue. Times are from time.monotonic. A step without rows counts as idle time."""

@@ -6,8 +6,8 @@ Several schedulers may serve one model; each leases some of the workers. A worke
 spreads workers over schedulers (rendezvous hashing of its id and their addresses). It is registered with one at a time:
 
     the scheduler is unreachable, refuses, is silent or ends the stream   -> the next scheduler, at once
-    all schedulers do                                                     -> a growing pause, then the first again
-    an earlier scheduler answers again, and no row is open here           -> back to it
+    all schedulers fail in this way                                       -> a growing pause, then the first again
+    a preferred scheduler answers again, and no row is open here          -> back to it
 
 The lease of a new scheduler fences the old lease. The new scheduler adopts the pool with its committed blocks.
 """
@@ -39,15 +39,15 @@ MAX_PAUSE_S = 2.0
 REFUSED_PAUSE_S = 15.0
 OPEN_TIMEOUT_S = 3.0
 MIN_ACK_TIMEOUT_S = 2.0
-ACK_TIMEOUT_INTERVALS = 2  # after the interval between the last answer and the next heartbeat: three in total
-MIN_NEWS_INTERVAL_S = 0.1  # limits the messages about loading progress
+ACK_TIMEOUT_INTERVALS = 2  # plus the interval from the last answer to the next heartbeat: three in total
+MIN_UPDATE_INTERVAL_S = 0.1  # limits the rate of messages about loading progress
 DEFAULT_HEARTBEAT_S = 2.0
 STEADY_S = 2.0  # a session that lasted this long counts as successful
 UNUSED_S = 3.0  # time without a step after which this worker may change schedulers
 PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 1.0
 
-# Refusals that only another setting can resolve. ALREADY_EXISTS resolves itself when the id's earlier process has left.
+# Refusals that only another setting can resolve. ALREADY_EXISTS resolves itself when the earlier process is gone.
 REFUSALS = frozenset(
     {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 )
@@ -68,7 +68,7 @@ class Work(Protocol):
 
 
 class StreamEndedError(Exception):
-    """The scheduler has ended the stream without an error."""
+    """The scheduler ended the stream without an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a session ended. `was_used`: the session was steady, and the scheduler leased or stepped the worker in it."""
+    """The end of a session. `was_used`: the session was steady, and its scheduler leased or stepped the worker."""
 
     code: grpc.StatusCode
     details: str
@@ -97,12 +97,12 @@ class End:
 
     @property
     def may_retry_first(self) -> bool:
-        """The scheduler may only have timed out this worker: register there again before trying another one."""
+        """The scheduler may only have timed out this worker: register there again before trying others."""
         return self.was_used and not self.is_silent and not self.is_refusal
 
 
 def preference(worker_id: str, schedulers: Sequence[str]) -> list[str]:
-    """The schedulers in this worker's order. It is fixed, differs between workers, and stays when one is added."""
+    """The schedulers in this worker's order, which differs between workers. Adding one does not reorder the others."""
     return sorted(set(schedulers), key=lambda address: xxhash.xxh3_64_intdigest(f"{worker_id}\n{address}".encode()))
 
 
@@ -179,7 +179,7 @@ class Registration:
         return chosen
 
     def _note_end(self, candidate: Candidate, end: End, now: float) -> None:
-        """Log the end if it is news; set when to try this scheduler again."""
+        """Log the end unless it repeats an earlier one; set when to try this scheduler again."""
         address, code = candidate.address, end.code
         if end.was_used:
             candidate.pause_s, candidate.next_return_at = FIRST_PAUSE_S, now
@@ -188,7 +188,7 @@ class Registration:
             candidate.next_try_at = now + (MAX_PAUSE_S if code is ID_IN_USE else self._refused_pause_s)
             candidate.next_return_at = candidate.next_try_at
         else:
-            # Only the code makes it news: details contain changing addresses and times.
+            # Repetitions are recognized by code, because details contain changing addresses and times.
             message = f"scheduler {address} is not available ({code.name}); trying {self._next_target(end)}"
             _log_once(candidate, logging.WARNING, message, end.details)
             # Workers that lost one scheduler together must not retry at the same time.
@@ -196,10 +196,10 @@ class Registration:
             candidate.pause_s = min(2 * candidate.pause_s, MAX_PAUSE_S)
 
     def _next_target(self, end: End) -> str:
-        return "again" if end.may_retry_first or len(self._candidates) == 1 else "another one"
+        return "again" if end.may_retry_first or len(self._candidates) == 1 else "another scheduler"
 
     async def _wait_for_better(self, current: Candidate) -> Candidate:
-        """Wait until an earlier scheduler answers and this worker is unused. Returns that scheduler."""
+        """Wait until a preferred scheduler answers and this worker is unused. Returns that scheduler."""
         earlier = self._candidates[: self._candidates.index(current)]
         loop = asyncio.get_running_loop()
         while True:
@@ -217,7 +217,7 @@ class Registration:
     # -- one stream ----------------------------------------------------------------------------------------------------
 
     async def _session(self, candidate: Candidate) -> End | Candidate:
-        """One stream, from start to end. Returns how it ended, or an earlier scheduler to return to."""
+        """One stream, from start to end. Returns how it ended, or a preferred scheduler to return to."""
         # A new channel per session: no state of a dead connection, such as its back-off, remains.
         async with open_channel(candidate.address) as channel:
             call: Call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Register()
@@ -248,10 +248,10 @@ class Registration:
         answer = await self._exchange(call, address, OPEN_TIMEOUT_S)
         interval_s = answer.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
         ack_timeout_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_INTERVALS * interval_s)
-        await self._exchange(call, address, ack_timeout_s)  # refuses a worker that does not fit
+        await self._exchange(call, address, ack_timeout_s)  # the scheduler refuses a worker that does not fit
         self._note_registered(candidate, interval_s)
         while True:
-            await self._wait_for_news(interval_s)
+            await self._wait_for_update(interval_s)
             await self._exchange(call, address, ack_timeout_s)
 
     async def _exchange(self, call: Call, address: str, timeout_s: float) -> scheduler_pb2.RegisterResponse:
@@ -274,8 +274,8 @@ class Registration:
             capacity=self._lifecycle.capacity,
         )
 
-    async def _wait_for_news(self, interval_s: float) -> None:
-        await asyncio.sleep(min(MIN_NEWS_INTERVAL_S, interval_s))
+    async def _wait_for_update(self, interval_s: float) -> None:
+        await asyncio.sleep(min(MIN_UPDATE_INTERVAL_S, interval_s))
         try:
             async with asyncio.timeout(interval_s):
                 await self._lifecycle.changed.wait()
@@ -289,7 +289,7 @@ class Registration:
 
 
 async def answers(scheduler: str) -> bool:
-    """Whether a scheduler at this address takes workers: not if it is unreachable, frozen or draining."""
+    """Whether a scheduler at this address accepts workers: not if it is unreachable, frozen or draining."""
     async with open_channel(scheduler) as channel:
         request = health_pb2.HealthCheckRequest()
         try:
@@ -319,13 +319,13 @@ async def _ask(call: Call, message: scheduler_pb2.RegisterRequest) -> scheduler_
 
 
 async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: bool) -> End:
-    """How the stream of `following` ended."""
+    """The reason for which the stream of `following` ended."""
     error = following.exception()
     if isinstance(error, StreamEndedError):
         return End(grpc.StatusCode.OK, "the scheduler ended the stream", was_used)
     if isinstance(error, TimeoutError):
         return End(grpc.StatusCode.UNAVAILABLE, "the scheduler does not answer", was_used, is_silent=True)
-    # Which of the two grpc raises depends on what ended first, the stream or the wait; the status is the same.
+    # grpc raises one or the other, depending on whether the stream or the wait ended first; the status is the same.
     if isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
         return End(await call.code(), await call.details() or "no details", was_used)
     raise error or RuntimeError("`_follow` returned")  # a bug

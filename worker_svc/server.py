@@ -38,8 +38,8 @@ SERVICE_NAME = "quire.v1.WorkerService"
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
 DRAIN_ACK_TIMEOUT_S = 2.0
-SETTLED_S = 0.2  # a step may be on its way when the last row has closed
-ABANDONED_S = 3.0  # open rows without a step for so long are abandoned
+SETTLED_S = 0.2  # a step may still arrive after the last row has closed
+ABANDONED_S = 3.0  # open rows without a step for this long are abandoned
 DRAIN_POLL_S = 0.02
 PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
@@ -174,7 +174,7 @@ class Worker:
     # -- shutdown --------------------------------------------------------------------------------------------------
 
     async def _drain_for(self, timeout_s: float) -> int:
-        """The Drain RPC: as SIGTERM, with its own time limit. Returns the rows that were still open."""
+        """The Drain RPC: like SIGTERM, with its own time limit. Returns the rows that were still open."""
         if timeout_s:
             self._drain_timeout_s = timeout_s
         self._server.stopping.set()
@@ -194,7 +194,7 @@ class Worker:
     async def _wait_until_unused(self) -> None:
         if self._registration is not None:
             await self._registration.acknowledged(DRAINING, DRAIN_ACK_TIMEOUT_S)
-        # Idleness is a duration, which no event announces.
+        # No event reports how long the executor has been idle.
         while self._executor.idle_s < (ABANDONED_S if self._executor.rows_used else SETTLED_S):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -254,7 +254,7 @@ def reachable_address(listen: str, *, towards: str) -> str:
 
 
 def set_thread_environment(threads: int | None) -> None:
-    """Set what OpenMP reads once, when torch is imported. Variables of the user stay as they are."""
+    """Set variables that OpenMP reads once, when torch is imported. Variables that the user has set are kept."""
     # Threads that spin at barriers would take the cores of the gateway and the scheduler on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
@@ -263,7 +263,7 @@ def set_thread_environment(threads: int | None) -> None:
 
 async def _cancel(task: asyncio.Future[None]) -> None:
     task.cancel()
-    await asyncio.gather(task, return_exceptions=True)  # failures are logged where they happen
+    await asyncio.gather(task, return_exceptions=True)  # failures are already logged
 
 
 def _exit_now() -> NoReturn:

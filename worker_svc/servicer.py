@@ -28,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class StepInbox:
     """The answers that one StepStream still owes, in order; a burst is answered together.
 
-    Reads at most `depth` messages ahead of what is answered.
+    Reads at most `depth` messages ahead of the answers.
     """
 
     def __init__(self, executor: StepExecutor, depth: int) -> None:
@@ -99,8 +99,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Lease(self, request: worker_pb2.LeaseRequest, context: Context) -> worker_pb2.LeaseResponse:
         if request.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequestError(
-                f"protocol_version is {request.protocol_version}, this worker speaks {PROTOCOL_VERSION}; "
-                "run scheduler and workers of one release",
+                f"protocol_version is {request.protocol_version}, but this worker supports {PROTOCOL_VERSION}; "
+                "run scheduler and workers of the same release",
                 field="protocol_version",
             )
         if self._lifecycle.is_draining:

@@ -40,10 +40,10 @@ POISON = np.uint64(GOLDEN)  # written by rows with a wrong context: matches no p
 class SimConfig:
     """The duration of a simulated step, and how output ends. Values are checked; ValueError names the field."""
 
-    step_ms: float = 5.0  # of every step with rows
-    prefill_tokens_per_s: float = 50_000.0  # added: for tokens of rows that compute more than one
-    token_us: float = 0.0  # added: for every row that computes one token
-    eos_probability: float = 0.0  # of each output token
+    step_ms: float = 5.0  # duration of every step with rows
+    prefill_tokens_per_s: float = 50_000.0  # adds time for tokens of rows that compute more than one
+    token_us: float = 0.0  # adds time for every row that computes one token
+    eos_probability: float = 0.0  # probability that an output token ends its sequence
 
     def __post_init__(self) -> None:
         for name in ("step_ms", "token_us"):
@@ -62,7 +62,7 @@ class SimConfig:
 
 
 def mix(values: U64) -> U64:
-    """`sim_tokens.mix` of each."""
+    """`sim_tokens.mix` of each value."""
     values = values + np.uint64(GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
@@ -153,7 +153,7 @@ class SimRunner:
                 return is_wrong
             for i in np.flatnonzero(found):
                 message = self._describe(int(plan.rows[i]), int(plan.ends[i]))
-                log.error("row %d: %s", plan.rows[i], message)  # a scheduler may hide it by a retry elsewhere
+                log.error("row %d: %s", plan.rows[i], message)  # a retry on another worker may hide it
                 errors.add(int(plan.rows[i]), message, RowErrorCode.INTERNAL)
             is_wrong |= found
             spoilt = found[token_index]
@@ -219,7 +219,7 @@ class SimRunner:
 
 
 def _ids_by_line(banned: tuple[I64, I64] | None) -> dict[int, I64]:
-    """The banned ids of each row of logits that has some."""
+    """The banned ids of each row of logits that has banned ids."""
     if banned is None:
         return {}
     lines, ids = banned
@@ -233,7 +233,7 @@ class Histories:
         width = -(-(max_model_len + 1) // block_size) * block_size
         self._block_size = block_size
         self._weights = block_weights(block_size)
-        # Of the first p tokens of row r: [r, p]. One column more than tokens, and room for a row's last sample.
+        # [r, p]: digest of the first p tokens of row r. One column more than tokens, and one for a row's last sample.
         self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
         self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
 

@@ -142,7 +142,7 @@ def _printable_ids(tokenizer: dict[str, Any]) -> set[int]:
 
 def _is_printable(piece: str, byte_of: dict[str, int] | None) -> bool:
     """Whether a token is text by itself: whole characters, none of them a control character."""
-    text = piece.replace("\u2581", " ")  # SentencePiece writes a space so
+    text = piece.replace("\u2581", " ")  # SentencePiece represents a space this way
     if byte_of is not None:
         try:
             text = bytes(byte_of[char] for char in piece).decode()

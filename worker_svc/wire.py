@@ -1,7 +1,7 @@
 """Conversions between the protocol and the engine's data. Columns are read-only views of a message, without a copy.
 
-What is checked here is form: lengths that are whole numbers and agree with each other. A batch that fails here has
-touched nothing. Whether a row, block or slot makes sense is the engine's to say.
+Only the form is checked here: column lengths are whole numbers of items and agree with each other. A batch that fails
+here changes nothing. The engine checks rows, blocks and slots.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32) -> work
 
 
 def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.ModelInfo:
-    """What a gateway must know about the model. `bundle_digest` is empty if the folder has no bundle."""
+    """The facts about the model that a gateway needs. `bundle_digest` is empty if the folder has no bundle."""
     return types_pb2.ModelInfo(
         model=info.model,
         revision=info.revision,

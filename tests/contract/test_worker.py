@@ -111,7 +111,7 @@ async def test_an_epoch_far_above_the_last_one_is_refused_and_later_leases_work(
     for epoch in (2**64 - 1, 2**63, 7 + 2**32 + 1):
         error = await refusal(worker.lease(epoch))
         assert error.code() is FAILED_PRECONDITION
-        assert f"scheduler_epoch {epoch} is more than 4294967296 above the last one" in error.details()
+        assert f"scheduler_epoch {epoch} is more than 4294967296 above the last epoch" in error.details()
     assert (await worker.lease()).fence.scheduler_epoch == 8
     assert (await worker.lease(8 + 2**32)).fence.scheduler_epoch == 8 + 2**32
     assert (await worker.lease()).fence.scheduler_epoch == 9 + 2**32
@@ -136,9 +136,9 @@ async def test_nothing_runs_without_a_lease(worker: WorkerUnderTest) -> None:
     [
         (
             worker_pb2.Fence(scheduler_epoch=1, worker_epoch=WORKER_EPOCH),
-            "scheduler_epoch 1 does not lease this worker; 2",
+            "scheduler_epoch 1 does not hold the lease; 2",
         ),
-        (worker_pb2.Fence(scheduler_epoch=2, worker_epoch=5), "worker_epoch 0x5 is not this process"),
+        (worker_pb2.Fence(scheduler_epoch=2, worker_epoch=5), "worker_epoch 0x5 does not match this process"),
     ],
 )
 async def test_a_wrong_fence_is_refused_everywhere(worker: WorkerUnderTest, fence: worker_pb2.Fence, says: str) -> None:

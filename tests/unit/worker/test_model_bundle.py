@@ -40,9 +40,9 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     assert not read_bundle(make_folder(tmp_path / "m", "config.json")).has_tokenizer
 
 
-def test_paths_that_are_no_model_folder(tmp_path: Path) -> None:
+def test_paths_that_are_not_model_folders(tmp_path: Path) -> None:
     make_folder(tmp_path / "empty")
     (tmp_path / "file").write_text("")
-    for name, says in (("missing", "does not exist"), ("file", "is no folder"), ("empty", "has no config.json")):
+    for name, says in (("missing", "does not exist"), ("file", "is not a folder"), ("empty", "has no config.json")):
         with pytest.raises(ModelFolderError, match=says):
             read_bundle(tmp_path / name)

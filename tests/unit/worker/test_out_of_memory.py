@@ -42,19 +42,19 @@ def make_rows() -> list[Row]:
     return [Row(i, token_ids=[5, 6, 7, 8, 9], blocks=[4 * i, 4 * i + 1]) for i in (0, 1)]
 
 
-def ask_too_much(*_: Any) -> torch.Tensor:
+def allocate_too_much(*_: Any) -> torch.Tensor:
     return torch.empty(math.floor(1e15))
 
 
 @pytest.mark.parametrize("part", ["_model.forward", "_backend.sample", "_planner.plan"])
-async def test_the_rows_of_a_step_without_memory_fail_alone(
+async def test_only_the_rows_of_a_step_that_runs_out_of_memory_fail(
     worker: WorkerUnderTest, runner: ModelRunner, part: str
 ) -> None:
     rows, other = make_rows(), Row(4, token_ids=[5, 6, 7, 8, 9], blocks=[20, 21])
     expected = sampled(await worker.step(worker.batch([other], opens=[other])))[4]
     owner, name = part.split(".")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(getattr(runner, owner), name, ask_too_much)
+        patch.setattr(getattr(runner, owner), name, allocate_too_much)
         output = await worker.step(worker.batch(rows, opens=rows))
     assert [(error.row, error.code) for error in output.errors] == [
         (0, worker_pb2.ROW_ERROR_CODE_INTERNAL),
@@ -73,7 +73,7 @@ async def test_the_rows_of_a_step_without_memory_fail_alone(
 async def test_a_worker_that_stays_out_of_memory_exits(
     worker: WorkerUnderTest, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner._model, "forward", ask_too_much)
+    monkeypatch.setattr(runner._model, "forward", allocate_too_much)
     for i in range(2):
         row = Row(i, token_ids=[5], blocks=[i])
         assert (await worker.step(worker.batch([row], opens=[row]))).errors
@@ -83,10 +83,10 @@ async def test_a_worker_that_stays_out_of_memory_exits(
     assert len(worker.fatal) == 1
 
 
-async def test_changes_without_memory_are_fatal(
+async def test_running_out_of_memory_in_changes_is_fatal(
     worker: WorkerUnderTest, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner._pool, "copy", ask_too_much)
+    monkeypatch.setattr(runner._pool, "copy", allocate_too_much)
     with pytest.raises(grpc.aio.AioRpcError):
         await worker.step(worker.batch(copy_src=b"\0\0\0\0", copy_dst=b"\1\0\0\0"))
     assert len(worker.fatal) == 1

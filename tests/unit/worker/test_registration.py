@@ -62,7 +62,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def states(self) -> list[int]:
-        """The states it was sent, without repetitions."""
+        """The states that it received, without repetitions."""
         states = [request.state for request in self.heard]
         return [state for i, state in enumerate(states) if i == 0 or states[i - 1] != state]
 
@@ -154,7 +154,7 @@ async def test_a_released_draining_worker_does_not_register_again() -> None:
     assert scheduler.num_streams == 1
 
 
-async def test_heartbeats_are_sent_without_news() -> None:
+async def test_heartbeats_are_sent_without_updates() -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     async with serve(scheduler) as port, registered(port, lifecycle):
         await until(lambda: len(scheduler.heard) >= 4)
@@ -245,7 +245,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests with a silent scheduler. In other tests a busy machine would look like one."""
+    """For tests with a silent scheduler. In other tests a busy machine could seem silent."""
     for name in ("OPEN_TIMEOUT_S", "MIN_ACK_TIMEOUT_S", "PROBE_TIMEOUT_S"):
         monkeypatch.setattr(registration_module, name, 0.3)
 
@@ -321,7 +321,7 @@ async def test_an_unused_worker_returns_to_its_first_scheduler(quick: None) -> N
         work.rows_used = 0
         heard = len(r.second.heard)
         await until(lambda: len(r.second.heard) >= heard + 4)
-        assert registration.scheduler == r.address(1)  # the first one is not serving
+        assert registration.scheduler == r.address(1)  # the first scheduler is not serving
         work.rows_used = 1
         await r.first.health.set("", health_pb2.HealthCheckResponse.SERVING)
         await until(lambda: len(r.second.heard) >= heard + 8)

@@ -50,7 +50,7 @@ class Process:
                 self.lines.append(line)
                 if text in line:
                     return line
-        raise AssertionError(f"it ended without saying {text!r}:\n" + "".join(self.lines))
+        raise AssertionError(f"the worker ended without logging {text!r}:\n" + "".join(self.lines))
 
     async def connect(self) -> worker_pb2_grpc.WorkerServiceStub:
         line = await self.read_until("listens on")
@@ -165,7 +165,7 @@ async def test_a_drain_ends_with_the_last_row_and_delivers_pending_answers() -> 
     assert "rows open" not in worker.log
 
 
-async def test_a_step_that_hangs_does_not_keep_the_process() -> None:
+async def test_a_step_that_hangs_does_not_prevent_the_exit() -> None:
     async with simulated("--sim-step-ms", "600000", "--drain-timeout-s", "0.1") as worker:
         stub = await worker.connect()
         await worker.read_until("ready after")
@@ -214,7 +214,7 @@ async def test_an_idle_stream_does_not_delay_the_shutdown() -> None:
         ({"config.json": '{"architectures": ["FooForCausalLM"]}'}, "cannot serve"),
     ],
 )
-def test_a_bad_folder_is_one_line_and_exit_2(tmp_path: Path, files: dict[str, str] | None, says: str) -> None:
+def test_a_bad_folder_gives_one_line_and_exit_code_2(tmp_path: Path, files: dict[str, str] | None, says: str) -> None:
     folder = tmp_path / "bad"
     if files is not None:
         folder.mkdir()
@@ -238,7 +238,7 @@ def test_a_bad_folder_is_one_line_and_exit_2(tmp_path: Path, files: dict[str, st
         (("--backend", "abacus", "--listen", "127.0.0.1:0"), "abacus"),
     ],
 )
-def test_a_bad_setting_is_one_line_and_exit_2(tiny_model: Path, flags: tuple[str, ...], says: str) -> None:
+def test_a_bad_setting_gives_one_line_and_exit_code_2(tiny_model: Path, flags: tuple[str, ...], says: str) -> None:
     done = run("--model", str(tiny_model), *flags)
     assert done.returncode == 2
     assert says in done.stderr

@@ -79,7 +79,7 @@ class Driver:
     step_id: int = 0
 
     def step(self, rows: list[tuple[Row, int]], opens: list[RowOpen] | None = None, **columns: Any) -> StepOutput:
-        """Each row computes that many tokens, and samples if nothing is left to compute."""
+        """Each row computes the given number of tokens, and samples if nothing is left to compute."""
         self.step_id += 1
         positions = [(row, range(row.computed, row.computed + count)) for row, count in rows]
         slots = [row.blocks[p // SIZE] * SIZE + p % SIZE for row, span in positions for p in span]
@@ -101,7 +101,7 @@ class Driver:
         return output
 
     def generate(self, row: Row, num_tokens: int) -> list[int]:
-        """Open, prefill what is not computed, decode. Its output."""
+        """Opens the row, prefills the rest, decodes. Returns its output."""
         self.check(self.step([(row, len(row.tokens) - row.computed)], [row.open()]))
         while len(row.tokens) - row.prompt_len < num_tokens:
             self.check(self.step([(row, 1)]))
