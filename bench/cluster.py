@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""How good placement and admission order are: a simulated cluster on virtual time around the real core.
+"""The quality of placement and admission order: the real core in a simulated cluster on virtual time.
 
     python bench/cluster.py [--seconds 60] [--workloads chat,templates,agents] [--trace FILE]
 
 Eight workers with a linear service model (seconds per step = base + per prefill token + per row) serve generated
-workloads under several policies. Requests come at the times of their workload, whatever the cluster's state. A trace is
-JSON lines in the Mooncake form: timestamp (ms), input_length, output_length, hash_ids of the prompt's blocks of 512
-tokens. The last line is one JSON object:
+workloads under several policies. Requests arrive at the times of their workload, even if the cluster is behind. A
+trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length, hash_ids of the prompt's blocks
+of 512 tokens. The last line is one JSON object:
 
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 
-`hit` is the part of all prompt tokens that came from a cache. `pooled` is one imaginary worker, as fast and as large as
-all together, with a plain LRU cache: its hit rate is the reference; its times are out of reach.
+`hit` is the fraction of all prompt tokens that came from a cache. `pooled` is one imaginary worker with the speed and
+memory of all workers and a plain LRU cache: its hit rate is the reference; its times cannot be reached.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """How long a step takes on one worker."""
+    """Duration of a step on one worker."""
 
     base_s: float = 0.008
     prefill_token_s: float = 50e-6  # 20,000 tokens per second
@@ -69,7 +69,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, and workers whose pools they stress."""
+    """Requests, and the sizes of the workers that serve them."""
 
     arrivals: list[Arrival]
     num_blocks: int  # per worker
@@ -85,7 +85,7 @@ def tokens(rng: Rng, count: float) -> U32:
 
 
 def starts(rng: Rng, per_s: float, seconds: float) -> Iterator[float]:
-    """A Poisson stream."""
+    """Start times of a Poisson process."""
     at = rng.exponential(1 / per_s)
     while at < seconds:
         yield at
@@ -95,7 +95,7 @@ def starts(rng: Rng, per_s: float, seconds: float) -> Iterator[float]:
 def conversation(
     rng: Rng, at_s: float, history: U32, num_turns: int, message: float, answer: float, think_s: float
 ) -> Iterator[Arrival]:
-    """Each turn sends all that was said before."""
+    """The requests of a conversation. Each turn contains all earlier turns."""
     for _ in range(num_turns):
         history = np.concatenate((history, tokens(rng, rng.lognormal(np.log(message), 0.8))))
         output = tokens(rng, 1 + rng.exponential(answer))
@@ -105,7 +105,7 @@ def conversation(
 
 
 def chat(seconds: float) -> Workload:
-    """Multi-turn chat: histories that grow, long pauses, a short system prompt that all share."""
+    """Multi-turn chat: growing histories, long pauses, a short system prompt in common."""
     rng = np.random.default_rng(1)
     system = tokens(rng, 64)
     arrivals = [
@@ -117,7 +117,7 @@ def chat(seconds: float) -> Workload:
 
 
 def templates(seconds: float) -> Workload:
-    """Hot templates: long beginnings, some of which are asked for all the time and most seldom."""
+    """Hot templates: long common prefixes, a few of them requested all the time, most of them rarely."""
     rng = np.random.default_rng(2)
     hot = [tokens(rng, rng.uniform(500, 3000)) for _ in range(400)]
     weights = 1 / np.arange(1, len(hot) + 1) ** 0.9
@@ -148,7 +148,7 @@ def in_order(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
 
 
 def trace(path: Path, seconds: float) -> Workload:
-    """Requests of a trace file. Equal hash ids stand for equal tokens; answers are made up."""
+    """Requests of a trace file. Equal hash ids stand for equal tokens; answers are generated."""
     arrivals = []
     for line in path.read_text().splitlines():
         entry = json.loads(line)
@@ -163,7 +163,7 @@ def trace(path: Path, seconds: float) -> Workload:
 
 
 class BoundOnArrival(Fleet):
-    """What routers in front of engines do: each request gets its worker when it comes, and waits in that one's line."""
+    """The policy of routers in front of engines: a request is assigned on arrival and waits in that worker's queue."""
 
     def __init__(self, config: SchedulerConfig, pick: Callable[[list[int]], int]) -> None:
         super().__init__(config)
@@ -189,7 +189,7 @@ class BoundOnArrival(Fleet):
 
 
 class Policy:
-    """A scheduler with one way to choose, and what it should run on."""
+    """A placement policy: makes its scheduler. `is_pooled`: runs on one pooled worker."""
 
     is_pooled = False
 
@@ -257,7 +257,7 @@ class Worker:
         self.position_of_row = np.zeros(self.capacity.max_num_seqs, dtype=np.int64)
 
     def send(self, batch: StepBatch, outputs: U32, now: float) -> float:
-        """Take a step; returns when its answer comes."""
+        """Take a step; returns the time of its answer."""
         for opened in batch.opens:
             self.handle_of_row[opened.row] = opened.group.handle
             self.position_of_row[opened.row] = len(opened.token_ids) - opened.prompt_len
@@ -285,7 +285,7 @@ class Cluster:
             self._outputs[i, : len(arrival.output)] = arrival.output
         self.ttft_s = np.full(len(self._arrivals), np.nan)
         self.num_steps = 0
-        self._answers: list[tuple[float, int, str]] = []  # when, number, whose
+        self._answers: list[tuple[float, int, str]] = []  # time, number, worker id
 
     def _machines(self, workload: Workload, is_pooled: bool) -> Iterator[tuple[WorkerCapacity, Service]]:
         longest = max(len(a.prompt) + len(a.output) for a in workload.arrivals)
@@ -300,7 +300,7 @@ class Cluster:
             yield WorkerCapacity(f"w{i}", 1, blocks, BLOCK_SIZE, rows, budget, longest), service
 
     def run(self) -> dict[str, float]:
-        """All requests, to the end."""
+        """Run all requests to the end."""
         coming = deque(enumerate(self._arrivals))
         while coming or self._answers:
             now = min(coming[0][1].at_s if coming else np.inf, self._answers[0][0] if self._answers else np.inf)
@@ -343,7 +343,7 @@ CONFIG = SchedulerConfig(max_waiting=1 << 20, max_waiting_tokens=1 << 40, expect
 
 
 def compare(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]:
-    """The workload under each of these policies."""
+    """Figures of the workload under each of these policies."""
     figures = {}
     for name in names:
         start = time.process_time()
@@ -356,9 +356,9 @@ def compare(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, on virtual time")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which ones, by comma")
-    parser.add_argument("--policies", default=",".join(policies()), help="which ones, by comma")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of arrivals, in virtual time")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma separated")
+    parser.add_argument("--policies", default=",".join(policies()), help="comma separated")
     parser.add_argument("--trace", type=Path, help="a trace file instead of generated workloads")
     args = parser.parse_args()
     names = [] if args.trace else args.workloads.split(",")

@@ -6,7 +6,7 @@
 A step is everything between a worker's answer and its next step: `update()`, the message for the gateway, `schedule()`,
 the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
 `step_us_core` is the same without the messages. `step_us_churn`: in every step one sequence ends and another, whose
-prompt of 64 tokens is new, takes its place. `admit_us_full` is `admit_us` where the pools are full of cached prefixes,
+prompt of 64 tokens is new, takes its place. `admit_us_full` is `admit_us` with pools full of cached prefixes,
 as they are after the first minutes, so that each prompt evicts some. Figures are floors: the lowest of several tenth
 percentiles of thread CPU time. The last line is one JSON object.
 """
@@ -115,7 +115,7 @@ def step_us(num_seqs: int, block_size: int, repeats: int, *, has_messages: bool,
 def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> float:
     """Floor of add_group() + the schedule() that admits it: a prompt of 4,096 tokens, 8 workers, blocks of 16.
 
-    `is_full`: where each prompt evicts what former ones have left.
+    With `is_full`, each prompt evicts cached blocks of earlier prompts.
     """
     rng = np.random.default_rng(1)
     floors = []
@@ -123,7 +123,7 @@ def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> floa
         scheduler = make_scheduler(16, 16, num_workers=8)
         spent = []
         shared = rng.integers(3, 50_000, cached_tokens, dtype=np.uint32)
-        num_before = FILLS_POOLS if is_full else 1  # not counted
+        num_before = FILLS_POOLS if is_full else 1  # not measured
         for i in range(num_before + 30):
             prompt = np.concatenate((shared, rng.integers(3, 50_000, 4096 - cached_tokens, dtype=np.uint32)))
             start = time.thread_time_ns()
@@ -145,7 +145,7 @@ def answer_all(scheduler: Scheduler, batches: list[StepBatch]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="repeats whose lowest figure counts")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats; the lowest figure counts")
     repeats = parser.parse_args().repeats
     names = ("step_us", "step_us_block_256", "step_us_core", "step_us_churn")
     figures: dict[str, dict[str, float]] = {name: {} for name in names}

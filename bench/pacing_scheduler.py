@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A scheduler without workers: it sends one token per step to every open request, at a fixed step rate.
 
-It loads a gateway without the CPU time of a real scheduler and workers.
+It puts load on a gateway without the CPU time of a real scheduler and workers.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class PaddedLoop:
 
     @torch.inference_mode()
     def run(self, workload: Workload) -> float:
-        """Computes every prompt and as many tokens as each request asks for."""
+        """Computes every prompt, and the number of output tokens of each request."""
         requests = sorted(workload.requests, key=lambda r: -r.num_output)
         lens = torch.tensor([len(r.prompt) for r in requests])
         wanted = [r.num_output for r in requests]

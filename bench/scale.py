@@ -4,7 +4,7 @@
     python bench/scale.py [--workers 64] [--rows 312] [--steps 100] [--mean-output 1000] [--waiting 5000] [--profile]
 
 Time is virtual: a worker takes 10 ms for a step and has two in flight. Two phases are measured in thread CPU time:
-`steady`, where all sequences decode, and `churn`, where each answer that ends is replaced by a new request while
+`steady`, in which all sequences decode, and `churn`, in which each answer that ends is replaced by a new request while
 thousands wait. `us_per_step` is the mean cost of one worker's step: update, schedule and, in `churn`, adding the new
 requests. `steps_per_s` is the step rate per worker that one core can sustain; steps of 10 ms need 100. The last line
 is one JSON object.
@@ -48,7 +48,7 @@ class Cluster:
         self.num_ended = 0
         self.queue_delays_s: list[float] = []
         self._rng = np.random.default_rng(0)
-        self._added_at: list[float] = []  # by handle
+        self._added_at: list[float] = []  # indexed by handle
         self._free_at = {f"w{i}": STEP_S * i / num_workers for i in range(num_workers)}  # staggered
         self._answers: list[tuple[float, int, StepBatch]] = []  # time, number
         self._num_sent = 0

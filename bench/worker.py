@@ -294,10 +294,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cores(), help="default: one per core")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="per step (default 1024)")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts (default 3)")
-    parser.add_argument("--quick", action="store_true", help="a part of the requests, 4 layers, one repeat")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest counts (default 3)")
+    parser.add_argument("--quick", action="store_true", help="fewer requests, 4 layers, one repeat")
     parser.add_argument("--no-padded", dest="padded", action="store_false", help="leave out the padded PyTorch loop")
-    parser.add_argument("--profile", action="store_true", help="print where the engine's time goes")
+    parser.add_argument("--profile", action="store_true", help="print the engine's time by operation")
     args = parser.parse_args()
     args.repeats = 1 if args.quick else args.repeats
     limits = measure_limits(args.numbers, args.threads)

@@ -256,7 +256,7 @@ def tile_sweep(report: Report) -> None:
 
 
 def _sweep(report: Report, case: Case, tiles: Tiles, per_sm: int, label: str, num_bytes: int = 0) -> None:
-    """Measures a variant and its error, which shows a correct one if the compiler gets the table's wrong."""
+    """Measures a variant and its error, to find a correct variant if the compiler miscompiles the one in the table."""
     run, out = case.attention(tiles, programs(report, per_sm))
     run()
     error = case.error(out)

@@ -34,7 +34,7 @@ class Report:
 
     def __init__(self, *, is_smoke: bool, scratch: Path | None = None) -> None:
         self.is_smoke = is_smoke
-        self.scratch = scratch or Path(tempfile.gettempdir())  # for files that sections share
+        self.scratch = scratch or Path(tempfile.gettempdir())  # files that sections share
         self.ends_at = math.inf  # by the monotonic clock
         self.tell: Callable[[dict[str, Any]], None] = lambda row: None
         self.device = torch.device("cpu" if is_smoke else "cuda")

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from bench.gpu.report import OutOfTimeError, Report
 
 CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
-SOFT = 0.85  # fraction of its time after which a section stops at its next row
-END_S = 10.0  # for the exit of a process that has sent all rows
-LEAST = 0.3  # fraction of its time that must be left to start a section
+SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
+END_S = 10.0  # time limit for the exit of a process that has sent all rows
+LEAST = 0.3  # a section starts only if this fraction of its time limit remains
 
 
 @dataclass(frozen=True)

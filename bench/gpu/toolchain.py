@@ -35,7 +35,7 @@ def prepare_toolchain(vendor: Path = VENDOR) -> str:
     complaint = _complaint(compiler, headers)
     if complaint:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        sys.exit(f"Triton cannot compile its launcher: {compiler} does not compile a file that includes Python.h of "
+        sys.exit(f"Triton cannot compile its launcher: {compiler} does not compile a file that includes Python.h from "
                  f"{headers}. Install python{version}-dev, or run bench/gpu/pack where it is installed. "
                  f"Its error: {complaint}")  # fmt: skip
     return compiler
