@@ -1,4 +1,4 @@
-"""What all workers of one scheduler have in common, and how a worker that differs is refused."""
+"""The properties that all workers of one scheduler share. A worker that differs is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 # num_blocks and max_num_seqs may differ between workers; these may not.
 SHARED_FACTS = (
     "model",
-    "dtype",  # these six before the revision, which depends on them but explains nothing
+    "dtype",  # dtype to weights_digest are checked before the revision: it depends on them, but does not explain them
     "quantization",
     "kv_cache_dtype",
     "determinism",
-    "numerics",  # of exact workers only
+    "numerics",  # compared for exact workers only
     "weights_digest",
     "revision",
     "block_size",
@@ -27,11 +27,11 @@ SHARED_FACTS = (
     "bundle_digest",
     "eos_token_ids",
 )
-SETTINGS = {"weights_digest": "checkpoint (--model)"}  # what to change, where it has another name than the fact
+SETTINGS = {"weights_digest": "checkpoint (--model)"}  # the setting to change, if it is not named like the fact
 
 
 class WorkerRefusedError(QuireError):
-    """The worker does not fit the others; it may serve under another scheduler."""
+    """The worker differs from the other workers. It may serve under another scheduler."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -45,11 +45,11 @@ class Agreement:
 
     @property
     def info(self) -> types_pb2.ModelInfo | None:
-        """The model as the first worker describes it; None before the first worker."""
+        """The model, as described by the first worker; None before the first worker."""
         return self._info
 
     def start_with(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """This worker is the first one."""
+        """Set the first worker."""
         self._worker_id, self._info = worker_id, info
 
     def check(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
@@ -70,19 +70,19 @@ class Agreement:
                 )
 
     def warn_numerics_mismatch(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """Log differences that are no reason to refuse a worker, but may change a token of a sequence that moves."""
+        """Warn about differences that are accepted but may change tokens of a sequence that moves between workers."""
         for name in ("numerics", "build"):
             mine, theirs = getattr(info, name), getattr(self._info, name)
             if mine != theirs:
                 log.warning(
                     "worker %s has %s %s, worker %s has %s: a sequence that moves between them may continue with "
-                    "different tokens where two are almost equally likely",
+                    "another token where two tokens are almost equally likely",
                     worker_id, name, _shown(name, mine), self._worker_id, _shown(name, theirs),
                 )  # fmt: skip
 
 
 def _shown(name: str, value: object) -> str:
-    """A fact in a message: digests as hex, enums by name."""
+    """A fact as text for messages: digests as hex, enums by name."""
     if isinstance(value, bytes):
         return value.hex()
     if name == "determinism" and isinstance(value, int):

@@ -21,12 +21,12 @@ def _swapped_bytes(column: U32) -> bytes:
     return column.astype(LITTLE_U32).tobytes()
 
 
-# A column as packed little-endian u32. On little-endian machines this is the array's memory, without a Python call.
+# A column as packed little-endian u32. On little-endian machines this is `tobytes` itself, without a Python call.
 u32_to_bytes: Callable[[U32], bytes] = np.ndarray.tobytes if sys.byteorder == "little" else _swapped_bytes
 
 
 def u32_from_bytes(data: bytes, name: str) -> U32:
-    """Packed little-endian u32 as a read-only column; raises WireError when the length is not a multiple of 4."""
+    """Packed little-endian u32 as a read-only column. Raises WireError if the length is not a multiple of 4."""
     if len(data) % 4:
         raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of 4")
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)

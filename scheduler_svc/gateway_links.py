@@ -1,12 +1,12 @@
-"""Attached gateways: their requests go to the step loop, the answers wait in one outbox per gateway.
+"""Attached gateways. Their requests go to the step loop. Messages to a gateway wait in its outbox.
 
 An outbox holds at most one Welcome, one heartbeat, the replies to Submits, and one growing set of columns:
 
     Welcome (newest) | SchedulerHeartbeat (newest) | SubmitReply ... | Deltas of all updates since the last write
 
-A gateway that reads slowly gets fewer and larger messages, and so does a gateway that sends chunks at intervals. A
-gateway that stops reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted, so memory stays bounded and
-no other gateway waits. A gateway whose heartbeats end is cut off too: its clients continue through another gateway.
+A gateway that reads slowly gets fewer and larger messages, and so does a gateway that sets an interval for chunks. A
+gateway that stops reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted. So memory stays bounded, and
+no other gateway waits. A gateway whose heartbeats stop is cut off too; its clients continue through another gateway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream end
 class Outbox:
     """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler.
 
-    Deltas that contain only further tokens are sent once per `interval_s`.
+    Deltas without a first token or a finish are sent at most once per `interval_s`.
     """
 
     def __init__(self, gateway_id: str, interval_s: float = 0.0) -> None:
@@ -60,12 +60,12 @@ class Outbox:
         return self._num_tokens
 
     def welcome(self, welcome: scheduler_pb2.Welcome) -> None:
-        """Send this Welcome; it replaces one that was not written yet."""
+        """Queue this Welcome. It replaces a Welcome that was not sent yet."""
         self._welcome = welcome
         self._wake.set()
 
     def heartbeat(self, heartbeat: scheduler_pb2.SchedulerHeartbeat) -> None:
-        """Send this heartbeat; it replaces one that was not written yet."""
+        """Queue this heartbeat. It replaces a heartbeat that was not sent yet."""
         self._heartbeat = heartbeat
         self._wake.set()
 
@@ -78,7 +78,7 @@ class Outbox:
             self._overflow(f"{len(self._replies)} unread replies")
 
     def deliver(self, deltas: Deltas) -> None:
-        """Send columns and finishes, merged with those that wait."""
+        """Send new tokens and finishes, merged with the waiting ones."""
         if self._is_closed:
             return
         self._deltas.append(deltas)
@@ -92,7 +92,7 @@ class Outbox:
 
     def _plan_wake(self) -> None:
         """Send further tokens now or when the interval ends. A finish or a first token sends them earlier, but does not
-        shift the interval, which is also the gateway's.
+        shift the interval, so that it stays aligned with the gateway's interval.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next_due:
@@ -111,7 +111,7 @@ class Outbox:
         self._wake.set()
 
     def close(self, error: QuireError | None = None) -> None:
-        """End `messages` after the waiting messages, with `error` if there is one."""
+        """End `messages` after the waiting messages, with `error` if it is set."""
         self._error = self._error or error
         self._is_closed = True
         if self._timer is not None:
@@ -128,10 +128,10 @@ class Outbox:
         self.close(error)
 
     def _overflow(self, what: str) -> None:
-        self.cut_off(OverloadedError(f"this gateway has {what}; attach again and read faster"))
+        self.cut_off(OverloadedError(f"this gateway does not read fast enough: it has {what}; attach again"))
 
     async def messages(self) -> AsyncIterator[scheduler_pb2.AttachResponse]:
-        """All messages for the stream, in order. Ends after `close`, or raises the error given to it."""
+        """All messages for the stream, in order. Ends after `close`, or raises the error that `close` got."""
         while True:
             while (message := self._take()) is not None:
                 yield message
@@ -170,9 +170,9 @@ class Attached:
 
 
 class Gateways:
-    """Owns the streams of all attached gateways, and informs them of the model and this scheduler's load.
+    """Owns the streams of all attached gateways. Informs them about the model and this scheduler's load.
 
-    Heartbeats go both ways every `heartbeat_interval_s`; 0 sends none and expects none.
+    Both sides send heartbeats every `heartbeat_interval_s`. With 0 the scheduler neither sends nor expects any.
     """
 
     def __init__(self, step_loop: StepLoop, scheduler_epoch: int, heartbeat_interval_s: float = 1.0) -> None:
@@ -190,15 +190,15 @@ class Gateways:
 
     @property
     def info(self) -> types_pb2.ModelInfo | None:
-        """The model that was announced; None before the first worker."""
+        """The announced model; None before the first worker."""
         return self._welcome.info if self._welcome.HasField("info") else None
 
     def announce(self, info: types_pb2.ModelInfo | None, ready_workers: int) -> None:
-        """Tell every gateway the model and how many workers are ready, if either has changed."""
+        """Send the model and the number of ready workers to every gateway, if either has changed."""
         self._send_welcome(info, 0 if self._is_stopping else ready_workers)
 
     def announce_stop(self) -> None:
-        """Announce from now on that no worker is ready, so that gateways send new requests to other schedulers."""
+        """From now on announce 0 ready workers, so that gateways send new requests to other schedulers."""
         self._is_stopping = True
         self._send_welcome(self.info, 0)
 
@@ -216,14 +216,14 @@ class Gateways:
             outbox.welcome(welcome)
 
     def close(self) -> None:
-        """End every stream when its outbox is empty."""
+        """End every stream after its waiting messages."""
         for outbox in self._outboxes.values():
             outbox.close()
 
     async def attach(
         self, requests: AsyncIterator[scheduler_pb2.AttachRequest]
     ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
-        """One gateway's stream, from Hello to its end. The gateway's requests end with it."""
+        """Serve one gateway's stream, from Hello to its end. When it ends, the gateway's requests are aborted."""
         hello = await _read_hello(requests)
         outbox = Outbox(hello.gateway_id, hello.deltas_interval_ms / 1000)
         silence = SilenceWatch(SILENT_INTERVALS * self._interval_s, asyncio.get_running_loop().time())
@@ -245,7 +245,7 @@ class Gateways:
             log.info("gateway %s left", hello.gateway_id)
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.AttachRequest], attached: Attached) -> None:
-        """Read until the gateway ends its side or breaks the protocol; then close the outbox."""
+        """Read until the gateway ends its side or breaks the protocol. Then close the outbox."""
         loop, outbox = asyncio.get_running_loop(), attached.outbox
         try:
             async for request in requests:
@@ -255,19 +255,19 @@ class Gateways:
         except QuireError as error:
             outbox.close(error)
         except Exception as error:
-            log.exception("reading a gateway's stream failed")
+            log.exception("failed to read the stream of gateway %s", attached.gateway_id)
             outbox.close(QuireError(f"internal error: {type(error).__name__}; see the scheduler's log"))
 
     async def _beat(self, attached: Attached) -> None:
-        """Send heartbeats until the gateway, if it sends any itself, is silent for too long."""
+        """Send heartbeats until the gateway has been silent for too long. A gateway without heartbeats never is."""
         loop, silence = asyncio.get_running_loop(), attached.silence
         while not silence.is_silent(loop.time()):
             attached.outbox.heartbeat(self._heartbeat())
             await asyncio.sleep(silence.pause_s(loop.time(), self._interval_s))
             silence.woke(loop.time())
             if not attached.sends_heartbeats:
-                silence.heard(loop.time())  # none is expected
-        # Its requests end now: the stream itself may be stuck in a write to a process that does not read.
+                silence.heard(loop.time())  # no heartbeat is expected
+        # Abort its requests now, because the stream may be stuck in a write to a process that does not read.
         self._step_loop.detach(attached.owner)
         timeout_s = silence.timeout_s
         attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {timeout_s:g} s; attach again"))
@@ -299,7 +299,7 @@ class Gateways:
     def _submit(self, submit: scheduler_pb2.Submit, attached: Attached) -> None:
         try:
             if self.info is None:
-                raise UnavailableError("no worker has registered yet; retry soon", retry_after_s=RETRY_NO_WORKER_S)
+                raise UnavailableError("no worker has registered yet; retry later", retry_after_s=RETRY_NO_WORKER_S)
             group = wire.group_from_proto(submit, self.info, owner=attached.owner, origin=attached.gateway_id)
         except QuireError as error:
             attached.outbox.reply(submit.handle, error)
@@ -313,7 +313,7 @@ async def _read_hello(requests: AsyncIterator[scheduler_pb2.AttachRequest]) -> s
         raise InvalidRequestError("the first message of Attach must be hello", field="hello")
     if first.hello.protocol_version != PROTOCOL_VERSION:
         raise InvalidRequestError(
-            f"hello.protocol_version is {first.hello.protocol_version}; this scheduler supports {PROTOCOL_VERSION}",
+            f"hello.protocol_version is {first.hello.protocol_version}; must be {PROTOCOL_VERSION}",
             field="hello.protocol_version",
         )
     return first.hello

@@ -1,4 +1,4 @@
-"""The two kinds of peers that the step loop talks to, as it sees them. Nothing here blocks or raises."""
+"""Interfaces of the step loop to its two kinds of peers. No method blocks or raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from svc_common.errors import QuireError
 
 
 class WorkerLink(Protocol):
-    """One lease of one worker. A new lease of the same worker is a new link, so late answers name the old one."""
+    """One lease of one worker. A new lease of the same worker is a new link, so late answers belong to the old link."""
 
     @property
     def worker_id(self) -> str: ...
@@ -21,17 +21,17 @@ class WorkerLink(Protocol):
     def address(self) -> str: ...
 
     def send(self, batch: StepBatch) -> None:
-        """Queue a step for the worker. `StepLoop.worker_lost` reports a failure."""
+        """Queue a step for the worker. A failure is reported with `StepLoop.worker_lost`."""
 
     def close(self, reason: str) -> None:
-        """End the lease: the worker is drained, broke the protocol or does not fit."""
+        """End the lease, because the worker is drained, broke the protocol or was refused."""
 
 
 class GatewayLink(Protocol):
-    """The way back to one gateway."""
+    """Sends replies and deltas to one gateway."""
 
     def reply(self, handle: int, error: QuireError | None) -> None:
-        """One Submit was queued (None) or refused."""
+        """Reply to one Submit: queued (None) or refused."""
 
     def deliver(self, deltas: Deltas) -> None:
-        """New tokens and finishes of this gateway's requests. They may be merged with later ones."""
+        """Send new tokens and finishes of this gateway's requests. They may be merged with later ones."""

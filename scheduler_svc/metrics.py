@@ -1,7 +1,7 @@
-"""The scheduler's metrics. What the core counts is read at a scrape; only requests, steps and turns are timed live.
+"""The scheduler's metrics. Counters of the core are read at a scrape. Only requests, steps and turns are timed live.
 
-To add a metric, a count of the core becomes a field of `core.counts.Counts`; a gauge of the core becomes a field of
-`core.stats.SchedulerStats` and a line in GAUGES; anything else becomes a Spec and a row of `SchedulerReader`.
+To add a metric: for a counter of the core, add a field to `core.counts.Counts`. For a gauge of the core, add a field to
+`core.stats.SchedulerStats` and a line to GAUGES. For anything else, add a Spec and a row of `SchedulerReader`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKER = ("model_name", "worker_id")
 WORKER_STATES = ("loading", "ready", "draining", "lost")
 
 Sample = tuple[int, int, int]  # owner, handle, sample index
-STEP_BYTES = tuple(64 * 4**power for power in range(10))  # to 16 MiB
+STEP_BYTES = tuple(64 * 4**power for power in range(10))  # bucket bounds from 64 bytes to 16 MiB
 
 
 def _kv_usage(stats: SchedulerStats) -> float:
@@ -43,7 +43,7 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
         Spec(
             "num_requests_unschedulable",
             "gauge",
-            "sequences in the queue that no present worker can run; they end after --worker-patience-s",
+            "sequences in the queue that no present worker can run; they fail after --worker-patience-s",
             "",
             MODEL,
         ),
@@ -54,14 +54,14 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
         lambda stats: stats.num_running,
     ),
     (
-        Spec("pending_tokens", "gauge", "prompt tokens to compute, of the queue and all workers", "tokens", MODEL),
+        Spec("pending_tokens", "gauge", "prompt tokens to compute, in the queue and on all workers", "tokens", MODEL),
         lambda stats: stats.pending_tokens,
     ),
     (
         Spec(
             "kv_cache_usage_perc",
             "gauge",
-            "fraction of all workers' blocks that sequences use, 0 to 1",
+            "fraction of all workers' blocks that are used by sequences, 0 to 1",
             "",
             MODEL,
             ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
@@ -70,7 +70,7 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
     ),
 )
 
-VLLM_COUNTS = {"prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"}  # same names there
+VLLM_COUNTS = {"prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"}  # equal names in vLLM
 COUNTS = {
     count.name: Spec(
         name := f"{count.name}_total",
@@ -101,7 +101,7 @@ SPECS = (
     Spec(
         "cache_config_info",
         "gauge",
-        "always 1; the labels describe the pools, with the blocks of all workers together",
+        "always 1; the labels describe the KV pools, num_gpu_blocks is the total of all workers",
         "",
         (*MODEL, "block_size", "num_gpu_blocks"),
         ("cache_config_info",),
@@ -109,11 +109,17 @@ SPECS = (
     Spec(
         "migrations_total",
         "counter",
-        "sequences moved off a worker that drains, was lost, or failed the row",
+        "sequences moved off a worker that was draining or lost, or whose row failed",
         "",
         ("model_name", "reason"),
     ),
-    Spec("workers", "gauge", "known workers by state; lost workers for five minutes", "", ("model_name", "state")),
+    Spec(
+        "workers",
+        "gauge",
+        "known workers by state; a lost worker is listed for five minutes",
+        "",
+        ("model_name", "state"),
+    ),
     Spec("gateways", "gauge", "attached gateways", "", MODEL),
     Spec("step_round_trip_seconds", "histogram", "time from sending a step to its answer", "seconds", MODEL),
     Spec("scheduler_step_bytes", "histogram", "size of one step and its answer on the wire", "bytes", MODEL),
@@ -123,7 +129,7 @@ SPECS = (
     Spec(
         "request_queue_time_seconds",
         "histogram",
-        "time from arrival to the first place in a step; of sequences that got a first token",
+        "time from arrival to admission; only sequences that got a first token",
         "seconds",
         MODEL,
         ("request_queue_time_seconds",),
@@ -131,7 +137,7 @@ SPECS = (
     Spec(
         "request_prefill_time_seconds",
         "histogram",
-        "time from the first place in a step to the first token",
+        "time from admission to the first token",
         "seconds",
         MODEL,
         ("request_prefill_time_seconds",),
@@ -139,7 +145,7 @@ SPECS = (
     Spec(
         "request_decode_time_seconds",
         "histogram",
-        "time from the first token to the last",
+        "time from the first token to the last token",
         "seconds",
         MODEL,
         ("request_decode_time_seconds",),
@@ -151,7 +157,7 @@ SPECS = (
 
 
 class StepMeter:
-    """What steps cost between scheduler and workers."""
+    """Round trips, bytes and rows of steps between scheduler and workers."""
 
     def __init__(self) -> None:
         self.round_trip = Buckets(LATENCIES_S)
@@ -159,14 +165,14 @@ class StepMeter:
         self.num_rows = 0
 
     def note(self, round_trip_s: float, num_bytes: int, num_rows: int) -> None:
-        """One step was answered."""
+        """Record one answered step."""
         self.round_trip.observe(round_trip_s)
         self.num_bytes.observe(num_bytes)
         self.num_rows += num_rows
 
 
 class SchedulerTimes:
-    """What is timed live: each turn, each step and each request, but no token."""
+    """Times that are measured live: of each turn, each step and each request, but not of each token."""
 
     def __init__(self) -> None:
         self.turn = Buckets(SHORT_TIMES_S)
@@ -177,17 +183,17 @@ class SchedulerTimes:
         self.idle_s = 0.0
         self.refusals: Counter[str] = Counter()  # by status code
         self._turn_ended_at: float | None = None
-        self._first_token_at: dict[Sample, float] = {}  # of live samples
+        self._first_token_at: dict[Sample, float] = {}  # live samples only
 
     def note_turn(self, started_at: float, ended_at: float) -> None:
-        """One turn of the step loop."""
+        """Record one turn of the step loop."""
         if self._turn_ended_at is not None:
             self.idle_s += started_at - self._turn_ended_at
         self._turn_ended_at = ended_at
         self.turn.observe(ended_at - started_at)
 
     def note_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
-        """What one answer has produced. `find(owner, handle)` gives the request of a first token."""
+        """Record the first tokens and finishes of one update. `find(owner, handle)` returns the request."""
         if np.count_nonzero(deltas.offsets) < len(deltas.offsets):
             self._note_first_tokens(deltas, now, find)
         for finished in deltas.finished:
@@ -214,7 +220,7 @@ class SchedulerTimes:
 
 
 class Loop(Protocol):
-    """The part of the step loop that is read."""
+    """The attributes of the step loop that are read."""
 
     times: SchedulerTimes
 
@@ -224,7 +230,7 @@ class Loop(Protocol):
 
 
 class Pool(Protocol):
-    """The part of the worker pool that is read."""
+    """The attributes of the worker pool that are read."""
 
     @property
     def info(self) -> types_pb2.ModelInfo | None: ...
@@ -232,7 +238,7 @@ class Pool(Protocol):
 
 
 class RedisFacts(Protocol):
-    """The part of an index in Redis that is read."""
+    """The attributes of a Redis index that are read."""
 
     @property
     def is_up(self) -> bool: ...
@@ -243,7 +249,7 @@ class RedisFacts(Protocol):
 
 
 class SchedulerReader:
-    """Gives all rows of SPECS as they are now."""
+    """Yields the current rows of all SPECS."""
 
     def __init__(self, loop: Loop, pool: Pool, num_gateways: Callable[[], int], redis: RedisFacts | None) -> None:
         self._loop = loop

@@ -28,7 +28,7 @@ MAX_RETRY_S = 30.0
 
 
 class RetryAdvice:
-    """Estimates when a refused request may find room, from the rate at which requests have ended lately."""
+    """Estimates when a refused request may find room, from the rate at which requests ended recently."""
 
     def __init__(self, memory: int = 64) -> None:
         self._ends: deque[float] = deque(maxlen=memory)
@@ -37,7 +37,7 @@ class RetryAdvice:
         self._ends.append(now)
 
     def seconds(self, num_waiting: int, now: float) -> float:
-        """Time until a thirtieth of the queue has moved on, so that requests refused together all find room then."""
+        """Seconds until a thirtieth of the queue has been served, so that returning requests find room."""
         if len(self._ends) < 2:
             return RETRY_NO_WORKER_S
         rate = len(self._ends) / max(now - self._ends[0], 1e-3)
@@ -45,7 +45,7 @@ class RetryAdvice:
 
 
 def refusal_from(error: SchedulerError, queue_retry_s: Callable[[], float]) -> QuireError:
-    """The core's refusal as the service's error. `queue_retry_s` says when a full queue may have room."""
+    """The core's error as the service's error. `queue_retry_s` gives the seconds until a full queue may have room."""
     if isinstance(error, QueueFullError):
         return OverloadedError(str(error), retry_after_s=queue_retry_s())
     if isinstance(error, DeadlineError):

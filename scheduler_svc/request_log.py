@@ -1,4 +1,4 @@
-"""Debug logs of a request's way through the scheduler."""
+"""Debug log lines for the start and end of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def log_queued(group: SequenceGroup) -> None:
-    """A request was queued."""
+    """Log that a request was queued."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     facts = {
@@ -25,7 +25,7 @@ def log_queued(group: SequenceGroup) -> None:
 
 
 def log_finished(finished: Finished, now: float) -> None:
-    """One sample of a request has ended."""
+    """Log that a sample of a request has ended."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     group = finished.group

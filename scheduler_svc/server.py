@@ -39,11 +39,10 @@ BUNDLE_PIECE_BYTES = 1 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-DESCRIPTION = """Owns the life of every sequence: queues, places, batches and preempts requests, and owns the KV blocks
-of its workers.
+DESCRIPTION = """Queues, places, batches and preempts requests, and manages the KV blocks of its workers.
 
 Workers register here (quire-worker --scheduler HOST:PORT); gateways attach here (quire-gateway --scheduler HOST:PORT).
-All workers of one scheduler serve one model, which is the model of the first worker that is ready."""
+All workers of one scheduler serve one model: the model of the first worker that becomes ready."""
 
 EPILOG = """examples:
   quire-scheduler --listen 0.0.0.0:50052
@@ -53,7 +52,7 @@ EPILOG = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one scheduler."""
+    """The components of one scheduler."""
 
     step_loop: StepLoop
     index: PrefixIndex
@@ -63,7 +62,7 @@ class Parts:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Implements SchedulerService: decodes, calls one part, encodes."""
+    """Implements SchedulerService: decodes a request, calls one component, encodes the response."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -112,7 +111,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
-    """The scheduler's status: queue, hits and workers. The gateway sets `connected`."""
+    """The scheduler's status: queue, prefix hits and workers. The gateway sets `connected`."""
     stats = parts.step_loop.stats()
     status = inference_pb2.SchedulerStatus(
         address=listen_address,
@@ -140,7 +139,7 @@ def make_arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path: publish cached prefixes and epochs there",
+        help="Redis for cached prefixes and epochs: redis://[:password@]host:port/db or unix:///path",
     )
     parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; use one per deployment")
     parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: host name")
@@ -148,13 +147,13 @@ def make_arguments() -> argparse.ArgumentParser:
         "--max-waiting",
         type=in_range(int, 1, 1 << 20),
         default=1024,
-        help="limit of waiting sequences; further requests get RESOURCE_EXHAUSTED",
+        help="limit of sequences in the queue; further requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--max-waiting-tokens",
         type=in_range(int, 1, 1 << 40),
         default=4 << 20,
-        help="limit of waiting tokens, prompts and expected outputs; further requests get RESOURCE_EXHAUSTED",
+        help="limit of tokens in the queue (prompts plus expected outputs); further requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--watermark",
@@ -166,21 +165,22 @@ def make_arguments() -> argparse.ArgumentParser:
         "--aging-s",
         type=in_range(float, 0.0, 3600.0),
         default=2.0,
-        help="seconds after which no request may overtake one that finds no room",
+        help="seconds that a request may be overtaken for lack of room; then its eligible workers are reserved for it",
     )
     parser.add_argument(
         "--aging-tokens-per-s",
         type=in_range(float, 1.0, math.inf),
         default=1000.0,
-        help="uncached prompt tokens that one second of waiting offsets in the queue's order: short prompts overtake "
-        "long ones that arrived slightly earlier; use about 5 %% of a worker's prefill rate; inf: order of arrival",
+        help="uncached prompt tokens that one second of waiting offsets in queue order: short prompts overtake "
+        "long ones that arrived slightly earlier; use about 5 %% of a worker's prefill rate; "
+        "inf: first come, first served",
     )
     parser.add_argument(
         "--burst-ms",
         type=in_range(float, 0.0, 1000 * MAX_BURST_S),
         default=5.0,
-        help="how long a worker may decode on one message: quicker steps are sent and answered together, saving CPU in "
-        "all services; a new request waits at most this much longer per message in flight; 0: one step per message",
+        help="longest time that a worker may decode per message; higher values save CPU time in all services, but a "
+        "new request may wait this long for each message in flight; 0: one step per message",
     )
     parser.add_argument(
         "--no-prefix-caching", action="store_true", help="do not share cached prompt prefixes between requests"
@@ -195,31 +195,31 @@ def make_arguments() -> argparse.ArgumentParser:
         "--gateway-heartbeat-s",
         type=in_range(float, 0.0, 3600.0),
         default=1.0,
-        help="seconds between heartbeats with gateways; a gateway that misses 3 is cut off; 0: no heartbeats",
+        help="seconds between heartbeats to and from gateways; a gateway that misses 3 is cut off; 0: no heartbeats",
     )
     parser.add_argument(
         "--step-timeout-s",
         type=in_range(float, 0.1, 3600.0),
         default=120.0,
-        help="seconds without an answer to a step after which its worker is lost",
+        help="seconds without an answer to a step after which the worker is lost",
     )
     parser.add_argument(
         "--worker-patience-s",
         type=in_range(float, 0.0, 24 * 3600.0),
         default=60.0,
-        help="seconds that a request waits while no present worker can run it; then it ends with an error",
+        help="seconds that a request may wait while no present worker can run it; then it fails",
     )
     parser.add_argument(
         "--drain-timeout-s",
         type=in_range(float, 0.0, 3600.0),
         default=30.0,
-        help="seconds after SIGTERM in which running requests may finish",
+        help="seconds that running requests have to finish after SIGTERM",
     )
     return parser
 
 
 def build(args: argparse.Namespace) -> Parts:
-    """Make all parts. Raises ValueError for an invalid setting."""
+    """Make all components. Raises ValueError for an invalid setting."""
     config = SchedulerConfig(
         max_waiting=args.max_waiting,
         max_waiting_tokens=args.max_waiting_tokens,
@@ -241,7 +241,7 @@ def build(args: argparse.Namespace) -> Parts:
 
 
 def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
-    """The index in Redis, if --redis is set. Raises ValueError for a malformed URL."""
+    """The prefix index, in Redis if --redis is set. Raises ValueError for a malformed URL."""
     if not args.redis:
         return NoPrefixIndex()
     try:
@@ -288,11 +288,11 @@ def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> Ad
 async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
     """Refuse new requests, let running ones finish for `timeout_s`, then end every stream."""
     parts.gateways.announce_stop()
-    parts.step_loop.refuse_new("this scheduler is stopping; send the request to another scheduler")
+    parts.step_loop.refuse_new("this scheduler is stopping; retry on another scheduler")
     idle = asyncio.create_task(parts.step_loop.wait_idle())
     await asyncio.wait([idle, loop_task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not idle.done():
-        log.warning("requests are still open after the drain; their gateways move them to other schedulers")
+        log.warning("some requests did not finish during the drain; their gateways move them to other schedulers")
     idle.cancel()
     parts.gateways.close()
     await parts.pool.close()

@@ -1,12 +1,11 @@
-"""The one task that touches the core.
+"""The one task that calls the core.
 
-Streams post facts as plain method calls; the facts wait in an inbox. In each turn the task takes all facts that have
-arrived, applies them, asks the core what to do, and does it in this order:
+Streams post events with plain method calls; the events wait in an inbox. Each turn handles all events in the inbox:
 
-    apply facts -> schedule -> send steps -> route tokens and finishes -> publish prefix changes
+    apply events -> schedule -> send steps -> route tokens and finishes -> publish prefix changes
 
-Steps go first because workers wait for them. Nothing here polls, and the only clock is the event loop's, so a simulated
-loop runs it as well as a real one.
+Steps are sent first because workers wait for them. Nothing here polls, and the only clock is the event loop's clock, so
+the task also runs on a simulated event loop.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the core must know of a model before it can be built; the same for all workers."""
+    """Properties of the model that are needed to build the core. Equal for all workers."""
 
     eos_token_ids: frozenset[int] = frozenset()
     root_salt: bytes = b""
 
 
 class StepLoop:
-    """Owner of `core.Scheduler`. The public methods of gateways and workers only post a fact.
+    """Owns `core.Scheduler`. The methods that gateways and workers call only post an event.
 
-    The core is built when the first worker joins, because the worker brings the model's facts. Until then requests are
+    The core is built when the first worker joins, because it needs the worker's ModelFacts. Until then requests are
     refused with UNAVAILABLE. Afterwards the core decides how long a request waits for a worker that can run it. When
-    all workers have left and no request waits, a worker with another model may join.
+    all workers have left and no request is live, a worker with another model may join.
     """
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
         self._config = config
         self._index = index
         self._now = 0.0  # time of the current turn
-        self._alarm: asyncio.TimerHandle | None = None  # runs while a request waits for a worker that can run it
+        self._alarm: asyncio.TimerHandle | None = None  # set while a request waits for a worker that can run it
         self._scheduler: Scheduler | None = None
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
@@ -76,26 +75,26 @@ class StepLoop:
     # -- gateways -----------------------------------------------------------------------------------------------------
 
     def attach(self, link: GatewayLink) -> int:
-        """A gateway has attached. Returns its number, which is `owner` of its groups."""
+        """Add a gateway. Returns its number, the `owner` of its groups."""
         owner = self._next_owner
         self._next_owner += 1
         self._gateways[owner] = link
         return owner
 
     def detach(self, owner: int) -> None:
-        """A gateway has left: its requests are aborted."""
+        """Remove a gateway and abort its requests."""
         self._post(partial(self._apply_detach, owner))
 
     def submit(self, group: SequenceGroup) -> None:
-        """A request of gateway `group.owner`; its link gets the `reply`."""
+        """Add a request of gateway `group.owner`. The gateway's link gets the `reply`."""
         self._post(partial(self._apply_submit, group))
 
     def cancel(self, owner: int, handle: int, sample_index: int | None, reason: FinishReason) -> None:
-        """A gateway ends a request, or one sample of it. If the request has finished meanwhile, nothing happens."""
+        """End a gateway's request, or one of its samples. Does nothing if the request has already finished."""
         self._post(partial(self._apply_cancel, owner, handle, sample_index, reason))
 
     def abort(self, request_ids: Sequence[str]) -> asyncio.Future[list[str]]:
-        """End requests by their public ids, for any gateway. The result is the ids that were live here."""
+        """End requests of any gateway by request_id. The result lists the ids that were live."""
         found: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._post(partial(self._apply_abort, tuple(request_ids), found))
         return found
@@ -110,27 +109,27 @@ class StepLoop:
         blocks: Sequence[CachedBlock] = (),
         next_step_id: int = 1,
     ) -> None:
-        """A worker is leased and takes steps. `blocks` are the prefixes that its pool holds already."""
+        """Add a leased worker. `blocks` are the cached blocks of its pool."""
         self._post(partial(self._apply_joined, link, capacity, facts, blocks, next_step_id))
 
     def step_answered(self, link: WorkerLink, output: StepOutput) -> None:
-        """A worker has answered its oldest step."""
+        """Report a worker's answer to its oldest step."""
         self._post(partial(self._apply_answer, link, output))
 
     def worker_draining(self, link: WorkerLink) -> None:
-        """A worker takes no new sequences. Those it runs move once another worker can run them; after the last one its
-        link is closed.
+        """Stop placing sequences on a worker. Its sequences move when another worker can run them. The link is closed
+        when the worker has none left.
         """
         self._post(partial(self._apply_draining, link))
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
-        """A lease has ended: the worker's sequences wait again, with their tokens."""
+        """Remove a worker whose lease has ended. Its sequences keep their tokens and wait again."""
         self._post(partial(self._apply_lost, link, reason))
 
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Turn facts into steps until `stop`. An exception from here is a bug and must end the process."""
+        """Take turns until `stop` is called. An exception from here is a bug and must end the process."""
         loop = asyncio.get_running_loop()
         while not self._is_stopped:
             await self._wake.wait()
@@ -153,7 +152,7 @@ class StepLoop:
         self._refusal = UnavailableError(message, retry_after_s=RETRY_STOPPING_S)
 
     async def wait_idle(self) -> None:
-        """Return when no request waits or runs."""
+        """Wait until no request is waiting or running."""
         while self.has_work:
             self._idle.clear()
             await self._idle.wait()
@@ -173,7 +172,7 @@ class StepLoop:
         return self._config.max_waiting_tokens
 
     def load(self) -> Load:
-        """How much waits and runs now."""
+        """The current load: waiting and running sequences, pending tokens."""
         return Load() if self._scheduler is None else self._scheduler.load()
 
     def stats(self) -> SchedulerStats | None:
@@ -181,13 +180,13 @@ class StepLoop:
         return None if self._scheduler is None else self._scheduler.stats()
 
     def num_rows(self, worker_id: str) -> int:
-        """Sequences that a worker runs now; 0 for a worker that has left."""
+        """Number of sequences that a worker runs; 0 for a worker that has left."""
         if self._scheduler is None or worker_id not in self._workers:
             return 0
         return self._scheduler.worker_stats(worker_id).rows_used
 
     def cached_prefixes(self) -> list[PrefixChanges]:
-        """All that the prefix index should hold now."""
+        """All cached prefixes: the content that the prefix index should have now."""
         return [] if self._scheduler is None else self._scheduler.cached_prefixes()
 
     # -- one turn -----------------------------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ class StepLoop:
             self._index.publish(changes)
 
     def _set_alarm(self, at: float) -> None:
-        """Take a turn at this time even if no fact arrives."""
+        """Take a turn at time `at` even if no event arrives."""
         if at < math.inf and self._alarm is None:
             self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
 
@@ -222,12 +221,12 @@ class StepLoop:
         self._wake.set()
 
     def _produce(self, deltas: Deltas) -> None:
-        """Keep what the core has produced for `_route`."""
+        """Keep tokens and finishes of the core for `_route`."""
         if not len(deltas.token_ids) and not deltas.finished:
             return
         self._produced.append(deltas)
         self.times.note_deltas(deltas, self._now, self._find)
-        # Forget them at once: a late cancel must not find a request that another stream has taken over.
+        # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
             group = finished.group
             log_finished(finished, self._now)
@@ -263,9 +262,9 @@ class StepLoop:
             self.times.refusals[error.code.name] += 1
             link.reply(group.handle, error)
         except Exception:
-            # One request must not end the scheduler: its gateway would send it to the next scheduler.
-            log.exception("request %s: the core failed to take it", group.request_id)
-            link.reply(group.handle, QuireError("internal error while the request was queued; see the scheduler's log"))
+            # One request must not end the scheduler: its gateway would then send it to the next scheduler.
+            log.exception("request %s: the core failed to add it", group.request_id)
+            link.reply(group.handle, QuireError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)
 
@@ -273,10 +272,10 @@ class StepLoop:
         if self._refusal is not None:
             raise self._refusal
         if self._scheduler is None:
-            raise UnavailableError("no worker has registered yet; retry soon", retry_after_s=RETRY_NO_WORKER_S)
+            raise UnavailableError("no worker has registered yet; retry later", retry_after_s=RETRY_NO_WORKER_S)
         key = (group.owner, group.handle)
         if key in self._requests:
-            raise AlreadyExistsError(f"handle {group.handle} names a live request; use a new one", field="handle")
+            raise AlreadyExistsError(f"handle {group.handle} is in use by a live request; use another", field="handle")
         try:
             finished = self._scheduler.add_group(group, self._now)
         except SchedulerError as error:
@@ -303,7 +302,7 @@ class StepLoop:
         for request_id in aborted:
             if self._scheduler is not None:
                 self._produce(self._scheduler.abort_group(request_id, FinishReason.ABORTED))
-        if not found.done():  # else the caller has left
+        if not found.done():  # done: the caller was cancelled
             found.set_result(aborted)
 
     def _apply_detach(self, owner: int) -> None:
@@ -340,7 +339,7 @@ class StepLoop:
         self._index.register_worker(link.worker_id, link.worker_epoch, link.address)
 
     def _core_for(self, facts: ModelFacts) -> Scheduler:
-        """The core that serves this model. Raises WorkerMismatchError while another model is in use."""
+        """The core for this model. Raises WorkerMismatchError while another model is in use."""
         if self._scheduler is not None and facts == self._facts:
             return self._scheduler
         if self._scheduler is not None and (self._workers or self._scheduler.has_work):
@@ -378,7 +377,7 @@ class StepLoop:
             self._drop_worker(link, reason)
 
     def _drop_worker(self, link: WorkerLink, reason: str) -> None:
-        """Take the worker out of the core; its sequences wait for another one."""
+        """Remove the worker from the core. Its sequences wait for another worker."""
         del self._workers[link.worker_id]
         self._draining.discard(link.worker_id)
         if self._scheduler is not None:

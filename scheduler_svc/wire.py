@@ -1,4 +1,4 @@
-"""Conversions between the gateway protocol and the core's plain data, and all checks of what gateways send."""
+"""Conversions between the gateway protocol and the core's plain data, and all checks of gateway messages."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items(
 def group_from_proto(
     submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo, *, owner: int, origin: str = ""
 ) -> SequenceGroup:
-    """A request as the core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
+    """Converts a request to the core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
 
-    The core checks whether the request fits a pool and whether its id is free, and sets `arrival`.
+    The core itself checks that the request fits a pool and that its id is free, and sets `arrival`.
     """
     if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(
@@ -73,7 +73,7 @@ def group_from_proto(
 
 @contextmanager
 def _field_errors() -> Iterator[None]:
-    """Turns a FieldError into the refusal that a gateway gets."""
+    """Converts a FieldError to the error that the gateway gets."""
     try:
         yield
     except FieldError as error:
@@ -97,7 +97,7 @@ def _prompt(data: bytes, vocab_size: int) -> U32:
 def _check_vocab(token_ids: U32, vocab_size: int, field: str) -> None:
     highest = int(token_ids.max(initial=0))
     if highest >= vocab_size:
-        raise InvalidRequestError(f"{field} holds {highest}; ids must be below vocab_size {vocab_size}", field=field)
+        raise InvalidRequestError(f"{field} contains {highest}; ids must be below vocab_size {vocab_size}", field=field)
 
 
 def _root_key(cache_salt: str) -> bytes:
@@ -121,15 +121,15 @@ def _check_fields(submit: scheduler_pb2.Submit) -> None:
     with _field_errors():
         checks.check_fields(submit)
     if not submit.sampling.HasField("seed"):
-        raise InvalidRequestError("sampling.seed is unset; the gateway draws one", field="sampling.seed")
+        raise InvalidRequestError("sampling.seed is unset; the gateway must set it", field="sampling.seed")
 
 
 def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopCondition:
     if not stop.HasField("max_tokens"):
-        raise InvalidRequestError("stop.max_tokens is unset; the gateway fills it in", field="stop.max_tokens")
+        raise InvalidRequestError("stop.max_tokens is unset; the gateway must set it", field="stop.max_tokens")
     if any(token_id >= vocab_size for token_id in stop.stop_token_ids):
         raise InvalidRequestError(
-            f"stop.stop_token_ids holds {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
+            f"stop.stop_token_ids contains {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
             field="stop.stop_token_ids",
         )
     with _field_errors():
@@ -142,7 +142,7 @@ def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
     if len(ids) > most:
         raise InvalidRequestError(
             f"stop.min_tokens is {stop.min_tokens}, which bans {len(ids)} ids (EOS and stop_token_ids); "
-            f"at most {most} can be banned: list fewer stop_token_ids",
+            f"at most {most} can be banned; use fewer stop_token_ids",
             field="stop.min_tokens",
         )
     return u32_to_bytes(np.array(ids, dtype=np.uint32))
@@ -170,7 +170,7 @@ def _continuation(
     finished = frozenset(sample.index for sample in continuation.samples if sample.finished)
     if len(finished) == n:
         raise InvalidRequestError(
-            "continuation says that every sample has finished; nothing is left to do", field="continuation"
+            "every sample of continuation has finished; at least one must be unfinished", field="continuation"
         )
     return outputs, finished
 
@@ -178,26 +178,26 @@ def _continuation(
 def _check_sample(sample: types_pb2.SampleState, n: int, max_tokens: int, seen: set[int]) -> None:
     if sample.index >= n:
         raise InvalidRequestError(
-            f"continuation names sample {sample.index}; the request has n = {n}", field="continuation.samples.index"
+            f"continuation has sample {sample.index}; must be below n, {n}", field="continuation.samples.index"
         )
     if sample.index in seen:
-        raise InvalidRequestError(f"continuation names sample {sample.index} twice", field="continuation.samples.index")
+        raise InvalidRequestError(f"continuation has sample {sample.index} twice", field="continuation.samples.index")
     if len(sample.output_token_ids) > max_tokens:
         raise InvalidRequestError(
-            f"continuation holds {len(sample.output_token_ids)} tokens of sample {sample.index}; "
-            f"max_tokens is {max_tokens}",
+            f"continuation has {len(sample.output_token_ids)} tokens of sample {sample.index}; "
+            f"must be at most max_tokens, {max_tokens}",
             field="continuation.samples.output_token_ids",
         )
 
 
 def cancel_reason(cancel: scheduler_pb2.Cancel) -> FinishReason:
-    """Why a gateway ends a request: STOP if a stop string matched, else ABORTED."""
+    """The reason of a Cancel: STOP if a stop string matched, else ABORTED."""
     reason = REASON_FROM_PROTO.get(cancel.reason, FinishReason.ABORTED)
     return FinishReason.STOP if reason is FinishReason.STOP else FinishReason.ABORTED
 
 
 def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
-    """An error as the answer to one Submit."""
+    """Converts an error to the reply to one Submit."""
     return scheduler_pb2.Refusal(
         code=error.code.value[0],
         message=error.message,
@@ -210,7 +210,7 @@ def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
 
 
 def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
-    """The deltas of one or several updates for one gateway, in order, as one message."""
+    """One message with the deltas of one or more updates for one gateway, in order."""
     deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
     return scheduler_pb2.Deltas(
         handles=u32_to_bytes(deltas.handles),
@@ -222,7 +222,7 @@ def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
 
 
 def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
-    """Concatenates columns. A finish stays behind its tokens, because all finishes come last."""
+    """Concatenates columns. A finish stays behind its tokens, because finishes apply after all tokens of a message."""
     return Deltas(
         owners=np.concatenate([part.owners for part in parts]),
         handles=np.concatenate([part.handles for part in parts]),
@@ -234,7 +234,7 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
 
 
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
-    """Deltas per owner. With one owner, the usual case, nothing is copied."""
+    """Splits deltas by owner. With one owner, the usual case, nothing is copied."""
     if deltas.owner is not None and not deltas.finished:
         return {deltas.owner: deltas}
     columns = deltas.owners

@@ -39,7 +39,7 @@ StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.St
 
 @dataclass(frozen=True, slots=True)
 class LinkTimeouts:
-    """When a silent worker counts as lost, in seconds."""
+    """Seconds of silence after which a worker counts as lost."""
 
     heartbeat_s: float = 10.0
     step_s: float = 120.0
@@ -47,7 +47,7 @@ class LinkTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """What the link remembers of a step in flight."""
+    """A step in flight, as the link remembers it."""
 
     step_id: int
     sent_at: float
@@ -56,7 +56,7 @@ class SentStep:
 
 
 class LeasedWorker:
-    """A worker that takes steps. Implements `links.WorkerLink`."""
+    """A worker that accepts steps. Implements `links.WorkerLink`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class LeasedWorker:
             self._closed.set_result(reason)
 
     def note_alive(self) -> None:
-        """A heartbeat has arrived."""
+        """Record that a heartbeat has arrived."""
         self._silence.heard(self._loop.time())
 
     async def run(self, on_output: Callable[[StepOutput], None]) -> str:
@@ -122,10 +122,10 @@ class LeasedWorker:
         try:
             done, _ = await asyncio.wait([*tasks, self._closed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.close("the scheduler stops")
+            self.close("the scheduler is stopping")
             await cancel(*tasks)
             self._call.cancel()
-        # When several have ended, the reader's reason is more precise than the writer's.
+        # If both tasks have ended, prefer the reader's reason: it is more precise than the writer's.
         return _reason(next(end for end in (self._closed, *reversed(tasks)) if end in done))
 
     async def _write(self) -> str:
@@ -140,7 +140,7 @@ class LeasedWorker:
 
     def _take(self, message: worker_pb2.StepOutput) -> StepOutput:
         if not self._in_flight:
-            raise columns.WireError(f"answer to step {message.step_id}, but no step is in flight")
+            raise columns.WireError(f"worker answered step {message.step_id}, but no step is in flight")
         output = worker_wire.step_output_from_proto(
             message,
             worker_id=self.worker_id,
@@ -156,24 +156,24 @@ class LeasedWorker:
         return output
 
     async def _watch(self) -> str:
-        """Until the worker counts as lost. Returns why."""
+        """Wait until the worker counts as lost. Returns the reason."""
         while True:
             now = self._loop.time()
             step_due = self._step_due()
             if now >= step_due:
-                return f"step {self._in_flight[0].step_id} is not answered after {self._timeouts.step_s:g} s"
+                return f"step {self._in_flight[0].step_id} was not answered within {self._timeouts.step_s:g} s"
             if self._silence.is_silent(now):
                 return f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
-            # A step that is sent while this task sleeps may be due before the next heartbeat.
+            # A step that is sent during the sleep may be due before the next heartbeat.
             await asyncio.sleep(self._silence.pause_s(now, min(step_due - now, self._timeouts.step_s)))
             if self._silence.woke(self._loop.time()):
-                self._last_answer = self._loop.time()  # the answer may be there and unread
+                self._last_answer = self._loop.time()  # the answer may have arrived but not been read
 
     def _step_due(self) -> float:
-        """When the oldest step must be answered; inf while none is in flight."""
+        """When the oldest step must be answered; inf while no step is in flight."""
         if not self._in_flight:
             return math.inf
-        # A step waits for those before it; only its own time counts.
+        # A step waits for the steps before it. Only the time after their answers counts.
         return max(self._in_flight[0].sent_at, self._last_answer) + self._timeouts.step_s
 
 
@@ -191,7 +191,7 @@ def _reason(done: asyncio.Future[str]) -> str:
 
 
 class Dialer:
-    """Takes leases. Keeps the bundle of every digest. `meter` measures all steps."""
+    """Takes leases of workers. Keeps the bundle of every digest. `meter` measures all steps."""
 
     def __init__(
         self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, meter: StepMeter | None = None
@@ -206,7 +206,7 @@ class Dialer:
     async def lease(
         self, capacity: WorkerCapacity, bundle_digest: bytes, address: str
     ) -> AsyncIterator[tuple[LeasedWorker, list[CachedBlock], int]]:
-        """Dial a worker back and lease it. Gives the link, the blocks that its pool holds, and the next step id.
+        """Connect to a worker and lease it. Yields the link, the cached blocks of its pool, and the next step id.
 
         Raises QuireError with a message for the worker's log if the worker cannot be leased.
         """
@@ -220,7 +220,7 @@ class Dialer:
                 call = stub.StepStream()
             except grpc.aio.AioRpcError as error:
                 raise UnavailableError(
-                    f"the scheduler cannot use WorkerService at {address} (the address this worker registered): "
+                    f"the scheduler cannot use WorkerService at {address}, the address that this worker registered: "
                     f"{error.code().name}: {error.details()}"
                 ) from error
             except columns.WireError as error:
@@ -230,7 +230,7 @@ class Dialer:
             yield link, blocks, granted.next_step_id
 
     async def drain(self, address: str, timeout_s: float) -> int:
-        """Ask a worker to drain and wait until it has. Returns the rows that it still had then.
+        """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.
 
         Raises QuireError if the worker refuses. Uses its own channel, because the lease may end before the answer.
         """
@@ -251,7 +251,7 @@ class Dialer:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or epoch == 0:
                 raise
-            # The counter was lost with Redis. The worker has asked to be leased, so it may increment its own number.
+            # Redis lost the counter. The worker has registered to be leased, so it may increment its own epoch.
             granted = await self._call_lease(stub, 0)
         self._index.note_scheduler_epoch(granted.fence.scheduler_epoch)
         return granted
@@ -265,8 +265,8 @@ class Dialer:
     def _check_fence(self, fence: worker_pb2.Fence, capacity: WorkerCapacity, address: str) -> None:
         if fence.worker_epoch != capacity.worker_epoch:
             raise StaleEpochError(
-                f"the worker at {address} has epoch {fence.worker_epoch:#x}, but {capacity.worker_id} registered with "
-                f"{capacity.worker_epoch:#x}; give each worker its own address"
+                f"the worker at {address} has worker_epoch {fence.worker_epoch:#x}, but worker {capacity.worker_id} "
+                f"registered with {capacity.worker_epoch:#x}; give each worker its own address"
             )
 
     async def _fetch_bundle(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, digest: bytes) -> None:
@@ -277,7 +277,7 @@ class Dialer:
         found = xxh3_128_digest(data)
         if found != digest:
             raise StaleEpochError(
-                f"the bundle has digest {found.hex()}, but info.bundle_digest says {digest.hex()}; restart the worker",
+                f"the bundle has digest {found.hex()}, but info.bundle_digest is {digest.hex()}; restart the worker",
                 field="capacity.info.bundle_digest",
             )
         self.bundles[digest] = data

@@ -1,4 +1,4 @@
-"""The workers of this scheduler: which are registered, leased or lost.
+"""The workers of this scheduler: registered, leased or lost.
 
     Register stream    identity, state and heartbeats; may break and reconnect while the lease continues
     lease              from READY until the step stream breaks, the worker is silent, or a step takes too long
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOST_SHOWN_S = 300.0  # how long status shows a lost worker
-DRAIN_REFUSED_S = 2.0  # a worker that cannot be drained reports it within this time
+DRAIN_REFUSED_S = 2.0  # time within which a worker reports that it cannot be drained
 MAX_RELEASE_S = 24 * 3600.0
 
 LOADING = scheduler_pb2.WORKER_STATE_LOADING
@@ -40,7 +40,7 @@ DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
 
 @dataclass(slots=True, eq=False)
 class RegisterStream:
-    """One Register stream. `ended` is set when the scheduler ends it: to an error, or to None for a normal end."""
+    """One Register stream. When the scheduler ends it, `ended` is set to an error, or to None for a normal end."""
 
     ended: asyncio.Future[QuireError | None]
 
@@ -51,7 +51,7 @@ class RegisterStream:
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """What the pool knows of one worker in one life of its process."""
+    """State of one worker process. A restarted worker gets a new record."""
 
     worker_id: str
     worker_epoch: int
@@ -59,7 +59,7 @@ class WorkerRecord:
     state: scheduler_pb2.WorkerState.ValueType = LOADING
     load_progress: float = 0.0
     registration: RegisterStream | None = None
-    link: LeasedWorker | None = None  # set while it takes steps
+    link: LeasedWorker | None = None  # set while the worker accepts steps
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
     lost_at: float | None = None
@@ -70,9 +70,9 @@ class WorkerRecord:
 
 
 class WorkerPool:
-    """Owns channels and liveness of workers. Tells the step loop which workers joined, drain or are lost.
+    """Owns registrations and leases of workers. Reports to the step loop when a worker joins, drains or is lost.
 
-    `on_change(info, ready_workers)` is called whenever what gateways should know may have changed.
+    `on_change(info, ready_workers)` is called when either may have changed.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WorkerPool:
     async def register(
         self, requests: AsyncIterator[scheduler_pb2.RegisterRequest]
     ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
-        """One Register stream. Raises the error that refuses the worker. A broken stream alone does not end a lease."""
+        """Serve one Register stream. Raises the error that refuses the worker. A broken stream does not end a lease."""
         stream = aiter(requests)
         first = await anext(stream, None)
         if first is None:
@@ -137,7 +137,7 @@ class WorkerPool:
     async def _next_heartbeat(
         self, stream: AsyncIterator[scheduler_pb2.RegisterRequest], worker: WorkerRecord, registration: RegisterStream
     ) -> scheduler_pb2.RegisterRequest | None:
-        """The next message; None when either side has ended the stream or the worker was silent for too long."""
+        """The next message; None if either side has ended the stream or the worker was silent for too long."""
         following = asyncio.ensure_future(_next(stream))
         try:
             if not await wait_for_peer(following, registration.ended, timeout_s=self._heartbeat_timeout_s):
@@ -147,8 +147,8 @@ class WorkerPool:
             following.cancel()
 
     def _give_up(self, worker: WorkerRecord, registration: RegisterStream) -> None:
-        """The worker is silent: its host may have vanished. A lease has its own watch, but a handshake would wait for
-        minutes and refuse the same worker id meanwhile.
+        """End the stream of a silent worker, whose host may be gone. Its link watches a leased worker. A handshake
+        has no such watch: it would wait for minutes, and the worker's id would be refused meanwhile.
         """
         registration.end(UnavailableError(f"no heartbeat for {self._heartbeat_timeout_s:g} s; register again"))
         if worker.link is None and worker.lease_task is not None and worker.registration is registration:
@@ -156,7 +156,7 @@ class WorkerPool:
             worker.lease_task.cancel()
 
     def _admit(self, request: scheduler_pb2.RegisterRequest) -> WorkerRecord:
-        """The record of this life of the worker. Refuses a worker id that another live process uses."""
+        """The record of this worker process. Raises AlreadyExistsError if another live process uses its worker id."""
         if self._is_closed:
             raise UnavailableError("the scheduler is stopping; register again later")
         for name in ("worker_id", "address"):
@@ -171,7 +171,7 @@ class WorkerPool:
         if known.registration is not None or known.link is not None:
             raise AlreadyExistsError(
                 f"worker_id {request.worker_id!r} is in use by a worker at {known.address}; give each worker its own "
-                f"--worker-id, or wait {self._heartbeat_timeout_s:g} s if that worker has died",
+                f"--worker-id, or wait {self._heartbeat_timeout_s:g} s if the other worker has exited",
                 field="worker_id",
             )
         return self._remember(request)
@@ -185,11 +185,11 @@ class WorkerPool:
 
     def _replace_registration(self, worker: WorkerRecord, registration: RegisterStream) -> None:
         if worker.registration is not None:
-            worker.registration.end(UnavailableError("a newer Register stream of this worker took over"))
+            worker.registration.end(UnavailableError("a newer Register stream of this worker replaces this one"))
         worker.registration = registration
 
     def _leave(self, worker: WorkerRecord, registration: RegisterStream) -> None:
-        """The stream has ended. The lease, if there is one, has its own watch."""
+        """The stream has ended. Without a lease the worker is lost; a leased worker is watched by its link."""
         if worker.registration is not registration:
             return
         worker.registration = None
@@ -197,7 +197,7 @@ class WorkerPool:
             self._mark_lost(worker)
 
     def _hear(self, worker: WorkerRecord, request: scheduler_pb2.RegisterRequest) -> None:
-        """A heartbeat, possibly with a new state."""
+        """Handle a heartbeat, which may bring a new state."""
         was_draining = worker.state == DRAINING
         worker.state, worker.load_progress = request.state, request.load_progress
         if worker.link is not None:
@@ -209,10 +209,10 @@ class WorkerPool:
             self._changed()
 
     async def release(self, worker_id: str, timeout_s: float) -> int:
-        """Drain a worker, here and in its own process. Returns how many sequences it ran.
+        """Start to drain a worker, here and in its own process. Returns the number of sequences that it was running.
 
-        The worker has `timeout_s` (0: its own limit) to leave; this returns earlier. Raises QuireError if the worker
-        refuses or cannot be reached.
+        The worker has `timeout_s` (0: its own limit) to drain; this method does not wait for that. Raises QuireError if
+        the worker refuses or cannot be reached.
         """
         worker = self._workers.get(worker_id)
         if worker is None or worker.link is None:
@@ -257,7 +257,7 @@ class WorkerPool:
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info))
 
     def _check_agreement(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """All workers agree while the model is in use. Afterwards a first worker may bring another model."""
+        """Raise WorkerRefusedError if the worker differs from the model in use. An unused model may be replaced."""
         if self._has_links or self._step_loop.has_work:
             self._agreement.check(worker_id, info)
 
@@ -297,7 +297,7 @@ class WorkerPool:
         worker.link = link
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
         self._agreement.warn_numerics_mismatch(worker.worker_id, info)
-        if worker.state == DRAINING:  # it began to drain during the handshake
+        if worker.state == DRAINING:  # it began draining during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
 
@@ -312,7 +312,7 @@ class WorkerPool:
         worker.lost_at = asyncio.get_running_loop().time()
 
     def _known(self) -> list[WorkerRecord]:
-        """All workers but those that were lost long ago."""
+        """All workers except those that were lost long ago."""
         since = asyncio.get_running_loop().time() - LOST_SHOWN_S
         return [worker for worker in self._workers.values() if worker.lost_at is None or worker.lost_at > since]
 
@@ -338,7 +338,7 @@ class WorkerPool:
             if worker.registration is not None:
                 worker.registration.end(UnavailableError("the scheduler is stopping; register again later"))
             if worker.link is not None:
-                worker.link.close("the scheduler stops")
+                worker.link.close("the scheduler is stopping")
             elif worker.lease_task is not None:
                 worker.lease_task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -346,11 +346,11 @@ class WorkerPool:
     # -- status -------------------------------------------------------------------------------------------------------
 
     def num_in_states(self) -> Counter[str]:
-        """Workers by state, including those lost recently."""
+        """Number of workers by state, including recently lost workers."""
         return Counter(_state_of(worker) for worker in self._known())
 
     def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
-        """All workers, including those still loading and those lost recently."""
+        """All workers, including workers that are loading or were recently lost."""
         occupancy = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
         return [_describe(worker, occupancy.get(worker.worker_id)) for worker in self._known()]
 

@@ -1,6 +1,6 @@
-"""Conversions between the worker protocol and the core's plain data, and all checks of what workers send.
+"""Conversions between the worker protocol and the core's plain data, and all checks of worker messages.
 
-Hot messages are columns: nothing per sequence in steady decode.
+Frequent messages are columns, so steady decode does no work per sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHANGES = (
 
 
 def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2.StepBatch:
-    """One step for the worker that `fence` names."""
+    """Converts one step to a message for the worker of `fence`."""
     message = worker_pb2.StepBatch(
         step_id=batch.step_id,
         fence=fence,
@@ -76,14 +76,14 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
 def step_output_from_proto(
     message: worker_pb2.StepOutput, *, worker_id: str, worker_epoch: int, step_id: int, vocab_size: int
 ) -> StepOutput:
-    """The answer to step `step_id`. A row whose token is not below `vocab_size` has failed.
+    """Converts the answer to step `step_id`. A row whose token is not below `vocab_size` has failed.
 
-    Raises WireError if the answer is malformed or of another step or epoch.
+    Raises WireError if the answer is malformed or has another step or epoch.
     """
     if message.worker_epoch != worker_epoch:
-        raise WireError(f"answer of worker epoch {message.worker_epoch:#x}; the leased epoch is {worker_epoch:#x}")
+        raise WireError(f"worker_epoch is {message.worker_epoch:#x}, but the leased epoch is {worker_epoch:#x}")
     if message.step_id != step_id:
-        raise WireError(f"answer to step {message.step_id}; the oldest step in flight is {step_id}")
+        raise WireError(f"worker answered step {message.step_id}, but step {step_id} is the oldest in flight")
     rows = u32_from_bytes(message.rows, "rows")
     token_ids = u32_from_bytes(message.token_ids, "token_ids")
     if len(rows) != len(token_ids):
@@ -99,22 +99,23 @@ def step_output_from_proto(
 
 def _row_error_text(error: worker_pb2.RowError) -> str:
     is_known = error.code in worker_pb2.RowErrorCode.values()
-    code = worker_pb2.RowErrorCode.Name(error.code) if is_known else f"code {error.code}"  # a newer worker's
+    code = worker_pb2.RowErrorCode.Name(error.code) if is_known else f"code {error.code}"  # a newer worker
     code = code.removeprefix("ROW_ERROR_CODE_").lower()
     return f"{code}: {error.message}" if error.message else code
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityLimit:
-    """A field of WorkerCapacity, which must be from 1 to `most`, and what an operator does when it is not."""
+    """A field of WorkerCapacity that must be from 1 to `most`. `remedy` is the advice if it is not."""
 
     field: str
     most: int
     remedy: str
 
 
-# The scheduler allocates by these sizes, so one Register message must not exhaust its memory. The largest pool that
-# passes takes it about 0.5 GB. Above real workers: the 141 GB of an H200 hold 6 M tokens of a model of 135 M weights.
+# The scheduler allocates memory by these sizes, so the limits keep one Register message from exhausting it. The largest
+# accepted pool costs the scheduler about 0.5 GB. The limits are above any real worker: an H200 (141 GB) fits 6 M tokens
+# of a 135 M-parameter model.
 MAX_POOL_TOKENS = 1 << 26
 CAPACITY_LIMITS = (
     CapacityLimit("num_blocks", 1 << 22, "start the worker with a lower --num-blocks or --kv-cache-memory"),
@@ -129,7 +130,7 @@ MAX_EOS_TOKEN_IDS = 1024
 
 
 def _check_limits(capacity: scheduler_pb2.WorkerCapacity) -> None:
-    """Raise InvalidRequestError with field, value and limit unless all sizes are within CAPACITY_LIMITS."""
+    """Raise InvalidRequestError with field, value and limit if a size is outside CAPACITY_LIMITS."""
     for limit in CAPACITY_LIMITS:
         value = attrgetter(limit.field)(capacity)
         if not 1 <= value <= limit.most:
@@ -153,13 +154,13 @@ def _bad_capacity(field: str, what: str) -> InvalidRequestError:
 def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacity:
     """The capacity of a READY worker. Raises InvalidRequestError with the invalid field."""
     if not request.HasField("capacity"):
-        raise InvalidRequestError("capacity is unset; a worker that is READY must send it", field="capacity")
+        raise InvalidRequestError("capacity is unset; a READY worker must send its capacity", field="capacity")
     capacity = request.capacity
     _check_limits(capacity)
     if capacity.max_num_batched_tokens < capacity.max_num_seqs:
         raise InvalidRequestError(
             f"capacity.max_num_batched_tokens is {capacity.max_num_batched_tokens}; must be at least max_num_seqs "
-            f"{capacity.max_num_seqs}, or a step could not give every running sequence one token",
+            f"{capacity.max_num_seqs}, so that a step has a token for every running sequence",
             field="capacity.max_num_batched_tokens",
         )
     return WorkerCapacity(
@@ -178,7 +179,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
 def cached_blocks_from_proto(
     messages: Iterable[worker_pb2.ListBlocksResponse], *, block_size: int, num_blocks: int
 ) -> list[CachedBlock]:
-    """Committed blocks of an adopted pool. Raises WireError if columns disagree or a block is outside the pool."""
+    """The cached blocks that a worker lists. Raises WireError if columns disagree or a block is outside the pool."""
     blocks: list[CachedBlock] = []
     for message in messages:
         block_ids = u32_from_bytes(message.block_ids, "block_ids")
@@ -190,7 +191,7 @@ def cached_blocks_from_proto(
                 f"a block has {DIGEST_BYTES} bytes and {block_size} tokens"
             )
         if count and int(block_ids.max()) >= num_blocks:
-            raise WireError(f"block {int(block_ids.max())} of a pool of {num_blocks}")
+            raise WireError(f"block_ids contains {int(block_ids.max())}, but the pool has {num_blocks} blocks")
         per_block = tokens.reshape(count, block_size)
         blocks.extend(
             CachedBlock(block_id, message.hashes[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], per_block[i])
@@ -200,5 +201,5 @@ def cached_blocks_from_proto(
 
 
 def root_salt(info: types_pb2.ModelInfo) -> bytes:
-    """What KV depends on besides tokens: part of the root of every digest chain."""
+    """The properties of the model on which KV depends; part of the root of every digest chain."""
     return model_salt(info.revision, info.dtype, info.determinism)

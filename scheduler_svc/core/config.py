@@ -9,28 +9,28 @@ MAX_BURST_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Policy of one scheduler. Raises ValueError with the setting's name."""
+    """Policy of one scheduler. An invalid setting raises ValueError with its name."""
 
     max_waiting: int = 1024  # sequences that may wait before new requests are refused
-    max_waiting_tokens: int = 4 << 20  # tokens of their prompts and expected answers
+    max_waiting_tokens: int = 4 << 20  # tokens of prompts and expected outputs that may wait
     watermark: float = 0.01  # fraction of a pool that admissions leave free, rounded down to whole blocks
     aging_s: float = 2.0  # a sequence passed over for longer reserves the workers that could run it
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
-    aging_tokens_per_s: float = 1000.0  # uncached tokens that one second of waiting outweighs; inf: order of arrival
+    # uncached prompt tokens that one second of waiting offsets in queue order; inf: first come, first served
+    aging_tokens_per_s: float = 1000.0
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
-    placement_slack: float = (
-        0.1  # part of a prompt that is not worth a detour: below it the pool under least pressure wins
-    )
-    leave_part: float = 0.3  # fraction of the saved wait that recomputing a cached prefix elsewhere may cost
+    # fraction of a prompt: if the cached tokens of workers differ by less, choose the worker under least pressure
+    placement_slack: float = 0.1
+    leave_fraction: float = 0.3  # fraction of the saved wait that recomputing a cached prefix elsewhere may take
     max_pending_prefill_steps: int = 2  # steps of pending prefill at which a worker accepts no more
-    burst_s: float = 0.0  # how long a worker may decode on one message; 0: each step is a message
+    burst_s: float = 0.0  # longest time that a worker may decode per message; 0: one step per message
     worker_patience_s: float = 60.0  # how long a sequence waits for an eligible worker to join
-    expected_output_tokens: int = 256  # assumed mean length of answers until some have ended
+    expected_output_tokens: int = 256  # initial estimate of the mean output length
     eos_token_ids: frozenset[int] = frozenset()
     reuse_bonus: float = 2.0  # extra time a block that was hit stays cached, in turnovers of its pool
     prefix_caching: bool = True  # off: requests share no blocks
-    publishes_prefixes: bool = True  # off: there is no prefix index, and no events are made for one
-    root_salt: bytes = b""  # enters every hash chain: model revision, dtype
+    publishes_prefixes: bool = True  # off: there is no prefix index, and no events are collected
+    root_salt: bytes = b""  # part of the root of every digest chain: model revision, dtype
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
@@ -47,8 +47,8 @@ class SchedulerConfig:
             raise ValueError(f"reuse_bonus is {self.reuse_bonus}; must be at least 0")
         if not self.placement_slack >= 0:
             raise ValueError(f"placement_slack is {self.placement_slack}; must be at least 0")
-        if not self.leave_part >= 0:
-            raise ValueError(f"leave_part is {self.leave_part}; must be at least 0")
+        if not self.leave_fraction >= 0:
+            raise ValueError(f"leave_fraction is {self.leave_fraction}; must be at least 0")
         if not 0 <= self.burst_s <= MAX_BURST_S:
             raise ValueError(f"burst_s is {self.burst_s}; must be from 0 to {MAX_BURST_S:g}")
         if not self.worker_patience_s >= 0:

@@ -1,4 +1,4 @@
-"""What the core counts as it happens, since its start."""
+"""Counters of the core since its start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from scheduler_svc.core.messages import MigrationReason
 
 
 def counted(meaning: str, unit: str = "") -> Any:
-    """A count that is also a metric: quire_<name of the field>_total, with this help text."""
+    """A counter that is also the metric quire_<name of the field>_total, with this help text."""
     return field(default=0, metadata={"meaning": meaning, "unit": unit})
 
 
 @dataclass(slots=True)
 class Counts:
-    """One object per core. The parts that get it add to it."""
+    """The counters of one core. Its components share the object and increment it."""
 
     steps: int = counted("steps sent to workers")
     prefix_cache_queries: int = counted("prompt tokens of admitted sequences", "tokens")
     prefix_cache_hits: int = counted("prompt tokens of admitted sequences that were cached", "tokens")
-    num_preemptions: int = counted("sequences requeued for lack of blocks or for a more urgent one")
+    num_preemptions: int = counted("sequences requeued because blocks ran out or a more urgent sequence needed them")
     refused_deadline: int = 0  # requests whose first token would come too late
     migrations: Counter[MigrationReason] = field(default_factory=Counter)  # sequences requeued for another worker

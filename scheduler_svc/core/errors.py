@@ -1,20 +1,20 @@
-"""What the core refuses.
+"""Errors with which the core refuses requests, workers and answers.
 
 SchedulerError
   QueueFullError          the queue is full: retry later
   DeadlineError           the first token would come too late: retry later, or allow more time
-  NoWorkerError           no worker has been here for `worker_patience_s`: try again later, or elsewhere
+  NoWorkerError           no worker has been connected for `worker_patience_s`: retry later or on another scheduler
   NeverFitsError          the request exceeds what any worker can hold
   DuplicateRequestError   the request id is in flight
-  WorkerMismatchError     the worker differs from the others in a size that all must share
-  UnexpectedStepError     an answer to a step that is not the oldest in flight
+  WorkerMismatchError     the worker differs from the others in a size that must be equal on all workers
+  UnexpectedStepError     the worker answered a step that is not the oldest in flight, or answered other rows
 """
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Base of everything the core refuses; the message is for the caller."""
+    """Base of these errors. The message is for the caller."""
 
 
 class QueueFullError(SchedulerError):
@@ -22,7 +22,7 @@ class QueueFullError(SchedulerError):
 
 
 class DeadlineError(SchedulerError):
-    """`retry_after_s`: when the queue will be short enough, at its present rate."""
+    """`retry_after_s`: seconds until the queue is short enough, at its current rate."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The scheduler's decisions as small pure functions, each with its reason."""
+"""The scheduler's policies as small pure functions, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_size: int) -> int:
-    """Most blocks that these sequences will ever hold together, if each ends after `remaining` more tokens. The longest
-    `remaining` comes first.
+    """The largest number of blocks that these sequences will hold together, if each ends after `remaining` more tokens.
+    Sequences are sorted by `remaining`, longest first.
 
-    The peak is reached in the last step of one of them: in that of the k-th, exactly the first k are alive and each has
-    grown as far as that one. Full reservation would count every maximum at once and waste the pool; no foresight admits
-    too much and preempts. `saved_blocks` are shared with a sequence before it, which outlives it, and counted there.
+    The peak is reached in the last step of one of the sequences. When the k-th sequence ends, exactly the first k are
+    still running, each as long as it has grown by then. Reserving every maximum at once would waste the pool; without
+    a projection too much is admitted and preempted later. `saved_blocks` is the number of blocks that a sequence
+    shares with an earlier one; that one outlives it and counts them.
     Source: the future-peak admission of LightLLM, with the blocks of each sequence counted exactly.
     """
     if not len(remaining):
@@ -34,17 +35,17 @@ def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_siz
 
 
 def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> int:
-    """Blocks of these sequences when each has grown by `remaining` tokens, if they share none."""
+    """Number of blocks of these sequences when each has grown by `remaining` tokens, if they share no block."""
     return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size).sum())
 
 
 def _growth(remaining: I64) -> I64:
-    """Tokens that still get KV after those known now: the last one that is sampled needs none."""
+    """Number of tokens that still get KV: all remaining tokens except the last, which is never computed."""
     return np.maximum(remaining - 1, 0)
 
 
 def count_within(values: I64, limits: I64, top: int) -> I64:
-    """For each k, how many of the first k + 1 `values` are at most `limits[k]`. Values are from 1 to `top`."""
+    """For each k, the number of the first k + 1 `values` that are at most `limits[k]`. Values are from 1 to `top`."""
     n = len(values)
     if n <= PART:
         few: I64 = ((values <= limits[:, None]) & EARLIER[:n, :n]).sum(axis=1)
@@ -62,34 +63,34 @@ def count_within(values: I64, limits: I64, top: int) -> I64:
     return counts
 
 
-PART = 32  # values compared one by one; those of earlier parts are counted by histograms
+PART = 32  # values that are compared one by one; the values of earlier parts are counted by histograms
 EARLIER = np.tri(PART, dtype=np.bool_)  # [k, i]: i is at most k
 
 
 def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.bool_], mean_output: float) -> I64:
-    """Tokens still to generate: the limit if a sequence cannot stop early, else up to the mean answer or twice the
-    output so far.
+    """Expected number of tokens still to generate. A sequence that cannot stop early reaches its limit. Others are
+    expected to reach the mean output length or, once they are longer than half of it, twice their current output.
     """
     guess = np.maximum(mean_output - num_output, np.maximum(num_output, 16)).astype(np.int64)
     return np.where(may_stop, np.minimum(limit, guess), limit)
 
 
 def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
-    """Lower is better: the pending work of each worker, and the work that this request would add there.
+    """For each worker, its pending work plus the work that this request would add. Lower is better.
 
-    The longest prefix alone would send all load to one worker when all requests share one block. The load alone would
-    compute every prefix on every worker. Added work counts more than pending work (`alpha` above 1), because blocks
-    that are computed twice also evict others.
+    Placing by the longest prefix alone would send all load to one worker when all requests share a block. Placing by
+    load alone would compute every prefix on every worker. Added work counts more than pending work (`alpha` above 1),
+    because blocks that are computed twice also evict other blocks.
     """
     return pending_prefill + alpha * uncached_tokens
 
 
 def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
-    """Position of the best allowed worker; at least one is allowed. Scores within `slack` of the best are ties, broken
-    by the lowest pressure of the pool.
+    """Position of the best allowed worker. At least one must be allowed. Scores within `slack` of the best are ties,
+    which the lowest pool pressure breaks.
 
-    Without the slack, a short prefix that all requests share keeps idle workers idle: they do not have it, so they
-    never get it, while the other workers evict blocks.
+    Without the slack, a short prefix that all requests share would keep idle workers idle: they do not hold the prefix,
+    so they would never get a request, while the other workers evict blocks.
     """
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
@@ -100,19 +101,19 @@ def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:
     """Sort key of the queue: fewest tokens to compute first, with ageing.
 
-    `uncached - aging * seconds waited` changes at the same rate for all sequences, so a constant gives the same order:
-    each uncached token counts as a later arrival. No sequence starves: one that arrives late enough never passes,
-    however short it is. In overload this shortens the mean wait; otherwise nothing queues.
+    `uncached - aging * seconds waited` falls at the same rate for all sequences, so a constant key gives the same
+    order: each uncached token counts as a later arrival. No sequence starves: one that arrives much later never
+    overtakes it, however short it is. In overload this shortens the mean wait; without overload there is no queue.
     """
     return arrival + uncached_tokens / aging_tokens_per_s
 
 
 def is_worth_leaving(extra_tokens: int, waited_s: float, tokens_per_s: float | None, fraction: float) -> bool:
-    """Whether a request should leave its best worker, which has no room, for one where `extra_tokens` more must be
-    computed: only if that costs less than a fraction of the wait that it saves.
+    """Whether a request should leave its best worker, which has no room, for a worker where `extra_tokens` more tokens
+    must be computed: only if computing them takes less than a fraction of the saved wait.
 
-    The remaining wait is unknown; the time waited so far is the estimate. Without extra tokens there is no reason to
-    wait.
+    The remaining wait is unknown, so the time waited so far is the estimate. Without extra tokens there is no reason
+    to wait.
     """
     if extra_tokens <= 0 or tokens_per_s is None:
         return True
@@ -120,8 +121,8 @@ def is_worth_leaving(extra_tokens: int, waited_s: float, tokens_per_s: float | N
 
 
 def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit: int) -> bool:
-    """A full queue refuses requests, except of tenants below their share of it: else one tenant could lock the others
-    out by flooding it. With the shares the queue grows to twice its limit at most.
+    """A full queue refuses requests, except those of tenants below their fair share. One tenant that floods the queue
+    therefore cannot block the others. The queue holds at most twice its limit.
     """
     if num_waiting < limit:
         return False
@@ -131,10 +132,10 @@ def is_queue_full(num_waiting: int, num_of_tenant: int, num_tenants: int, limit:
 def first_token_wait_s(
     tokens_ahead: int, queue_tokens_per_s: float | None, own_tokens: int, prefill_tokens_per_s: float | None
 ) -> float:
-    """Seconds from now to the first token of a request that arrives now: the queue ahead of it, then its own prompt.
+    """Estimated seconds until the first token of a new request: the queue ahead of it, then its own prompt.
 
-    The two rates differ: sequences in the queue wait for rows and blocks too, the request's own prompt only for the
-    model. An unknown rate counts as no wait: refusing on a guess would turn requests away from an idle machine.
+    The two rates differ: sequences in the queue also wait for rows and blocks, the request's own prompt only for the
+    model. An unknown rate counts as no wait, so that an idle machine refuses no request because of a guess.
     """
     wait = tokens_ahead / queue_tokens_per_s if queue_tokens_per_s else 0.0
     return wait + (own_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0)
@@ -144,14 +145,14 @@ DEADLINE_FRACTION = 0.8
 
 
 def is_too_late(first_token_wait: float, timeout_s: float) -> bool:
-    """Whether a request should be refused rather than started. A first token just before the deadline is useless: the
-    rest of the answer needs time too, and rates vary. Work that is cancelled at its deadline delays other requests.
+    """Whether a request should be refused instead of queued. A first token just before the deadline is useless, because
+    the rest of the output needs time too, and rates vary. Work that is cancelled at its deadline delays other requests.
     """
     return first_token_wait > DEADLINE_FRACTION * timeout_s
 
 
 def expected_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
-    """Tokens that a waiting sequence and the samples that will fork from it are expected to reach: the known tokens and
-    answers of mean length. Counting max_tokens would fill the queue with tokens that are never generated.
+    """Expected final number of tokens of a waiting sequence and the samples that will fork from it: the known tokens
+    and outputs of mean length. Counting max_tokens would fill the queue with tokens that are never generated.
     """
     return num_known + num_samples * min(remaining, int(mean_output))

@@ -1,4 +1,4 @@
-"""What a prefix index must learn: blocks that became cached prefixes of a worker, or stopped being ones."""
+"""Collects changes of cached prefixes for a prefix index: blocks that were cached, evicted or reused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 class PrefixEvents:
-    """Collects the changes of the workers to which something has happened. When it is off, it costs nothing."""
+    """Collects the changes of the workers that `note` names. When it is off, it costs nothing."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self._is_on = is_on
@@ -15,12 +15,12 @@ class PrefixEvents:
         self._of_gone: list[PrefixChanges] = []
 
     def note(self, worker: WorkerBooks) -> None:
-        """The worker may have changes."""
+        """Remember that the worker may have changes."""
         if self._is_on:
             self._touched[worker.capacity.worker_id] = worker
 
     def leave(self, worker: WorkerBooks) -> None:
-        """The worker is gone, and with it every prefix that it held."""
+        """Report every prefix of a worker that has left as evicted."""
         if not self._is_on:
             return
         self._touched.pop(worker.capacity.worker_id, None)
@@ -29,7 +29,7 @@ class PrefixEvents:
             self._of_gone.append(PrefixChanges(_holder(worker), events))
 
     def take(self) -> list[PrefixChanges]:
-        """The changes since the last call; those of one worker in order."""
+        """Returns the changes since the last call. The changes of one worker are in order."""
         changes, self._of_gone = self._of_gone, []
         for worker in self._touched.values():
             if events := worker.pool.take_events():
@@ -39,7 +39,7 @@ class PrefixEvents:
 
 
 def cached_prefixes(worker: WorkerBooks) -> PrefixChanges:
-    """All cached prefixes of a worker: what fills an index that has lost its data."""
+    """All cached prefixes of a worker, to fill an index that has lost its data."""
     return PrefixChanges(_holder(worker), [(digest, True) for digest in worker.pool.cached_digests()])
 
 

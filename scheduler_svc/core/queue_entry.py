@@ -17,44 +17,42 @@ Key = tuple[int, bool, float, int]  # priority, is_new, virtual arrival, seq_id
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A worker had no room for a sequence. It is not asked again while this holds: see `WorkerBooks.refusal`."""
+    """A worker had no room for a sequence. It is not checked again while this holds: see `WorkerBooks.refusal`."""
 
-    room_version: int  # of the worker; changes when rows or blocks become free
-    retry_at: (
-        int  # answered steps of the worker after which the projected peak may be low enough; NEVER: it is no matter
-    )
+    room_version: int  # `WorkerBooks.room_version` at the refusal; the refusal holds until it changes
+    retry_at: int  # number of answered steps at which the projected peak may be low enough; NEVER: time does not help
     can_preempt: bool  # preempting less urgent rows could make room
 
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """Created when a sequence joins the queue and dropped when it leaves: a running sequence needs none of this."""
+    """State of a waiting sequence. Created when the sequence joins the queue, dropped when it leaves."""
 
     seq: Sequence
-    num_expected_tokens: int  # known tokens and expected output, its own and of the samples that will fork from it
-    key: Key = (0, True, 0.0, 0)  # its order in the queue; set by `WaitingQueue.add`
+    num_expected_tokens: int  # known tokens and expected output, including samples that will fork from it
+    key: Key = (0, True, 0.0, 0)  # sort key in the queue, set by `WaitingQueue.add`
     blocked_since: float | None = None  # first time it was passed over for lack of room
     held_since: float | None = None  # first time it waited for its best worker while others had room
-    refusals: dict[str, Refusal] = field(default_factory=dict)  # the latest of each worker
-    num_cached_at: I64 | None = None  # leading tokens cached on each worker, in the fleet's order
-    most_cached: int = 0  # the largest of these
-    cached_as_of: tuple[int, int, float] = (0, 0, 0.0)  # the fleet's version and pass, and the time of that lookup
+    refusals: dict[str, Refusal] = field(default_factory=dict)  # worker id -> its newest refusal
+    num_cached_at: I64 | None = None  # number of leading tokens cached on each worker, in the fleet's order
+    most_cached: int = 0  # the largest value in `num_cached_at`
+    cached_as_of: tuple[int, int, float] = (0, 0, 0.0)  # fleet version, fleet pass and time of the newest lookup
 
     def forget_refusals(self, worker_id: str) -> None:
-        """A worker has joined that may have refused it under the same id before."""
+        """Drop the refusal of an earlier worker process with the same id."""
         self.refusals.pop(worker_id, None)
 
     @property
     def num_rows(self) -> int:
-        """Rows for it and all samples that can fork from it."""
+        """Number of rows for the sequence and all samples that will fork from it."""
         return 1 + len(self.seq.forks)
 
     @property
     def num_needed_tokens(self) -> int:
-        """Tokens of KV that it is expected to need beyond what is cached."""
+        """Expected number of tokens that need KV and are not cached."""
         return self.num_expected_tokens - self.most_cached
 
     @property
     def num_uncached(self) -> int:
-        """Tokens to compute on the worker that has most of them cached, as of the last lookup."""
+        """Number of tokens to compute on the worker that has most of them cached, as of the newest lookup."""
         return self.seq.data.num_tokens - self.most_cached

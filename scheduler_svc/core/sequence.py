@@ -1,4 +1,4 @@
-"""Sequences, requests and their status table. While a sequence runs, its tokens and blocks live in columns."""
+"""Sequences, requests and the table of status transitions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SequenceStage(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the same set as in the protocol. Preemption is an event, never a reason."""
+    """Why a sequence ended: the same values as in the protocol. Preemption is an event, never a reason."""
 
     EOS = "eos"
     STOP = "stop"
@@ -50,12 +50,12 @@ TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A status change that the table does not allow: a bug of ours."""
+    """A status change that the table does not allow: a bug in the scheduler."""
 
 
 @dataclass(slots=True)
 class SequenceData:
-    """What must survive preemption: the output so far. The prompt is stored once, in the group."""
+    """The tokens of a sequence that survive preemption. All samples of a group share one prompt array."""
 
     prompt: U32  # [num_prompt_tokens], shared by all samples of the group
     output: U32  # [num_output_tokens]
@@ -85,11 +85,11 @@ class Sequence:
     forks: list[Sequence] = field(default_factory=list)  # samples that fork from this one when its prompt is computed
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_computed_peak: int = 0  # most tokens ever computed, to count recomputed tokens
+    num_computed_peak: int = 0  # largest number of tokens computed so far, to count recomputed tokens
     num_preemptions: int = 0
     is_admitted_before: bool = False
     admitted_at: float | None = None  # first admission
-    failed_on: str | None = None  # the worker on which its row failed; a second failure ends it
+    failed_on: str | None = None  # the worker on which its row failed; a second failure ends the sequence
 
     def move_to(self, status: SequenceStatus) -> None:
         """The only way to change status; raises IllegalTransitionError with both names."""
@@ -112,12 +112,12 @@ class Sequence:
 
     @property
     def is_new(self) -> bool:
-        """No token of it has been sent yet, as far as is known."""
+        """Whether, as far as the scheduler knows, the client has not received a token of it yet."""
         return not (self.group.takes_over or self.is_admitted_before)
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
-        """Urgency, the lowest first: priority, then streams that have begun, then arrival, then number."""
+        """Sort key by urgency, most urgent first: priority, then streams that have begun, then arrival, then seq_id."""
         return (self.group.priority, self.is_new, self.group.arrival, self.seq_id)
 
 
@@ -125,12 +125,12 @@ class Sequence:
 class SequenceGroup:
     """One request: n samples that share a prompt.
 
-    `owner` and `handle` name the request for the caller (which gateway, which of its requests) and come back in
-    Deltas. `sampling` and `banned_ids` are opaque to the core and reach the worker in RowOpen. `root_key` separates
-    hash chains (cache salt, adapter). `outputs` is the Continuation: output tokens that exist already, per sample.
-    `takes_over`: the request was accepted before and its stream was lost; a live group of that request_id gives way,
-    unless that one took over itself and is of another origin: then this one is the older stream, waking up late.
-    `tenant_id`: whose share of the work it counts against.
+    `owner` and `handle` identify the request for the caller (the gateway and the gateway's request) and are returned
+    in Deltas. `sampling` and `banned_ids` are opaque to the core and reach the worker in RowOpen. `root_key` separates
+    digest chains (cache salt, adapter). `outputs` is the Continuation: the output tokens that each sample already has.
+    `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
+    request_id, unless the live group also took over and has another origin; then this request belongs to an older,
+    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against.
     """
 
     request_id: str
@@ -145,9 +145,9 @@ class SequenceGroup:
     banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
     banned_before: int = 0
     outputs: Seq[U32] = ()
-    finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that need nothing more
+    finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False
-    origin: str = ""  # the gateway that sent it: the same for all its streams
+    origin: str = ""  # the gateway that sent it; equal for all streams of that gateway
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
     arrival: float = 0.0

@@ -1,4 +1,4 @@
-"""What the core reports about itself. Reading changes nothing."""
+"""Load and statistics of the core. Reading them changes nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a scheduler is. Cheap enough to read for every refusal and heartbeat."""
+    """The load of a scheduler. Cheap enough to read for every refusal and heartbeat."""
 
     num_waiting: int = 0  # sequences in the queue
     num_running: int = 0
-    pending_tokens: int = 0  # tokens to compute before every present sequence decodes: queue and workers together
+    pending_tokens: int = 0  # prompt tokens to compute, in the queue and on all workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats(Load):
-    """What status and metrics show. A new field that is a gauge needs a line in scheduler_svc/metrics.py."""
+    """The values that status and metrics show. A new gauge is a field here and a line in scheduler_svc/metrics.py."""
 
     workers: list[WorkerStats] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    num_unschedulable: int = 0  # of those in the queue: no present worker could run them, or there is no worker
+    num_unschedulable: int = 0  # sequences in the queue that no present worker could run
 
 
 def load_of(requests: Requests, workers: Collection[WorkerBooks]) -> Load:
@@ -68,7 +68,7 @@ def worker_stats(worker: WorkerBooks) -> WorkerStats:
 
 
 def scheduler_stats(requests: Requests, workers: Collection[WorkerBooks], counts: Counts) -> SchedulerStats:
-    """A snapshot of all of it."""
+    """A snapshot of all statistics."""
     load = load_of(requests, workers)
     return SchedulerStats(
         num_waiting=load.num_waiting,

@@ -3,13 +3,13 @@
 A block is in exactly one place:
 
     empty    holds nothing                     taken first, oldest first
-    cached   holds a prefix no sequence uses   taken last, least recently used first; a block that was ever hit counts
-                                               as used `reuse_bonus` * num_blocks evictions later than it was
+    cached   holds a prefix no sequence uses   taken last, least recently used first; a block that was ever hit is
+                                               treated as if it was used `reuse_bonus` * num_blocks evictions later
     used     ref count > 0                     never taken
 
-A block that holds a prefix is *pending* from the moment its step is planned until that step is acknowledged: it may
-be shared with sequences of the same worker (steps run in order), but it is not announced. `commit` makes it cached
-content.
+A block that holds a prefix is *pending* from the moment its step is planned until that step is answered. A pending
+block may be shared with sequences of the same worker, because steps run in order, but it is not announced. `commit`
+makes it a cached prefix.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
-BlockEvent = tuple[bytes, bool]  # a digest, and whether its block became a cached prefix or stopped being one
-Fill = tuple[int, bytes]  # a block and the digest of what fills it
+BlockEvent = tuple[bytes, bool]  # a digest, and True when its block is cached, False when it is evicted or reused
+Fill = tuple[int, bytes]  # a block and the digest of its new content
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
 
 class BlockManager:
     """Owns ref counts, free lists and the digest map of one pool.
 
-    The caller frees a table from its tail to its head, so that heads, which more sequences can share, live longest.
+    The caller frees a table from its tail to its head, so that heads, which more sequences can share, stay longest.
     Without `prefix_caching` no block ever holds a prefix: only samples of one request share blocks.
     """
 
@@ -50,12 +50,12 @@ class BlockManager:
         keeps_events: bool = True,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens cannot hold anything")
+            raise ValueError(f"the pool has {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self.refs = np.zeros(num_blocks, dtype=np.int32)
-        self.held: dict[bytes, int] = {}  # block of each digest, read by placement too; only `match` compares tokens
+        self.held: dict[bytes, int] = {}  # digest -> block; placement reads it too; only `match` compares tokens
         self._empty = FreeList(num_blocks)
         self._put_back_at = np.zeros(num_blocks, dtype=np.int64)  # 0: in use or empty
         self._cached = LruQueue(self._put_back_at)  # never hit
@@ -66,19 +66,19 @@ class BlockManager:
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.full(
             (num_blocks, block_size), 0, dtype=np.uint32
-        )  # written now, so that no step pays for page faults
+        )  # written at once, so that page faults do not delay steps
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._committed = bytearray(num_blocks)  # 1: its prefix is announced
-        self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory as an array
+        self._is_committed = np.frombuffer(self._committed, dtype=np.bool_)  # the same memory, viewed as an array
         self.commits: list[Fill] = []  # since the last `take_commits`
-        self._has_lost_commits = False  # some of `commits` may have been forgotten since
+        self._has_lost_commits = False  # some blocks in `commits` may have lost their digest since
         self._events: deque[BlockEvent] = deque(maxlen=None if keeps_events else 0)
 
     # -- counts ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated: empty or cached."""
+        """Number of blocks that can be allocated: empty or cached."""
         return self._empty.size + self._num_cached
 
     @property
@@ -94,13 +94,13 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def num_unused(self, blocks: I64) -> int:
-        """How many of these hits no sequence uses: taking them reduces `num_free`."""
+        """Number of these hits that no sequence uses. Taking them reduces `num_free`."""
         return len(blocks) - int(np.count_nonzero(self.refs[blocks]))
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int) -> I64:
-        """Blocks that hold the longest cached prefix of `token_ids`, at most `max_blocks`; tokens are compared."""
+        """The blocks of the longest cached prefix of `token_ids`, at most `max_blocks`. Compares tokens."""
         count = self.match_len(digests, max_blocks)
         if not count:
             return NO_BLOCKS
@@ -118,7 +118,8 @@ class BlockManager:
     def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
         """Number of leading digests that blocks hold: an estimate for placement, exact unless a step has failed.
 
-        A block is evicted after the blocks that continue it, so the held digests are a prefix, found by bisection.
+        A block is evicted after the blocks that continue it. So the held digests are a prefix, and bisection finds its
+        end.
         """
         end = min(max_blocks, len(digests))
         held = self.held
@@ -127,8 +128,9 @@ class BlockManager:
         return bisect_left(range(end), True, lo=1, key=lambda i: digests[i] not in held)
 
     def register(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> list[Fill]:
-        """A planned step fills these blocks with `block_tokens` [len(blocks), block_size]: they may be shared from now
-        on. Returns the blocks that got their digest; for the others another block holds the same prefix.
+        """Register blocks that a planned step fills with `block_tokens` [len(blocks), block_size]: they may be shared
+        from now on. Returns the blocks that got their digest. For each other block, another block already holds the
+        prefix.
         """
         if not self._prefix_caching:
             return []
@@ -148,7 +150,7 @@ class BlockManager:
         return taken
 
     def commit(self, fills: Iterable[Fill]) -> None:
-        """The step that fills these blocks is acknowledged: announce those that still have this digest."""
+        """Announce the blocks that still have this digest. The step that fills them has been answered."""
         digest_of, committed = self._digest_of, self._committed
         for fill in fills:
             block, digest = fill
@@ -158,7 +160,7 @@ class BlockManager:
                 self._events.append((digest, True))
 
     def take_commits(self) -> list[Fill]:
-        """Blocks committed since the last call that still hold this prefix."""
+        """Returns the blocks committed since the last call that still hold this prefix."""
         commits, self.commits = self.commits, []
         if self._has_lost_commits:
             commits = [fill for fill in commits if self._committed[fill[0]] and self._digest_of[fill[0]] == fill[1]]
@@ -166,7 +168,7 @@ class BlockManager:
         return commits
 
     def forget(self, blocks: list[int]) -> None:
-        """Remove the digests of these blocks: their step failed, or they get new content."""
+        """Remove the digests of these blocks, because their step failed or they get new content."""
         held, digest_of, committed = self.held, self._digest_of, self._committed
         for block in blocks:
             digest = digest_of[block]
@@ -181,14 +183,14 @@ class BlockManager:
         self._has_lost_commits = bool(self.commits)
 
     def adopt(self, blocks: I64, digests: Sequence[bytes], block_tokens: U32) -> int:
-        """Take over prefixes of a worker's pool; the first ones are evicted first. Returns how many
-        were adopted: not those of which the block or the prefix is taken.
+        """Adopt the prefixes that a worker's pool holds. The first blocks are evicted first. Skips blocks that are in
+        use and prefixes that another block holds. Returns the number of adopted blocks.
         """
         is_free = {
             block: self._digest_of[block] is None and not refs
             for block, refs in zip(blocks.tolist(), self.refs[blocks].tolist(), strict=True)
         }
-        places = [i for i, block in enumerate(blocks.tolist()) if is_free.pop(block, False)]  # no block is taken twice
+        places = [i for i, block in enumerate(blocks.tolist()) if is_free.pop(block, False)]  # skips repeated blocks
         fills = self.register(blocks[places], [digests[i] for i in places], block_tokens[places])
         adopted = np.array([block for block, _ in fills], dtype=np.int64)
         self._is_committed[adopted] = True
@@ -198,35 +200,35 @@ class BlockManager:
         return len(fills)
 
     def take_events(self) -> list[BlockEvent]:
-        """Changes of cached prefixes since the last call, in order; none unless the pool keeps events."""
+        """Returns the changes of cached prefixes since the last call, in order. Empty unless `keeps_events` is set."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def cached_digests(self) -> list[bytes]:
-        """Digests of all announced blocks: what fills an index that has lost its data."""
+        """Digests of all announced blocks, to fill an index that has lost its data."""
         return [digest for block, digest in enumerate(self._digest_of) if digest is not None and self._committed[block]]
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
     def share(self, blocks: I64) -> None:
-        """One more sequence uses these blocks, after a hit or a fork."""
+        """Count one more sequence that uses these blocks, after a hit or a fork."""
         refs = self.refs[blocks]
         self._num_cached -= len(blocks) - int(np.count_nonzero(refs))
         self._put_back_at[blocks] = 0
         self.refs[blocks] = refs + 1
 
     def hit(self, blocks: I64) -> None:
-        """A sequence uses the blocks that `match` found. Not for forks: another block may hold their prefix, and then
-        the head of a chain would be evicted before its tail.
+        """Count one more sequence that uses the blocks which `match` found. Forks call `share` instead: another block
+        may hold the prefix of their block, and the head of a chain would then be evicted before its tail.
         """
         self.share(blocks)
         self._was_hit[blocks] = True
 
     def allocate(self, count: int) -> I64:
-        """`count` blocks with no content and ref count 1. The caller has checked `num_free`."""
+        """Returns `count` blocks without content and with ref count 1. The caller has checked `num_free`."""
         if count > self.num_free:
-            raise RuntimeError(f"asked for {count} blocks with {self.num_free} free: a bug in the caller's check")
+            raise RuntimeError(f"{count} blocks were requested, but {self.num_free} are free: a bug in the scheduler")
         num_empty = min(count, self._empty.size)
         blocks = self._empty.take(num_empty)
         if num_empty < count:
@@ -236,7 +238,7 @@ class BlockManager:
         return blocks
 
     def _evict(self, count: int) -> I64:
-        """Evict this number of cached blocks."""
+        """Evict `count` cached blocks."""
         evicted = []
         while count:
             evicted.append(self._take_next(count))
@@ -248,10 +250,10 @@ class BlockManager:
         return blocks
 
     def _take_next(self, count: int) -> I64:
-        """Up to `count` blocks to evict next from one queue, before the other queue is due."""
+        """Take up to `count` blocks from the queue whose head is evicted next, until the other queue is due."""
         cached, reused, bonus = self._cached, self._reused, self._bonus
         if cached.is_empty and reused.is_empty:
-            raise RuntimeError("num_cached counts a block that is in no LRU queue: a bug in the bookkeeping")
+            raise RuntimeError("num_cached counts a block that is in no LRU queue: a bug in the scheduler")
         if cached.is_empty or reused.is_empty:
             return (reused if cached.is_empty else cached).take(count, self._clock)
         if reused.head + bonus < cached.head:
@@ -259,12 +261,12 @@ class BlockManager:
         return cached.take(count, reused.head + bonus)
 
     def free(self, blocks: I64) -> None:
-        """One sequence fewer uses these blocks, each of them once; pass a table tail first."""
+        """Count one sequence fewer that uses these blocks. Pass each block once, the tail of a table first."""
         self.refs[blocks] -= 1
         self._put_back(blocks[self.refs[blocks] == 0])
 
     def _put_back(self, blocks: I64) -> None:
-        """No sequence uses these blocks any more."""
+        """Return blocks that no sequence uses any more to a queue or to the empty list."""
         is_cached = self._is_committed[blocks]
         if not is_cached.all():
             self._empty_out(blocks[~is_cached])
@@ -291,14 +293,14 @@ class BlockManager:
         never_hit, hit, empties = self.queues()
         empty, cached = set(empties), set(np.flatnonzero(self._put_back_at).tolist())
         assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no LRU queue, or in two"
-        assert len(cached) == self._num_cached, "cached blocks are counted wrong"
+        assert len(cached) == self._num_cached, "the number of cached blocks is wrong"
         used = set(np.flatnonzero(self.refs).tolist())
-        assert len(empty) == self._empty.size, "a block is twice in the empty list"
-        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places, or in none"
-        assert empty | cached | used == set(range(self.num_blocks)), "an unknown block"
+        assert len(empty) == self._empty.size, "a block is in the empty list twice"
+        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places or in none"
+        assert empty | cached | used == set(range(self.num_blocks)), "a block number is outside the pool"
         assert (self.refs >= 0).all(), "negative ref count"
         digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
         assert {digest: block for block, digest in digests.items()} == self.held, "digest maps disagree"
         committed = set(np.flatnonzero(self._is_committed).tolist())
-        assert cached <= committed <= set(digests), "cached without commit, or commit without digest"
+        assert cached <= committed <= set(digests), "a cached block must be committed, a committed block needs a digest"
         assert not empty & set(digests), "an empty block has a digest"

@@ -1,4 +1,4 @@
-"""A first-in, first-out list of free blocks, taken and put back many at once."""
+"""A first-in, first-out list of free blocks, from which many are taken or put back at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class FreeList:
-    """First in, first out; never longer than it was at the start."""
+    """First in, first out. Never holds more numbers than at the start."""
 
     def __init__(self, count: int) -> None:
         self._slots = np.arange(count, dtype=np.int64)
@@ -19,7 +19,7 @@ class FreeList:
         self.size = count
 
     def take(self, count: int) -> I64:
-        """Remove the first `count`. The caller has checked `size`."""
+        """Remove the first `count` numbers. The caller has checked `size`."""
         end = self._head + count
         self.size -= count
         if end <= len(self._slots):
@@ -31,7 +31,7 @@ class FreeList:
         return taken
 
     def put(self, numbers: I64 | list[int]) -> None:
-        """Append at the end."""
+        """Append numbers at the end."""
         start = (self._head + self.size) % len(self._slots)
         room = len(self._slots) - start
         self.size += len(numbers)
@@ -40,7 +40,7 @@ class FreeList:
             self._slots[: len(numbers) - room] = numbers[room:]
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Remove these from any position."""
+        """Remove these numbers from any position."""
         gone = set(numbers)
         others = [other for other in self.tolist() if other not in gone]
         self._head = self.size = 0

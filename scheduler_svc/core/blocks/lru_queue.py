@@ -7,14 +7,14 @@ import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 
-WINDOW = 64  # entries read together at least
+WINDOW = 64  # least number of entries that are read together
 
 
 class LruQueue:
     """Blocks are appended at the end and taken from the front, many at a time.
 
-    `put_back_at` [num_blocks] belongs to the caller: when each block was put back last. An entry with another time is
-    stale: its block was used again or taken, and the entry is skipped.
+    `put_back_at` [num_blocks] belongs to the caller: the time at which each block was last put back. An entry with
+    another time is stale and is skipped: its block was used again or taken.
     """
 
     def __init__(self, put_back_at: I64) -> None:
@@ -29,20 +29,20 @@ class LruQueue:
 
     @property
     def head(self) -> int:
-        """When the first block was put back."""
+        """The time at which the first block was put back."""
         return int(self._when[self._head])
 
     def append(self, when: int, blocks: I64) -> None:
         """Append these blocks; the caller has set their `put_back_at` to `when`."""
         if self._tail + len(blocks) > len(self._blocks):
-            self._remove_stale()  # each block has at most one live entry, so half of the space is free then
+            self._remove_stale()  # frees half of the space, because each block has at most one live entry
         end = self._tail + len(blocks)
         self._blocks[self._tail : end] = blocks
         self._when[self._tail : end] = when
         self._tail = end
 
     def take(self, count: int, until: int) -> I64:
-        """Remove up to `count` blocks from the front, of those put back at `until` or before."""
+        """Remove up to `count` blocks from the front that were put back at `until` or earlier."""
         end = self._head + int(self._when[self._head : self._tail].searchsorted(until, side="right"))
         taken: I64 = self._blocks[:0]
         size = max(WINDOW, 2 * count)

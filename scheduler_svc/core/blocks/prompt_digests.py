@@ -1,4 +1,4 @@
-"""Block digests of prompts, computed only from the block where a prompt differs from an earlier one."""
+"""Block digests of prompts. Only blocks after the common prefix with an earlier prompt are hashed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from prefix_index.hashing import extend_digests, root_digest
 
 U32 = npt.NDArray[np.uint32]
 
-MAX_BYTES = 40 << 20  # of memory for remembered prompts
-ENTRY_BYTES = 424  # of an entry without tokens and digests: array, tuple, dict slots right after the dict has grown
-DIGEST_BYTES = 72  # of one digest: a bytes object of 16 and its reference
+MAX_BYTES = 40 << 20  # memory for remembered prompts
+ENTRY_BYTES = 424  # entry without tokens and digests: array, tuple, dict slots right after the dict has grown
+DIGEST_BYTES = 72  # size of one digest: a bytes object of 16 bytes and its reference
 
 
 class PromptDigests:
     """Remembers, for each distinct first block, the newest prompt that begins with it, within `max_bytes` of memory.
 
-    Comparing tokens costs a hundredth of hashing them. Most prompts with cached blocks share their beginning with the
-    previous one: the same system prompt, the same template, the same conversation one turn earlier.
+    Comparing tokens costs a hundredth of hashing them. Most prompts with cached blocks share their beginning with an
+    earlier prompt: the same system prompt, the same template, the same conversation one turn earlier.
     """
 
     def __init__(self, root_salt: bytes, max_bytes: int = MAX_BYTES) -> None:
         self._root_salt = root_salt
         self._max_bytes = max_bytes
-        # By first digest, oldest first.
+        # Keyed by the first digest, oldest prompt first.
         self._entries: OrderedDict[bytes, tuple[U32, tuple[bytes, ...]]] = OrderedDict()
         self._num_bytes = 0
 
     def extend(self, digests: list[bytes], token_ids: U32, root_key: bytes, block_size: int) -> None:
-        """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
+        """Append to `digests` the missing digests of the full blocks of `token_ids`."""
         root = root_digest(self._root_salt, block_size, root_key)
         if digests or len(token_ids) < block_size:
             extend_digests(digests, root, token_ids, block_size)
@@ -53,7 +53,7 @@ class PromptDigests:
         digests += known[1 : num_common // block_size]
 
     def _remember(self, token_ids: U32, digests: list[bytes]) -> None:
-        """Store a prompt in place of the one with the same first block, and evict the oldest beyond the limit."""
+        """Store a prompt, replacing the prompt with the same first block. Evicts the oldest prompts over the limit."""
         replaced = self._entries.pop(digests[0], None)
         if replaced is not None:
             self._num_bytes -= _num_bytes(*replaced)

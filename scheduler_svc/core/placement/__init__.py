@@ -1,1 +1,1 @@
-"""Which worker a waiting sequence should run on."""
+"""Choice of the worker on which a waiting sequence should run."""

@@ -1,7 +1,7 @@
 """Placement: the worker on which a waiting sequence should run.
 
-The inputs are columns over workers. Only columns of changed workers are read again, so one placement costs about the
-same for 8 workers and for 64.
+The inputs are columns with one value per worker. Only the values of changed workers are read again, so one placement
+costs about the same for 8 workers and for 64.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ U32 = npt.NDArray[np.uint32]
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-MAX_LOOKUP_AGE_S = 0.5  # pools change slowly
-NOTHING_RUNS = np.iinfo(np.int64).min  # lowest priority number: there is no row to preempt
+MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
+NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The result for one waiting sequence."""
+    """The decision for one waiting sequence."""
 
     worker: WorkerBooks
-    has_room: bool  # in the worker's next step
-    is_now: bool  # that step is being planned
-    is_held: bool  # other workers have room, but waiting for this one is better
+    has_room: bool  # the worker has room in its next step
+    is_now: bool  # that step is being planned now
+    is_held: bool  # other workers have room, but it is better to wait for this worker
 
 
 class Fleet:
     """The workers, and the load that the current pass over the queue adds to each.
 
-    `begin_pass` starts a pass. `place` adds each sequence to the load of its worker, which later sequences then see.
+    `begin_pass` starts a pass. `place` adds each sequence to the load of its worker, so that later sequences see it.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.num_accepting = 0  # workers that accept more in this pass
-        self.first: WorkerCapacity | None = None  # the one that joined an empty fleet: the queue was checked against it
+        self.num_accepting = 0  # workers that accept more sequences in this pass
+        self.first: WorkerCapacity | None = None  # joined an empty fleet; requests were checked against it
         self._config = config
-        self._version = 0  # +1 whenever a worker joins or leaves: positions change
-        self._pass = 0  # number of the latest one
+        self._version = 0  # +1 whenever a worker joins or leaves, because positions change
+        self._pass = 0  # number of the newest pass
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
         self._set([], np.zeros(0, dtype=np.int64))
@@ -65,7 +65,7 @@ class Fleet:
     def join(self, worker: WorkerBooks) -> None:
         if not self._workers:
             self.first = worker.capacity
-        written = self._written.min() if len(self._written) else 0  # else a new worker would get all requests
+        written = self._written.min() if len(self._written) else 0  # 0 would direct all requests to a new worker
         self._set([*self._workers, worker], np.append(self._written, written))
 
     def leave(self, worker: WorkerBooks) -> None:
@@ -83,7 +83,8 @@ class Fleet:
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
         self.most_rows = max((c.max_num_seqs for c in sizes), default=0)
         lengths = [c.max_model_len for c in sizes]
-        self._size_limits = SizeLimits(min(lengths, default=0), min(self._pool_tokens.tolist(), default=0))  # of all
+        # Sequences within these limits could run on every worker.
+        self._size_limits = SizeLimits(min(lengths, default=0), min(self._pool_tokens.tolist(), default=0))
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -91,36 +92,38 @@ class Fleet:
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
-        # Tokens in use and tokens ever written, relative to each pool's size
+        # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
         self._load, self._free_rows, self._accepts = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
-        self.changed = set(self._position)  # may have something to do; the caller removes workers that have not
+        self.changed = set(self._position)  # workers that may have work; the caller removes those without
 
     def mark_changed(self, worker: WorkerBooks) -> None:
-        """Read the worker's columns again at the next pass."""
+        """Read the worker's values again at the next pass."""
         name = worker.capacity.worker_id
         self._stale[name] = worker
         self.changed.add(name)
 
     def drain(self, worker: WorkerBooks) -> None:
-        """The worker accepts no new sequences from now on."""
+        """Stop placing new sequences on the worker."""
         self._is_open[self._position[worker.capacity.worker_id]] = False
         self.mark_changed(worker)
 
     def could_run(self, seq: Sequence) -> bool:
-        """Some worker could run the sequence if nothing else ran there. True for all while every worker drains."""
+        """Whether some worker could run the sequence if it were idle. Always true while every worker drains."""
         return bool(np.count_nonzero(self._eligible(seq)) or not np.count_nonzero(self._is_open))
 
     def note_written(self, worker: WorkerBooks, num_tokens: int) -> None:
-        """Count tokens that get new blocks of the worker's pool."""
+        """Count tokens for which new blocks of the worker's pool are allocated."""
         self._written[self._position[worker.capacity.worker_id]] += num_tokens
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
     def begin_pass(self, ready: Collection[str], *, is_mixed: bool) -> None:
-        """Start a pass. `ready`: workers whose next step is planned now. `is_mixed`: requests differ in priority."""
+        """Start a pass. `ready`: the workers whose next step is planned now. `is_mixed`: live requests differ in
+        priority.
+        """
         self._pass += 1
         self._is_ready.fill(len(ready) == len(self._workers))
         if len(ready) < len(self._workers):
@@ -146,7 +149,9 @@ class Fleet:
         self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
 
     def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
-        """The worker for a sequence, now or later. At least one is eligible, or the sequence would be unschedulable."""
+        """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
+        schedulable.
+        """
         seq = entry.seq
         eligible = self._eligible(seq)
         uncached = seq.data.num_tokens - self._update_cached(entry, now)
@@ -164,7 +169,7 @@ class Fleet:
         return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
 
     def reserve_for(self, entry: QueueEntry) -> None:
-        """Reserve the eligible workers of a starved sequence: they accept no other one in this pass."""
+        """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""
         eligible = self._eligible(entry.seq)
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
         self._accepts &= ~eligible
@@ -183,10 +188,10 @@ class Fleet:
     def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:
             entry.held_since = now
-        return not is_worth_leaving(extra_tokens, now - entry.held_since, tokens_per_s, self._config.leave_part)
+        return not is_worth_leaving(extra_tokens, now - entry.held_since, tokens_per_s, self._config.leave_fraction)
 
     def _eligible(self, seq: Sequence) -> Bools:
-        """Workers that could run the sequence if nothing else ran there."""
+        """Workers that could run the sequence if they were idle."""
         eligible = self._is_open
         if not self._size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens):
             eligible = eligible & np.array(
@@ -199,8 +204,8 @@ class Fleet:
         return eligible
 
     def _room(self, entry: QueueEntry) -> Bools:
-        """Workers with a row for the sequence, or a less urgent one to preempt, that have not refused it and have
-        little prefill pending.
+        """Workers that have a row for the sequence (or a less urgent row to preempt), have not refused it, and have
+        little pending prefill.
         """
         refusals = self._refusals(entry) if entry.refusals else []
         room: Bools = self._free_rows > 0
@@ -224,32 +229,36 @@ class Fleet:
     # -- cached prefixes ----------------------------------------------------------------------------------------------
 
     def look_up_cached(self, entry: QueueEntry, now: float) -> None:
-        """Look up where a sequence that joins the queue is cached."""
+        """Look up how much of a sequence is cached on each worker when it joins the queue."""
         if self._workers:
             self._update_cached(entry, now)
 
     def _update_cached(self, entry: QueueEntry, now: float) -> I64:
-        """Leading tokens cached on each worker: looked up on all if the last lookup is old, else on the ready ones."""
+        """Number of leading tokens cached on each worker. Looks them up on all workers if the last lookup is old, else
+        only on the ready workers.
+        """
         seq, num_tokens = entry.seq, entry.seq.data.num_tokens
         version, last_pass, when = entry.cached_as_of
         if entry.num_cached_at is None or version != self._version or now - when >= MAX_LOOKUP_AGE_S:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
             entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, num_tokens)
             entry.cached_as_of = (self._version, self._pass, now)
-        elif last_pass != self._pass - 1 or when != now:  # else it has just joined the queue
+        elif last_pass != self._pass - 1 or when != now:  # otherwise the sequence has just joined the queue
             for i in np.flatnonzero(self._is_ready).tolist():
                 entry.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
             entry.most_cached = int(entry.num_cached_at.max())
         return entry.num_cached_at
 
     def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
-        """On each worker, and the largest. Most workers do not hold even the first block."""
+        """Number of cached leading tokens on each worker, and the largest of them. Most workers do not even hold the
+        first block.
+        """
         first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
         counts = [worker.num_cached(digests, num_tokens) if first in held else 0 for held, worker in at]
         return np.array(counts, dtype=np.int64), max(counts)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
-        """Append the missing digests of a sequence's full blocks."""
+        """Append to `digests` the missing digests of a sequence's full blocks."""
         block_size = self._workers[0].capacity.block_size  # equal on all workers
         self._digests.extend(digests, token_ids, root_key, block_size)
 

@@ -1,1 +1,1 @@
-"""Requests from arrival to end: admission control, the waiting queue, fair shares, preemption."""
+"""Requests from arrival to end: admission control, waiting queue, fair shares, preemption."""

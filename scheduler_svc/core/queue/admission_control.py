@@ -1,4 +1,4 @@
-"""Admission control: workers that match the others, and requests that can run, in time, and fit the queue."""
+"""Admission control: refuses workers that differ from the others, and requests that do not fit or would be late."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
-RETURNING_FACTOR = 4  # the queue's limits for requests that were accepted before, as a multiple
+RETURNING_FACTOR = 4  # the queue's limits are this much higher for requests that were accepted before
 LEAST_RETRY_S = 0.1
 
 
 class AdmissionControl:
-    """Raises an error for each worker or request that it refuses. Changes nothing but a count of refusals."""
+    """Raises an error for each worker or request that it refuses. The only state it changes is a count of refusals."""
 
     def __init__(
         self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures, counts: Counts
@@ -47,11 +47,11 @@ class AdmissionControl:
         self._counts = counts
 
     def check_worker(self, capacity: WorkerCapacity) -> None:
-        """Raises ValueError for sizes that cannot work, WorkerMismatchError if they differ from those in use."""
+        """Raises ValueError for invalid sizes, WorkerMismatchError if they differ from the other workers' sizes."""
         if capacity.max_num_batched_tokens < capacity.max_num_seqs:
             raise ValueError(
-                f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}, below "
-                f"max_num_seqs {capacity.max_num_seqs}: a step could not give every running sequence one token"
+                f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}; must be "
+                f"at least max_num_seqs {capacity.max_num_seqs}, so that a step has a token for every running sequence"
             )
         first = self._fleet.first
         if first is not None and (self._fleet.workers or self._requests.groups):
@@ -59,12 +59,14 @@ class AdmissionControl:
             _check_same("max_model_len", capacity, first)
 
     def check_group(self, group: SequenceGroup, now: float) -> None:
-        """Raises a SchedulerError that says why the request is refused; nothing changes but a count."""
+        """Raises a SchedulerError with the reason if the request is refused."""
         if self._requests.is_out_of_patience(now):
-            raise NoWorkerError("all workers are gone; retry later or on another scheduler")
+            raise NoWorkerError("no worker is connected; retry later or on another scheduler")
         live = self._requests.groups.get(group.request_id)
         if live is not None and not _gives_way(live, group):
-            raise DuplicateRequestError(f"request_id {group.request_id!r} is in flight; choose another or wait")
+            raise DuplicateRequestError(
+                f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
+            )
         self._check_queue(group)
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
@@ -73,8 +75,8 @@ class AdmissionControl:
             self._check_deadline(group, group.timeout_s, now)
 
     def _check_queue(self, group: SequenceGroup) -> None:
-        """The queue is bounded in sequences and in tokens. A request that was accepted before has higher limits: it
-        must not fail because the queue is full after the loss of a scheduler.
+        """The queue has a limit of sequences and a limit of tokens. Both are higher for a request that was accepted
+        before: it must not fail because the queue is full after the loss of a scheduler.
         """
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         num_waiting = queue.num_schedulable
@@ -83,13 +85,16 @@ class AdmissionControl:
         factor = RETURNING_FACTOR if group.takes_over else 1
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
-            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._config.max_waiting}; retry later")
+            raise QueueFullError(
+                f"the queue is full: {num_waiting} requests are waiting, and the limit is {self._config.max_waiting}; "
+                "retry later"
+            )
         new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
         if is_queue_full(queue.expected_tokens + new, queue.expected_tokens_of(slot) + new, num_tenants, limit):
             raise QueueFullError(
-                f"requests of {queue.expected_tokens} tokens wait and this one would add {new}; the limit is "
-                f"{self._config.max_waiting_tokens}: retry later"
+                f"the queue is full: {queue.expected_tokens} tokens are waiting, this request adds {new}, and the "
+                f"limit is {self._config.max_waiting_tokens}; retry later"
             )
 
     def _check_size(self, group: SequenceGroup) -> None:
@@ -103,15 +108,14 @@ class AdmissionControl:
             raise NeverFitsError(str(error), field=error.field) from None
         if has_workers and group.n > self._fleet.most_rows:
             raise NeverFitsError(
-                f"sampling.n is {group.n}, above max_num_seqs {self._fleet.most_rows} of the largest worker: "
-                "ask for fewer samples",
+                f"sampling.n is {group.n}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest worker",
                 field="sampling.n",
             )
 
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
         workers = [worker for worker in self._fleet.workers if not worker.is_draining]
         if not workers:
-            return  # the time until one joins is unknown
+            return  # the time until a worker joins is unknown
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         ahead = queue.tokens_ahead(slot, group.priority)
         own = len(group.prompt) + min(worker.backlog for worker in workers)
@@ -129,15 +133,16 @@ class AdmissionControl:
             return
         self._counts.refused_deadline += 1
         raise DeadlineError(
-            f"the first token would come after about {wait_s:.1f} s, and the deadline is in {timeout_s:.1f} s: "
-            "too late for an answer; retry later, or allow more time",
+            f"the deadline is in {timeout_s:.1f} s, but the first token would take about {wait_s:.1f} s; retry later "
+            "or set a later deadline",
             retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),
         )
 
 
 def _gives_way(live: SequenceGroup, group: SequenceGroup) -> bool:
-    """Only the newest stream of a client counts. A gateway that was frozen may send the request again as well; it must
-    not take it back from the gateway that serves the client now. If that gateway is lost, its end frees the request_id.
+    """Only the newest stream of a client counts. A gateway that was frozen may also send the request again, but it must
+    not take the request back from the gateway that serves the client now. If that gateway is lost, its requests end and
+    their request_ids become free.
     """
     return group.takes_over and (not live.takes_over or live.origin == group.origin)
 
@@ -146,5 +151,6 @@ def _check_same(name: str, capacity: WorkerCapacity, other: WorkerCapacity) -> N
     mine, theirs = getattr(capacity, name), getattr(other, name)
     if mine != theirs:
         raise WorkerMismatchError(
-            f"worker {capacity.worker_id} has {name} {mine}, but {other.worker_id} has {theirs}; start it with the same"
+            f"worker {capacity.worker_id} has {name} {mine}, but worker {other.worker_id} has {theirs}; start all "
+            f"workers with the same {name}"
         )

@@ -1,10 +1,10 @@
 """Fair shares of the work for tenants.
 
 The virtual token counter (VTC, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
-counter grows with the tokens computed for it, and the tenant with the lowest counter is served next. A tenant that
-returns is lifted to the lowest counter of the active ones, so that no tenant saves up credit while it is idle. Tenants
-that always have requests waiting get equal shares, whatever they ask for; a tenant that asks for less than its share
-hardly waits.
+counter grows with the tokens computed for it, and the tenant with the lowest counter is served next. When an idle
+tenant returns, its counter is raised to the lowest counter of the active tenants, so that idle tenants do not save up
+credit. Tenants that always have requests waiting get equal shares, whatever the size of their requests. A tenant that
+needs less than its share hardly waits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ I64 = npt.NDArray[np.int64]
 
 INPUT_WEIGHT = 1  # per computed prompt token
 OUTPUT_WEIGHT = 2  # per generated token
-MAX_IDLE_TENANTS = 4096  # that keep their counters
+MAX_IDLE_TENANTS = 4096  # idle tenants whose counters are kept
 
 
 class FairShare:
     """The tenants' counters. A tenant is active while it has a live request. Its slot is its index in columns."""
 
     def __init__(self) -> None:
-        # [slots] weighted tokens, never below the floor of the tenant's last join
+        # [slots] weighted tokens per tenant, at least the floor at the tenant's last join
         self.served: I64 = np.zeros(8, dtype=np.int64)
         self.num_active = 0
         self._slots: dict[str, int] = {}
@@ -33,7 +33,7 @@ class FairShare:
         self._floor = 0
 
     def slot_of(self, tenant_id: str) -> int | None:
-        """The slot of a tenant, None if it is unknown."""
+        """The slot of a tenant; None if the tenant is unknown."""
         return self._slots.get(tenant_id)
 
     def join(self, tenant_id: str) -> int:
@@ -50,13 +50,13 @@ class FairShare:
         return slot
 
     def leave(self, slot: int) -> None:
-        """A request of this tenant has ended."""
+        """Count the end of a request of this tenant."""
         self._num_live[slot] -= 1
         if self._num_live[slot]:
             return
         self.num_active -= 1
         self._idle[slot] = None
-        if not self.num_active:  # no active tenant to compare with: the next one starts at this one's counter
+        if not self.num_active:  # nothing to compare with: the next tenant starts at this counter
             self._floor = max(self._floor, int(self.served[slot]))
 
     def charge_prompt(self, slot: int, num_tokens: int) -> None:
@@ -92,6 +92,6 @@ class FairShare:
         return slot
 
     def check_invariants(self, live: dict[int, int]) -> None:
-        """Raise AssertionError unless exactly these slots have so many live requests."""
+        """Raise AssertionError unless the live requests per slot are `live`."""
         assert {slot: n for slot, n in enumerate(self._num_live) if n} == live, "tenants and live requests disagree"
         assert self.num_active == len(live), "the number of active tenants is wrong"

@@ -6,7 +6,7 @@ import math
 
 
 class Pace:
-    """Amount per second of busy time, weighted towards the last `HORIZON_S`. Unknown for the first second of it."""
+    """Rate per second of busy time, weighted towards the last `HORIZON_S`. Unknown in the first `LEAST_BUSY_S`."""
 
     HORIZON_S = 10.0
     LEAST_BUSY_S = 1.0
@@ -25,14 +25,14 @@ class Pace:
 
     @property
     def per_s(self) -> float | None:
-        """None while it is unknown."""
+        """The rate; None while it is unknown."""
         if self._seen_s < self.LEAST_BUSY_S or self._amount <= 0:
             return None
         return self._amount / self._busy_s
 
 
 class Measures:
-    """Running measurements, from which the core estimates how long a new request would wait and grow."""
+    """Running measurements. The core uses them to estimate the wait and the output length of a new request."""
 
     MEAN_OUTPUT_WEIGHT = 0.05  # weight of the newest answer in the running mean
 

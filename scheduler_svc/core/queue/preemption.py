@@ -1,4 +1,4 @@
-"""Preemption: the least urgent rows give way when the pool has too few blocks for all, or to an urgent sequence."""
+"""Preempts the least urgent rows when the pool has too few blocks, or when a more urgent sequence needs room."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bool:
-    """Plan the running rows; True if some were preempted for the others.
+    """Plan the running rows. Returns True if some were preempted.
 
-    Each decoding row gets the block that it writes next. The least urgent rows are preempted until there are enough
-    blocks. Steps in flight may still name a victim's blocks: then rows without a block skip this step.
+    Each decoding row gets the block to which it writes next. The least urgent rows are preempted until there are enough
+    blocks. While steps in flight still use a preempted row's blocks, rows without a block skip the step.
     """
     worker = planner.books
     if not worker.rows.num_used:
@@ -43,7 +43,7 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
 
 
 def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
-    """Preempt less urgent rows for an urgent sequence without room, unless it would not fit even then."""
+    """Preempt less urgent rows to make room for an urgent sequence. Do not preempt if it still would not fit."""
     urgent = entry.seq
     if _has_space(urgent, worker) or not _may_displace(urgent, worker):
         return
@@ -69,5 +69,5 @@ def _preempt_one(worker: WorkerBooks, requests: Requests) -> None:
     seq = worker.preempt(victim)
     requests.requeue(seq)
     entry = requests.waiting.entry(seq)
-    if worker.in_flight and entry:  # else it could take its blocks back, as cached ones, before they are free
+    if worker.in_flight and entry:  # without a refusal it could reuse its blocks as cached blocks before they are free
         entry.refusals[worker.capacity.worker_id] = worker.refuse()

@@ -1,4 +1,4 @@
-"""Every live request from its arrival to its end: its group, its place in the queue, its deadline and its tenant."""
+"""Every live request from arrival to end: its group, its position in the queue, its deadline and its tenant."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 RETRY_ADVICE = "retry later or on another scheduler"
-SPARE_DEADLINES = 64  # of sequences that no longer wait: removed when there are more
+SPARE_DEADLINES = 64  # entries of sequences that no longer wait are removed when there are more than about this many
 
 
 class Requests:
-    """Owns groups, queue and shares. `workers`, by name, are the scheduler's: a sequence that ends frees its row."""
+    """Owns groups, queue and shares. Shares `workers` with the scheduler, to free the row of a sequence that ends."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Requests:
         self._stops = stops
         self._measures = measures
         self._counts = counts
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some entries no longer wait
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some of its sequences no longer wait
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
 
@@ -82,7 +82,7 @@ class Requests:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> list[Finished]:
-        """End a request in any state; its blocks are free once the steps that name them are answered."""
+        """End a request in any state. Its blocks become free when the steps that use them are answered."""
         group = self.groups.get(request_id)
         if group is None:
             return []
@@ -95,12 +95,14 @@ class Requests:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, seq = heappop(self._deadlines)
             if seq.status is SequenceStatus.WAITING and seq in self.waiting:
-                message = "its deadline passed while it waited"
+                message = "the deadline passed while the request was waiting"
                 ended += self.abort(seq.group.request_id, FinishReason.ABORTED, message)
         return ended
 
     def give_up(self, now: float) -> list[Finished]:
-        """End each request that no present worker could run for `worker_patience_s`; without a worker, that is all."""
+        """End each request that no present worker could run for `worker_patience_s`. Without workers, that is every
+        request.
+        """
         if not self._workers:
             self._no_worker_since = min(self._no_worker_since, now)
         unschedulable, ended = self.waiting.unschedulable, list[Finished]()
@@ -115,14 +117,14 @@ class Requests:
 
     @property
     def patience_ends_at(self) -> float:
-        """When `give_up` ends the next request, unless a worker joins; inf while it has found none to end."""
+        """When `give_up` ends the next request, unless a worker joins; inf if no request is at risk."""
         since = next(iter(self.waiting.unschedulable.values()), math.inf)
         if not self._workers and len(self.waiting):
             since = self._no_worker_since
         return since + self._config.worker_patience_s
 
     def is_out_of_patience(self, now: float) -> bool:
-        """No worker has been here for `worker_patience_s`: a new request would only wait in vain."""
+        """Whether no worker has been connected for `worker_patience_s`. New requests are then refused."""
         return not self._workers and self._no_worker_since + self._config.worker_patience_s <= now
 
     def _why_stranded(self, group: SequenceGroup) -> str:
@@ -130,10 +132,10 @@ class Requests:
         if not self._workers:
             return f"no worker is connected and none joined within {patience_s:g} s; {RETRY_ADVICE}"
         sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}"
-        most = f"{self._fleet.largest_pool} tokens in a pool"
+        most = f"{self._fleet.largest_pool} tokens"
         return (
-            f"no present worker can run it ({sizes}; they have up to {most}), and no eligible worker joined within "
-            f"{patience_s:g} s; {RETRY_ADVICE}"
+            f"no present worker can run the request ({sizes}; the largest pool has {most}), and no eligible worker "
+            f"joined within {patience_s:g} s; {RETRY_ADVICE}"
         )
 
     def end(
@@ -145,7 +147,7 @@ class Requests:
         message: str = "",
         keep_forks: bool = True,
     ) -> Finished:
-        """End a sequence in any state; every end goes through here."""
+        """End a sequence in any state. Every end of a sequence uses this method."""
         forks = seq.forks
         if seq.worker_id is not None and seq.row is not None:
             worker = self._workers[seq.worker_id]
@@ -164,7 +166,7 @@ class Requests:
         if seq in self.waiting:
             self.waiting.remove(seq)
             return
-        for leader in seq.group.sequences:  # it waited to fork from another sample
+        for leader in seq.group.sequences:  # the sequence was waiting to fork from another sample
             if seq in leader.forks:
                 leader.forks.remove(seq)
                 if leader.worker_id is not None:
@@ -191,14 +193,14 @@ class Requests:
         self._enqueue(seq)
 
     def enqueue_samples(self, samples: list[Sequence]) -> None:
-        """Queue samples without a row, the others as forks of the first one: it starts from the cached prompt."""
+        """Queue samples that got no row. The first starts from the cached prompt, and the others fork from it."""
         if samples:
             samples[0].forks = samples[1:]
             self._enqueue(samples[0])
 
     def update_schedulable(self) -> None:
-        """Workers joined, left or drain: sequences become unschedulable, or schedulable again. Checked only then, or
-        each step would check the whole queue.
+        """Update which sequences are unschedulable. Called when workers join, leave or drain, so that steps need not
+        check the whole queue.
         """
         if self._workers:
             self._no_worker_since = math.inf
@@ -233,14 +235,16 @@ class Requests:
             heapify(self._deadlines)
 
     def virtual_arrival(self, entry: QueueEntry) -> float:
-        """An entry's place in the order. A sequence that has run before counts by arrival alone: its work is mostly
-        done.
+        """The sort key of an entry. A sequence that has run before is sorted by arrival alone, because most of its work
+        is done.
         """
         uncached = entry.num_uncached if entry.seq.is_new else 0
         return virtual_arrival(entry.seq.group.arrival, uncached, self._config.aging_tokens_per_s)
 
     def note_blocked(self, entry: QueueEntry, now: float) -> bool:
-        """A sequence was passed over for lack of room. True once it is starved: it has waited `aging_s` like that."""
+        """Record that a sequence was passed over for lack of room. True if that first happened `aging_s` ago: the
+        sequence is starved.
+        """
         if entry.blocked_since is None:
             entry.blocked_since = now
         return now - entry.blocked_since >= self._config.aging_s

@@ -1,4 +1,4 @@
-"""One pass over the queue: which waiting sequence goes to which worker in the next step."""
+"""One pass over the queue: assigns waiting sequences to the next steps of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduler_svc.core.steps.step_planner import StepPlanner
 
 
 class QueueScan:
-    """Matches the queue with the fleet. Sequences stay in the queue until a step admits them."""
+    """Assigns waiting sequences to workers. Sequences stay in the queue until a step admits them."""
 
     def __init__(self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures) -> None:
         self._config = config
@@ -24,7 +24,8 @@ class QueueScan:
         self._measures = measures
 
     def place(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
-        """The sequences to admit on each ready worker, in order. No sequence is bound to a worker before its step.
+        """For each ready worker, the sequences to admit in its next step, in order. The assignment holds for this step
+        only.
 
         The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few.
         """
@@ -53,7 +54,7 @@ class QueueScan:
         return placed
 
     def _may_admit(self, ready: Mapping[str, StepPlanner], *, is_mixed: bool) -> bool:
-        """One of the sequences that may be admitted next has not been refused by one of the ready workers.
+        """Whether some ready worker has not refused some sequence that may be admitted next.
 
         A refusal holds until rows or blocks become free. Only the first sequence is also retried when the projected
         peak may have fallen far enough: retrying all of them would cost more than it gains.
@@ -69,5 +70,5 @@ class QueueScan:
         return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
     def _is_starved(self, entry: QueueEntry, placement: Placement, now: float) -> bool:
-        """No worker has had room for it for `aging_s`: no other sequence may be admitted where it could run."""
+        """Whether no worker has had room for the sequence for `aging_s`: its eligible workers are reserved for it."""
         return not placement.has_room and not placement.is_held and self._requests.note_blocked(entry, now)

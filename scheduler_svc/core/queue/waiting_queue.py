@@ -1,4 +1,4 @@
-"""The sequences that wait, in the order in which they are to be served."""
+"""The waiting sequences, in the order in which they are served."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _key = attrgetter("key")
 class WaitingQueue:
     """Owns the entries of all waiting sequences.
 
-    Order: priority; then sequences that have run before, because their streams stall meanwhile; then the tenant that
-    was served least; then the virtual arrival, which a long prompt delays. With one tenant this is a sorted list.
+    Order: priority; then sequences that have run before, because their streams are stalled; then the tenant that was
+    served least; then the virtual arrival, which is later for a long prompt. With one tenant this is a sorted list.
 
-    A sequence that no present worker could run is unschedulable: it waits outside the order and delays no other one.
+    A sequence that no present worker could run is unschedulable: it waits outside the order and delays no others.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -31,7 +31,7 @@ class WaitingQueue:
         self._by_tenant: dict[int, list[QueueEntry]] = {}  # slot -> entries sorted by key; no list is empty
         self._tokens: defaultdict[tuple[int, int], int] = defaultdict(int)  # (slot, priority) -> tokens to compute
         self._expected: defaultdict[int, int] = defaultdict(int)  # slot -> expected tokens
-        self.unschedulable: dict[Sequence, float] = {}  # -> since when, longest first; inf until `give_up` sets it
+        self.unschedulable: dict[Sequence, float] = {}  # -> since when, oldest first; inf until `give_up` sets it
         self.pending_tokens = 0  # to compute
         self.expected_tokens = 0  # to compute and to generate
 
@@ -46,7 +46,7 @@ class WaitingQueue:
         return len(self._entries)
 
     def sequences(self) -> Iterator[Sequence]:
-        """All that wait: unschedulable sequences, then the others in order."""
+        """All waiting sequences: the unschedulable ones, then the others in order."""
         yield from self.unschedulable
         yield from (entry.seq for entry in self)
 
@@ -55,19 +55,19 @@ class WaitingQueue:
         return self._entries.get(seq)
 
     def num_tenants_with(self, slot: int | None) -> int:
-        """Number of tenants with waiting sequences, counting this one in any case."""
+        """Number of tenants that have waiting sequences or are this tenant."""
         return len(self._by_tenant) + (slot not in self._by_tenant)
 
     def num_of(self, slot: int | None) -> int:
-        """Waiting sequences of one tenant."""
+        """Number of waiting sequences of one tenant."""
         return len(self._by_tenant[slot]) if slot in self._by_tenant else 0
 
     def expected_tokens_of(self, slot: int | None) -> int:
-        """One tenant's fraction of `expected_tokens`."""
+        """The tokens in `expected_tokens` that belong to one tenant."""
         return self._expected.get(slot, 0) if slot is not None else 0
 
     def add(self, entry: QueueEntry, virtual_arrival: float) -> None:
-        """Queue an entry in its tenant's order."""
+        """Insert an entry into its tenant's list."""
         seq = entry.seq
         entry.key = (seq.group.priority, seq.is_new, virtual_arrival, seq.seq_id)
         self._entries[seq] = entry
@@ -75,11 +75,11 @@ class WaitingQueue:
         self._count(entry, 1)
 
     def add_unschedulable(self, seq: Sequence) -> None:
-        """Let a sequence wait outside the order."""
+        """Add a sequence that waits outside the order."""
         self.unschedulable[seq] = math.inf
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out and drop its entry."""
+        """Remove a waiting sequence and drop its entry."""
         if self.unschedulable.pop(seq, None) is not None:
             return
         entry = self._entries.pop(seq)
@@ -87,14 +87,14 @@ class WaitingQueue:
         entries = self._by_tenant[slot]
         index = bisect_left(entries, entry.key, key=_key)
         if entries[index] is not entry:
-            raise RuntimeError(f"sequence {seq.seq_id} is not where its key says: a bug in the queue")
+            raise RuntimeError(f"sequence {seq.seq_id} is not at the position of its key: a bug in the queue")
         del entries[index]
         if not entries:
             del self._by_tenant[slot]
         self._count(entry, -1)
 
     def move(self, entry: QueueEntry, virtual_arrival: float) -> None:
-        """Change an entry's place within its tenant's order."""
+        """Move an entry within its tenant's list."""
         self.remove(entry.seq)
         self.add(entry, virtual_arrival)
 
@@ -111,10 +111,11 @@ class WaitingQueue:
             del self._expected[slot]
 
     def tokens_ahead(self, slot: int | None, priority: int, virtual_arrival: float | None = None) -> int:
-        """Tokens to compute before a new sequence of this tenant is served; without `virtual_arrival`, as its last.
+        """Number of tokens to compute before a new sequence of this tenant is served. Without `virtual_arrival` the
+        sequence is assumed to be the tenant's last.
 
-        These are the tokens of sequences at least as urgent; but while this tenant's own sequences are served, each
-        other tenant gets no more than the same amount.
+        The sequences ahead are those that are at least as urgent. But while the tenant's own sequences are served, each
+        other tenant gets at most the same number of tokens.
         """
         urgent = [(owner, tokens) for (owner, level), tokens in self._tokens.items() if level <= priority]
         if virtual_arrival is None or slot is None:
@@ -126,7 +127,9 @@ class WaitingQueue:
         return min(sum(tokens for _, tokens in urgent), own * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[QueueEntry]:
-        """All entries in order. Each one counts as served for those after it, so one pass sees the shares grow."""
+        """All entries in order. Each entry counts as served when the next one is chosen, so one iteration accounts for
+        the tenants' growing usage.
+        """
         if len(self._by_tenant) == 1:
             return iter(next(iter(self._by_tenant.values())))
         return self._merge()
@@ -146,7 +149,7 @@ class WaitingQueue:
             heapreplace(heads, (_rank(entries[index + 1], served[slot]), slot, index + 1))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the books do not balance."""
+        """Raise AssertionError if counts, keys and order disagree."""
         waiting = [entry for entries in self._by_tenant.values() for entry in entries]
         assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
         assert len(waiting) == len(self._entries), "a sequence waits twice"

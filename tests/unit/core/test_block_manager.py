@@ -108,7 +108,7 @@ def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
 
 def test_allocating_too_much_raises() -> None:
     pool = BlockManager(2, 1)
-    with pytest.raises(RuntimeError, match="asked for 3 blocks with 2 free"):
+    with pytest.raises(RuntimeError, match="3 blocks were requested, but 2 are free"):
         pool.allocate(3)
     with pytest.raises(ValueError, match="0 blocks"):
         BlockManager(0, 16)

@@ -96,11 +96,11 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_workers_must_agree_and_sizes_must_work() -> None:
     scheduler = make()
-    with pytest.raises(WorkerMismatchError, match="block_size 8, but w has 4"):
+    with pytest.raises(WorkerMismatchError, match="block_size 8, but worker w has 4"):
         scheduler.add_worker(capacity("x", block_size=8))
     with pytest.raises(WorkerMismatchError, match="max_model_len"):
         scheduler.add_worker(capacity("x", max_model_len=32))
-    with pytest.raises(ValueError, match="below max_num_seqs"):
+    with pytest.raises(ValueError, match="at least max_num_seqs"):
         scheduler.add_worker(capacity("x", max_num_batched_tokens=7))
     with pytest.raises(ValueError, match="has already joined"):
         scheduler.add_worker(capacity("w"))
@@ -114,7 +114,7 @@ def test_workers_of_another_size_may_join_when_no_request_is_left() -> None:
         scheduler.add_worker(capacity("x", block_size=8))
     scheduler.abort_group("a", FinishReason.ABORTED)
     scheduler.add_worker(capacity("x", block_size=8, max_model_len=128))
-    with pytest.raises(WorkerMismatchError, match="block_size 4, but x has 8"):
+    with pytest.raises(WorkerMismatchError, match="block_size 4, but worker x has 8"):
         scheduler.add_worker(capacity("y", block_size=4, max_model_len=128))
     scheduler.add_group(group("b", range(70)), 0.0)
     scheduler.check_invariants()
@@ -321,7 +321,7 @@ def test_a_queue_is_bounded_by_tokens_too() -> None:
     scheduler.add_group(group("runs", range(40), max_tokens=20), 0.0)
     scheduler.schedule(0.0)
     scheduler.add_group(group("first", range(50), max_tokens=14), 0.0)  # an empty queue accepts any request
-    with pytest.raises(QueueFullError, match="this one would add 11"):
+    with pytest.raises(QueueFullError, match="this request adds 11"):
         scheduler.add_group(group("second", range(10), max_tokens=1), 0.0)
     scheduler.add_group(group("second", range(10), max_tokens=1, takes_over=True), 0.0)  # it was accepted before
     scheduler.add_group(group("third", range(10), max_tokens=1, tenant_id="b"), 0.0)  # its share is free

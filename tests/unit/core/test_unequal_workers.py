@@ -65,7 +65,7 @@ def test_an_unschedulable_request_ends_when_no_worker_joins_in_time() -> None:
     assert not run(scheduler, 60.9)
     ended = run(scheduler, 61.0)
     assert {name: end.reason for name, end in ended.items()} == dict.fromkeys(("long0", "long1"), FinishReason.ERROR)
-    assert "40 prompt tokens, max_tokens 20; they have up to 32 tokens in a pool" in ended["long0"].message
+    assert "40 prompt tokens, max_tokens 20; the largest pool has 32 tokens" in ended["long0"].message
     assert scheduler.patience_ends_at == float("inf")
     assert not scheduler.has_work
 

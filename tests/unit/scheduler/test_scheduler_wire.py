@@ -101,7 +101,7 @@ def test_a_row_whose_token_is_outside_the_vocabulary_has_failed() -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (worker_pb2.StepOutput(step_id=2, worker_epoch=5), "worker epoch 0x5"),
+        (worker_pb2.StepOutput(step_id=2, worker_epoch=5), "worker_epoch is 0x5"),
         (worker_pb2.StepOutput(step_id=3, worker_epoch=4), "step 3"),
         (worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=b"123"), "rows has 3 bytes"),
         (worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=b"1234"), "1 rows but 0"),
@@ -278,7 +278,7 @@ def test_refusals_have_code_field_and_retry_delay() -> None:
     [
         (worker_pb2.ListBlocksResponse(block_ids=b"\1\0\0\0", hashes=b"x" * 15, token_ids=b"\0" * 16), "15 bytes"),
         (worker_pb2.ListBlocksResponse(block_ids=b"\1\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 12), "3 token_ids"),
-        (worker_pb2.ListBlocksResponse(block_ids=b"\x40\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 16), "block 64"),
+        (worker_pb2.ListBlocksResponse(block_ids=b"\x40\0\0\0", hashes=b"x" * 16, token_ids=b"\0" * 16), "contains 64"),
     ],
 )
 def test_refuses_invalid_cached_blocks(message: worker_pb2.ListBlocksResponse, match: str) -> None:

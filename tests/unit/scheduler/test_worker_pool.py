@@ -350,7 +350,7 @@ async def test_a_newer_register_stream_takes_over(make_stack: MakeStack) -> None
     await newer.write(worker.registration())
     await newer.read()
     await until(lambda: worker.refusals)
-    assert "took over" in (worker.refusals[0].details() or "")
+    assert "replaces this one" in (worker.refusals[0].details() or "")
     assert len(worker.lease_epochs) == 1
     newer.cancel()
 
@@ -384,7 +384,7 @@ async def test_a_step_that_takes_too_long_loses_the_worker(make_stack: MakeStack
     await gateway.submit(1, PROMPT, max_tokens=4)
     await until(lambda: worker.refusals)
     worker.gate.set()
-    assert "step 1 is not answered" in (worker.refusals[0].details() or "")
+    assert "step 1 was not answered" in (worker.refusals[0].details() or "")
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 4)
 
