@@ -229,7 +229,7 @@ def decode_steps(report: Report) -> None:
 
 
 def mixed_steps(report: Report) -> None:
-    """Rows that decode beside a chunk of a prompt: with graphs recorded on first use, and without graphs."""
+    """Steps with decode rows and a chunk of a prompt: with graphs recorded on first use, and without graphs."""
     sizes = [(2, 20)] if report.is_smoke else [(255, 128), (255, 512), (64, 1024), (64, 2048), (0, 4096)]
     folder = make_checkpoint(report)
     for when in ("lazy", "off"):

@@ -42,7 +42,7 @@ def test_calls_match_signatures(path):
 
 
 class Memory:
-    """Memory of a device whose steps leave it cached for the next one until the cache is emptied."""
+    """Device memory. Memory that a step frees stays in the cache until the cache is emptied."""
 
     def __init__(self) -> None:
         self.free, self.cached = 1000, 0

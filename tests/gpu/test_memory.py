@@ -1,4 +1,4 @@
-"""Division of device memory, on a fake device whose steps take given amounts."""
+"""Division of device memory, on a fake device whose steps take given amounts of memory."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def worst_error(driver, expected):
 
 
 def test_errors_of_float16_and_of_an_fp8_cache(qwen3, monkeypatch):
-    """The error of an fp8 cache beside that of float16, because the interpreter has no bfloat16. The attention of this
+    """The error of an fp8 cache compared with float16, because the interpreter has no bfloat16. The attention of this
     model is peaked, so typical models lose less."""
     drivers = {}
     for name, settings in {

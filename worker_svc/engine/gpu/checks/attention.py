@@ -1,4 +1,4 @@
-"""Cases of attention: decode rows, and prompts beside single queries, over blocks in reverse order."""
+"""Cases of attention: decode rows, and prompts with single queries, over blocks in reverse order."""
 
 from __future__ import annotations
 
