@@ -1,1 +1,1 @@
-"""The stateless gateway: public gRPC API, tokenizing and detokenizing."""
+"""The stateless gateway: public gRPC and HTTP APIs, tokenizing and detokenizing."""

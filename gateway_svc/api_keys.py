@@ -72,7 +72,7 @@ class ApiKeys:
     def authenticate(self, authorization: object) -> None:
         """Set `current_caller` from an Authorization header. Raises UnauthenticatedError."""
         if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
-            raise UnauthenticatedError("an API key is required; set QUIRE_API_KEY, or api_key=... of the client")
+            raise UnauthenticatedError("an API key is required; set QUIRE_API_KEY, or api_key=... in the client")
         owner = self.owner_of(authorization[len(SCHEME) :].strip())
         if owner is None:
             raise UnauthenticatedError("the API key is not accepted by this gateway")
@@ -108,7 +108,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without an accepted key with UNAUTHENTICATED. Runs inside ErrorInterceptor, which counts the error."""
+    """Refuses calls without an accepted key: UNAUTHENTICATED. Runs inside ErrorInterceptor, which counts the error."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -129,9 +129,9 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: Handler, words: str) -> Handler:
-    """A handler of the same kind that refuses the call. No RPC that needs a key has a stream of requests.
+    """A handler of the same kind that refuses the call. No RPC that needs a key streams requests.
 
-    It has no deserializer: parsing a large body for a client without a key would block all streams of this process.
+    It has no deserializer: parsing a large body from a client without a key would block all streams of this process.
     """
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

@@ -1,7 +1,7 @@
 """One of several gateway processes: `python -m gateway_svc.child PARENT INDEX ADDRESSES LIFE [SETTINGS ...]`.
 
-Started by gateway_svc.processes only. The settings are those of quire-gateway. ADDRESSES are the shared ports,
-separated by a comma: gRPC, and HTTP if it is on.
+Started by gateway_svc.processes only. LIFE counts the restarts of this process. SETTINGS are the arguments of
+quire-gateway. ADDRESSES are the shared ports, separated by a comma: gRPC, and HTTP if it is on.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ READY_WITHIN_S = 5.0
 
 
 def main() -> None:
-    """Parse as quire-gateway does, then use the addresses of this process."""
+    """Parse the arguments of quire-gateway, then replace its addresses by those of this process."""
     parent, index, addresses, life = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
     args = config.parse(make_parser(), sys.argv[5:])
     args.listen, args.http_listen = addresses[0], addresses[1] if len(addresses) > 1 else config.OFF
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
     end_with_parent(parent)
-    # After a restart, the other processes serve: accept connections only once this one can serve them too.
+    # After a restart, other processes are serving already: accept connections only when this one is ready as well.
     try:
         run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
     except SystemExit as end:

@@ -10,7 +10,7 @@ from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableErr
 
 
 class ModelDirectory:
-    """The models behind this gateway, by name. Schedulers of one model are replicas of each other."""
+    """The models behind this gateway, by name. Schedulers with the same model are replicas."""
 
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
         self.clients = list(clients)
@@ -21,12 +21,12 @@ class ModelDirectory:
         return any(client.is_ready for client in self.clients)
 
     def models(self) -> list[tuple[ServedModel, int]]:
-        """Every known model with the number of ready workers of all its replicas, sorted by name."""
+        """Every known model, sorted by name, with the number of ready workers of all its replicas."""
         known = self._known()
         return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
     def find(self, name: str, revision: str = "") -> ServedModel:
-        """A model that requests can be sent to now; empty name: the only model; empty revision: any.
+        """The model, if it can take requests now. Empty name: the only model. Empty revision: any.
 
         Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
         """
@@ -35,8 +35,9 @@ class ModelDirectory:
         of_revision = self._known(revision)
         if resolved not in of_revision:
             raise UnavailableError(
-                f"model {resolved!r} is served here as revision {known[resolved][1].info.revision}, but this request "
-                f"began with {revision[:200]}, which may give other tokens; retry on another gateway, or start again",
+                f"this gateway serves revision {known[resolved][1].info.revision} of model {resolved!r}, but the "
+                f"request began on revision {revision[:200]}, whose tokens may differ; retry on another gateway, or "
+                "start the request again",
                 retry_after_s=RETRY_AFTER_S,
             )
         client, model = of_revision[resolved]
@@ -58,15 +59,17 @@ class ModelDirectory:
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
             if len(known) > 1:
-                raise InvalidRequestError(f"model is empty, and this gateway serves several: {have}", field="model")
+                raise InvalidRequestError(
+                    f"model is empty, but this gateway serves several models; set it to one of {have}", field="model"
+                )
             return next(iter(known))
         if name not in known:
             raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}", field="model")
         return name
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
-        """Per model, the replica whose ModelInfo is used: prefer one that can run requests, then the one that accepts
-        the longest requests, then the first.
+        """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then one that
+        accepts longer requests, then the first.
         """
         best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
         for client in self.clients:

@@ -1,14 +1,14 @@
-"""Open requests and the schedulers that run them. Schedulers of one model are replicas of each other.
+"""Open requests and the schedulers that run them. Schedulers with the same model are replicas.
 
                  +--- refused: try the next replica ------------+
                  v                                              |
-    submit --> placed at a replica --accepted--> runs there ----+--> finished, or released by its handler
+    submit --> placed on a replica --accepted--> runs there ----+--> finished, or released by its handler
                  ^                                 |
                  |    stream broken or silent, or its scheduler has no worker while another replica has one
                  |                                 |
-                 +-- another replica is ready <----+--> waits for one, at most `patience_s`
+                 +-- another replica is ready <----+--> waits at most `patience_s` for a replica
 
-A request that moves carries its output as a Continuation. Messages of its old scheduler are ignored.
+A request that moves carries its output as a Continuation. Messages from its old scheduler are ignored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, U
 log = logging.getLogger(__name__)
 
 RESUBMIT_DELAY_S = 0.2
-MOVE_AFTER_S = 0.5  # time that a replica may be without workers before its requests move to others
+MOVE_AFTER_S = 0.5  # a replica without workers for this long loses its requests to other replicas
 
 ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may accept the request
-# Temporary refusals: after a restart, a scheduler waits for its workers and for the end of our old stream.
+# Refusals that end by themselves: a restarted scheduler waits for its workers and for the end of our old stream.
 PASSING = (*ELSEWHERE, AlreadyExistsError)
 
 
@@ -63,7 +63,7 @@ class Placement:
 
 
 class Dispatcher:
-    """Owns every open request of this gateway: assigns it to a scheduler, and to another if that one is lost."""
+    """Owns every open request of this gateway: assigns it to a scheduler, and moves it when that scheduler is lost."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_change = on_change
         self._open: dict[SchedulerRequest, Placement] = {}
-        self.num_moves = 0  # times that an open request was taken from a scheduler
+        self.num_moves = 0  # number of times that an open request left its scheduler
         self._idle_since: dict[SchedulerClient, float] = {}  # attached schedulers without workers
         for client in self._clients:
             client.events = self
@@ -86,13 +86,13 @@ class Dispatcher:
         return len(self._open)
 
     def has_choice(self, info: types.ModelInfo) -> bool:
-        """Several replicas could take a request for this model now."""
+        """More than one replica can take a request for this model now."""
         return len(self._serving(info.model, info.revision)) > 1
 
     # -- called by handlers -------------------------------------------------------------------------------------------
 
     def submit(self, request: SchedulerRequest, info: types.ModelInfo, hints: Hints) -> None:
-        """Send a request to a replica of its model. Its own `wait` methods report the outcome.
+        """Send a request to a replica of its model. The request's `wait` methods report the outcome.
 
         Raises UnavailableError if no replica is ready.
         """
@@ -106,7 +106,7 @@ class Dispatcher:
         request.attach(self)
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Send a cancel to the request's scheduler. False if it has none, so no answer will come."""
+        """Send a cancel to the request's scheduler. False if no scheduler has the request: no answer will come."""
         placement = self._open.get(request)
         return (
             placement is not None
@@ -115,7 +115,7 @@ class Dispatcher:
         )
 
     def release(self, request: SchedulerRequest) -> None:
-        """The handler has ended: cancel what runs and deliver nothing more."""
+        """The handler has ended: cancel the running samples and deliver nothing more."""
         placement = self._open.pop(request, None)
         if placement is None:
             return
@@ -128,7 +128,7 @@ class Dispatcher:
         for request in list(self._open):
             self.release(request)
             request.fail(
-                UnavailableError("the gateway is shutting down; retry on another", retry_after_s=RETRY_AFTER_S)
+                UnavailableError("this gateway is shutting down; retry on another gateway", retry_after_s=RETRY_AFTER_S)
             )
 
     # -- called by scheduler clients ----------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Dispatcher:
         return True
 
     def _take_back(self, request: SchedulerRequest) -> None:
-        """Its scheduler lost the request: place it at another, or wait for one."""
+        """The request has lost its scheduler: place it on another one, or wait for one."""
         placement = self._open.get(request)
         if placement is None:
             return
@@ -224,14 +224,14 @@ class Dispatcher:
     def _give_up(self, request: SchedulerRequest) -> None:
         placement = self._open[request]
         words = (
-            f"no scheduler of model {placement.model!r} accepted the request again within {self._patience_s:g} s "
-            f"({self._problems()}); resume with a continuation"
+            f"the request lost its scheduler, and no scheduler of model {placement.model!r} accepted it within "
+            f"{self._patience_s:g} s ({self._problems()}); resume with a continuation"
         )
         self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
     def _give_up_on_revision(self, request: SchedulerRequest, placement: Placement) -> None:
         if not any(not client.is_connected or client.info is None for client in self._clients):
-            words = f"model {placement.model!r} is now served as another revision; start the request again"
+            words = f"model {placement.model!r} is now served with another revision; start the request again"
             self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
     def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
@@ -240,13 +240,13 @@ class Dispatcher:
 
     def _problems(self) -> str:
         return "; ".join(f"{client.address}: {client.problem}" for client in self._clients if not client.is_ready) or (
-            "all of them refused it"
+            "all schedulers refused it"
         )
 
     # -- replicas without workers -------------------------------------------------------------------------------------
 
     def _note_idle(self, client: SchedulerClient) -> None:
-        """Track since when a scheduler has no workers; after MOVE_AFTER_S, its requests move where they can run."""
+        """Record since when a scheduler has no workers. After MOVE_AFTER_S, its requests move to other replicas."""
         if not client.is_connected or client.ready_workers:
             self._idle_since.pop(client, None)
             if client.ready_workers:
@@ -257,7 +257,7 @@ class Dispatcher:
             loop.call_later(MOVE_AFTER_S, self._watch_idle, client, self._idle_since[client])
 
     def _watch_idle(self, client: SchedulerClient, since: float) -> None:
-        """Check again while the scheduler has no workers: it still gets requests that all other replicas refuse."""
+        """Check repeatedly while the scheduler has no workers: it still gets requests that other replicas refuse."""
         if self._idle_since.get(client) == since:
             self._move_from_idle()
             asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._watch_idle, client, since)
@@ -272,7 +272,7 @@ class Dispatcher:
                     self._take_back(request)
 
     def _movable(self, client: SchedulerClient) -> list[SchedulerRequest]:
-        """Its requests that another replica has workers for."""
+        """Requests of this scheduler that a replica with workers can take."""
         movable = []
         for request in client.requests():
             placement = self._open.get(request)
@@ -288,5 +288,5 @@ def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
 
 
 def _refusal_order(error: QuireError) -> tuple[bool, float]:
-    """Order of refusals; the client gets the first: overloaded before unavailable, then the earliest retry."""
+    """Sort key; the client gets the lowest refusal. Overloaded sorts before unavailable, then the shortest delay."""
     return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

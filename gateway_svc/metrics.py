@@ -31,15 +31,15 @@ SPECS = (
     Spec(
         "requests_total",
         "counter",
-        "generations that ended, by finish reason (with several samples, that of the last); cancelled: by the client; "
-        "failed: ended with an error status",
+        "generations that ended, by finish reason (for n > 1, the reason of the last sample); cancelled: by the "
+        "client; failed: ended with an error status",
         "",
         ("model_name", "finished_reason"),
         ("request_success_total",),
     ),
     Spec("requests_resumed_total", "counter", "accepted generations that resumed with a continuation", "", MODEL),
     Spec(
-        "request_moves_total", "counter", "times that an open request was sent again, to another scheduler or the same"
+        "request_moves_total", "counter", "number of times that an open request lost its scheduler and was resubmitted"
     ),
     Spec("prompt_tokens_total", "counter", "tokens of accepted prompts", "tokens", MODEL, ("prompt_tokens_total",)),
     Spec(
@@ -53,7 +53,7 @@ SPECS = (
     _latency("time_to_first_token_seconds", "time from a request's arrival to its first token"),
     _latency(
         "inter_token_latency_seconds",
-        "time between tokens of a sample; tokens that arrive together share it equally",
+        "time between tokens of a sample; tokens that arrive together share the time equally",
         "time_per_output_token_seconds",
     ),
     _latency("e2e_request_latency_seconds", "time from a request's arrival to its end"),
@@ -73,7 +73,7 @@ SPECS = (
         ("request_generation_tokens",),
     ),
     Spec("gateway_streams", "gauge", "open generations"),
-    Spec("gateway_streams_limit", "gauge", "most open generations (--max-streams)"),
+    Spec("gateway_streams_limit", "gauge", "limit of open generations (--max-streams)"),
     Spec("gateway_request_bytes", "gauge", "size of all open requests", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
@@ -99,7 +99,7 @@ class ModelTimes:
 
 
 class RequestMeter:
-    """Measures one request of a model and logs its end. Times are the event loop's."""
+    """Measures one request of a model and logs its end. Times are on the event loop's clock."""
 
     def __init__(self, request_id: str, model: str, times: ModelTimes, now: Callable[[], float]) -> None:
         self._request_id = request_id
@@ -141,7 +141,7 @@ class RequestMeter:
         self._reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
     def end(self, reason: str | None = None) -> None:
-        """The request ended, for this reason or that of its last sample. Called once."""
+        """The request ended. Default reason: that of the sample that ended last. Called once."""
         reason, times, now = reason or self._reason, self._times, self._now()
         times.ends[reason] += 1
         times.e2e.observe(now - self._started_at)

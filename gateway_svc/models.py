@@ -44,7 +44,7 @@ class ServedModel:
 
     @property
     def max_prompt_bytes(self) -> int:
-        """A text with more bytes has more tokens than the model accepts, for any text."""
+        """Any text with more bytes has more tokens than the model accepts."""
         if self.text.tokenizer is None:
             return SMALL_PROMPT_BYTES
         return max(SMALL_PROMPT_BYTES, self.info.max_model_len * self.text.tokenizer.max_token_bytes)
@@ -83,7 +83,7 @@ class BundleCache:
 
 
 def read_bundle(data: bytes, digest: bytes) -> ModelText:
-    """Build a ModelText from a serialized ModelBundle. Raises BundleError if it does not have this digest."""
+    """Build a ModelText from a serialized ModelBundle. Raises BundleError if it is invalid or its digest differs."""
     actual = xxhash.xxh3_128_digest(data)
     if actual != digest:
         raise BundleError(f"the bundle is damaged: its digest is {actual.hex()}, expected {digest.hex()}")
@@ -96,12 +96,12 @@ def read_bundle(data: bytes, digest: bytes) -> ModelText:
         return model_text_from_files({file.name: file.data for file in bundle.files})
     except BundleError:
         raise
-    except Exception as error:  # the files are user input, and their faults cannot all be foreseen
+    except Exception as error:  # the files are user input, and their parsers raise many types of exceptions
         raise BundleError(f"its files cannot be read: {type(error).__name__}: {error}") from error
 
 
 def describe_model(model: ServedModel) -> None:
-    """Log a model's properties, and warn about its settings that are not supported."""
+    """Log a model's properties, and warn about unsupported settings."""
     info, text = model.info, model.text
     log.info("model %r: max_model_len %d, vocab_size %d", model.name, info.max_model_len, info.vocab_size)
     if text.tokenizer is None:

@@ -1,8 +1,8 @@
-"""When handlers are woken for new tokens: at once while the gateway keeps up, in rounds when it is busy.
+"""Decides when handlers wake up for new tokens: at once while the gateway keeps up, in rounds when it is busy.
 
-A chunk costs the same for any number of tokens. So all streams with news are woken together in one round, and the next
-round waits until the loop has finished this one and had a quarter of its time for other work: reading from schedulers,
-accepting requests. Meanwhile tokens collect in the journals and are sent as larger chunks.
+A chunk costs the same for any number of tokens, so all streams with new tokens are woken together in one round. The
+next round starts after the loop has finished this round and then had a quarter of the round's time for other work:
+reading from schedulers, accepting requests. Meanwhile tokens collect in the journals and are sent as larger chunks.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-DRAIN_TURNS = 3  # of the loop: handlers run and write, writes complete, handlers sleep again
-REST_FRACTION = 0.25  # of the time that a round took
-MAX_REST_S = 0.05  # a round during which the process was frozen seems long
+DRAIN_TURNS = 3  # loop iterations per round: handlers run and write, writes complete, handlers sleep again
+REST_FRACTION = 0.25  # pause after a round, as a fraction of the round's duration
+MAX_REST_S = 0.05  # if the process was frozen during a round, its duration is far too long
 
 
 class Sleeper(Protocol):
-    """A handler that may have news."""
+    """A handler that waits for new tokens."""
 
     def wake(self) -> None:
-        """Look at the news now."""
+        """Read the new tokens now."""
 
 
 class WakePacer:
-    """Wakes sleepers in rounds; several calls for one sleeper before a round wake it once. `interval_s`: least time
-    between the starts of two rounds.
-    """
+    """Wakes sleepers in rounds, each at most once per round. `interval_s`: least time between the starts of rounds."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
         self._interval_s = interval_s

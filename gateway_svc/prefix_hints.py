@@ -1,4 +1,4 @@
-"""Hints for choosing a replica: the prompt's first block, and how many of its tokens each scheduler has cached."""
+"""Hints for choosing a replica: digest of the prompt's first block, and cached prompt tokens of each scheduler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from gateway_svc.validation import GenerationPlan
 from prefix_index.hashing import extend_digests, model_salt, root_digest
 from prefix_index.reader import RedisPrefixReader
 
-MIN_BLOCKS_TO_LOOK_UP = 2  # a shorter prefix is computed faster than it is looked up
+MIN_BLOCKS_TO_LOOK_UP = 2  # computing a shorter prefix takes less time than the lookup
 
 
 class PrefixHints:
-    """Reads the prefix index that schedulers publish to, if there is one. Never raises; waits at most as long as the
-    reader's timeout."""
+    """Reads the prefix index that schedulers publish to. Without a reader, hints have no cached tokens. Never raises;
+    waits at most the reader's timeout.
+    """
 
     def __init__(self, prompts: PromptReader, reader: RedisPrefixReader | None) -> None:
         self._prompts = prompts
@@ -31,7 +32,7 @@ class PrefixHints:
 
 
 def chain_of(plan: GenerationPlan) -> list[bytes]:
-    """Digests of the prompt's full blocks, computed as the model's schedulers do."""
+    """Digests of the prompt's full blocks, the same as in the model's schedulers."""
     info = plan.model.info
     digests: list[bytes] = []
     if info.block_size:

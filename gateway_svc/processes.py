@@ -1,10 +1,10 @@
 """Several gateway processes behind one port.
 
-    quire-gateway --processes 4          the parent: reserves the port, starts, monitors and stops the others
+    quire-gateway --processes 4          the parent: reserves the port; starts, monitors and stops the children
       gateway_svc.child 0 ... 3          complete gateways that share the port (SO_REUSEPORT)
 
-The kernel assigns every new connection to one of them. They are independent, like gateways on several machines: a
-stream whose process dies is resumed through another one, and Abort reaches streams of other processes through the
+The kernel assigns every new connection to one child. Children are independent, like gateways on several machines: if
+one dies, clients resume its streams through another, and Abort reaches streams of other children through the
 schedulers.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_CANNOT_START = 3  # the process reported why it cannot start
-STEADY_S = 5.0  # a process that ran this long has started successfully
+STEADY_S = 5.0  # a process that has run this long has started successfully
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
 
@@ -43,7 +43,7 @@ class SharedPort:
     def __init__(self, listen: str) -> None:
         host = listen.rpartition(":")[0]
         try:
-            # First without SO_REUSEPORT: with it, a port that another gateway uses would be shared silently.
+            # First bind without SO_REUSEPORT: with it, this gateway would silently share the port of another one.
             with bind_tcp(listen) as probe:
                 self.address = f"{host}:{probe.getsockname()[1]}"
             self._socket = bind_tcp(self.address, shares_port=True)
@@ -57,7 +57,7 @@ class SharedPort:
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One gateway process and its restarts. `command_of(life)` is the command line; `life` 0 is the first start."""
+    """One gateway process and its restarts. `command_of(life)` returns the command line of start number `life`."""
 
     index: int
     command_of: Callable[[int], list[str]]
@@ -66,20 +66,20 @@ class Child:
     pause_s: float = FIRST_PAUSE_S
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal if the process runs."""
+        """Send a signal if the process is running."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
 
 
 class Supervisor:
-    """Owns the processes: restarts each that dies, and drains all on SIGTERM."""
+    """Owns the processes: restarts any that dies, and drains all on SIGTERM."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         self._children = list(children)
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Run until SIGTERM or SIGINT and the end of all processes. Returns the exit status."""
+        """Run until SIGTERM or SIGINT, then until all processes have ended. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
@@ -102,7 +102,7 @@ class Supervisor:
             child.signal(signal.SIGTERM)
 
     async def _keep(self, child: Child) -> int:
-        """Start a process and restart it whenever it dies, until the stop. Raises ChildFailedError."""
+        """Start a process, and restart it whenever it dies before the shutdown. Raises ChildFailedError."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -124,7 +124,7 @@ class Supervisor:
         command = child.command_of(child.num_lives)
         child.num_lives += 1
         try:
-            # In a new session, so that Ctrl-C reaches only this process, which then signals the others once.
+            # In a new session, so that Ctrl-C reaches only the parent, which then signals each child once.
             child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
         except OSError as error:  # e.g. out of memory or process ids: the other processes keep running
             log.error("cannot start process %d: %s", child.index, error)

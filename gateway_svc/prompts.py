@@ -1,4 +1,4 @@
-"""Prompts to token ids and ids to text: small inputs on the event loop, large ones in threads."""
+"""Converts prompts to token ids and ids to text: small inputs on the event loop, large ones in threads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more
 
 
 class PromptReader:
-    """Owns the threads that read large inputs. The tokenizer releases the GIL.
+    """Owns the threads that convert large inputs. The tokenizer releases the GIL.
 
-    Tokenize and Detokenize have threads of their own and at most `max_call_bytes` of input in progress, so that they
-    delay no prompt of a generation.
+    Tokenize and Detokenize calls have separate threads and at most `max_call_bytes` of input in progress, so that they
+    never delay the prompt of a generation.
     """
 
     def __init__(self, max_call_bytes: int = 16 << 20) -> None:
@@ -46,7 +46,7 @@ class PromptReader:
         return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
     async def run_call(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`run` for a Tokenize or Detokenize call. Raises OverloadedError if other calls use up the budget."""
+        """`run` for Tokenize and Detokenize calls. Raises OverloadedError if their total input would be too large."""
         if size <= INLINE_BYTES:
             return function(*args, **kwargs)
         if self._num_call_bytes and self._num_call_bytes + size > self._max_call_bytes:

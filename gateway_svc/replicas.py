@@ -2,10 +2,10 @@
 
     cost = load per ready worker + ALPHA * prompt tokens to compute
 
-The lowest cost wins. Costs within TIE_TOKENS of the lowest count as equal, because loads are as old as a heartbeat.
-Among equal replicas a rendezvous hash of the prompt's first block decides. So requests with a common prefix meet where
-it is cached, the loss of a replica moves only that replica's prompts, and affinity adds at most TIE_TOKENS to one
-replica.
+The replica with the lowest cost is chosen. Costs within TIE_TOKENS of the lowest count as equal, because loads are as
+old as the last heartbeat. Among equal replicas, a rendezvous hash of the prompt's first block decides. So requests with
+a common prefix go to the same replica, and the loss of a replica moves only that replica's prompts. Affinity never
+chooses a replica that costs more than TIE_TOKENS above the lowest cost.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-# A cached token saves its computation and space in the pool. Placement on workers uses the same weight.
+# Weight of an uncached token: it needs computation and space in the pool. Placement on workers uses the same weight.
 ALPHA = 3.0
-# Load of a request besides its prompt: it takes a row of every step and blocks for its output.
+# Load of a request in addition to its prompt: it takes a row in every step and blocks for its output.
 REQUEST_TOKENS = 32
 TIE_TOKENS = 256.0
 
@@ -27,13 +27,13 @@ class Replica:
     """One scheduler that could take the request."""
 
     name: str  # its address, which is the same after a restart
-    load_tokens: int  # tokens waiting there, with those of the requests that we sent since its last heartbeat
+    load_tokens: int  # its waiting tokens, including requests that we have sent since its last heartbeat
     ready_workers: int
-    cached_tokens: int = 0  # tokens of this prompt that are cached there, according to the prefix index
+    cached_tokens: int = 0  # tokens of this prompt in its caches, according to the prefix index
 
 
 def choose_replica(replicas: Sequence[Replica], num_prompt_tokens: int, affinity: bytes) -> int:
-    """Index of the replica for a prompt. One without workers is chosen only if no replica has workers.
+    """Index of the replica for a prompt. A replica without workers is chosen only if no replica has workers.
 
     `affinity` identifies the start of the prompt. Raises ValueError for an empty list.
     """

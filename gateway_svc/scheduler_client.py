@@ -2,7 +2,7 @@
 
 detached --Attach, Hello--> attached --Welcome with info, GetBundle--> model known
     ^                          |
-    +-- broken or silent ------+   its open requests go to the dispatcher at once
+    +-- broken or silent ------+   the dispatcher gets its open requests at once
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ STATUS_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
-STABLE_AFTER_S = 5.0  # after a stream that lasted this long, reconnect without backoff
+STABLE_AFTER_S = 5.0  # after a stream that lasted this long, the backoff starts at its minimum
 RETRY_AFTER_S = 1.0
-SILENT_INTERVALS = 3  # heartbeats that a scheduler may miss before its requests move to another
+SILENT_INTERVALS = 3  # number of missed heartbeats after which the requests of a scheduler move to another one
 MAX_HANDLE = 2**32
-# A message above gRPC's limit would end the stream, and so move all its requests.
+# A message above gRPC's limit would end the stream, and all its requests would have to move.
 MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 
 
@@ -54,7 +54,7 @@ class SchedulerEvents(Protocol):
         """The connection, the model or the number of ready workers changed."""
 
     def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
-        """The stream ended with these requests open. The scheduler aborts them; this client delivers nothing more."""
+        """The stream ended while these requests were open. The scheduler aborts them; no more tokens arrive."""
 
     def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
         """The scheduler refused the request."""
@@ -67,9 +67,9 @@ class SchedulerEvents(Protocol):
 
 
 class SchedulerClient:
-    """Owns the channel to one scheduler and the requests that are open there. `events` is set before `run`.
+    """Owns the channel to one scheduler and the requests that are open there. Set `events` before `run`.
 
-    `deltas_interval_s`: least time between messages that hold only further tokens.
+    `deltas_interval_s`: least time between messages that contain neither first tokens nor finished samples.
     """
 
     events: SchedulerEvents
@@ -77,7 +77,7 @@ class SchedulerClient:
     def __init__(self, address: str, *, gateway_id: str, bundles: BundleCache, deltas_interval_s: float = 0.0) -> None:
         self.address = address
         self.model: ServedModel | None = None
-        self.info: types.ModelInfo | None = None  # of the current stream's Welcome
+        self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
         self.is_connected = False
         self.scheduler_epoch = 0
         self.ready_workers = 0
@@ -91,15 +91,15 @@ class SchedulerClient:
         self._channel = open_channel(address)
         self._stub = SchedulerServiceStub(self._channel)
         self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
-        self._limit: asyncio.Timeout | None = None  # of the current stream
+        self._limit: asyncio.Timeout | None = None  # ends the current stream
         self._watcher: asyncio.Task[None] | None = None
-        self._silence: SilenceWatch | None = None  # of the current stream, once heartbeats are agreed on
-        self._timeout_reason = ""  # the problem to report when `_limit` is reached
+        self._silence: SilenceWatch | None = None  # set when a Welcome with a heartbeat interval has arrived
+        self._timeout_reason = ""  # the problem to report when `_limit` expires
         self._loader: asyncio.Task[None] | None = None
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
         self._heartbeat: pb.SchedulerHeartbeat | None = None
-        self._sent_tokens = 0  # in Submits since the last heartbeat
+        self._sent_tokens = 0  # number of tokens in Submits since the last heartbeat
 
     @property
     def is_ready(self) -> bool:
@@ -108,18 +108,18 @@ class SchedulerClient:
 
     @property
     def load_tokens(self) -> int:
-        """Tokens waiting there: from its last heartbeat and the requests sent since; before the first, our requests."""
+        """Load of the scheduler: its last heartbeat plus the requests sent since; before a heartbeat, our requests."""
         if self._heartbeat is None:
             return REQUEST_TOKENS * len(self._by_handle)
         beat = self._heartbeat
         return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self._sent_tokens
 
     def serves(self, name: str, revision: str) -> bool:
-        """Requests for this model can be sent now. Its bundle may not be loaded yet."""
+        """Requests for this model can be sent now, even if its bundle is not loaded yet."""
         return self.info is not None and (self.info.model, self.info.revision) == (name, revision)
 
     def can_hold(self, request: SchedulerRequest) -> bool:
-        """The pool of its largest worker is large enough for the request."""
+        """The scheduler's largest worker has enough blocks for the request."""
         return self.info is not None and size_limits_of(self.info).fits(*request.sizes)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class SchedulerClient:
         return True
 
     def withdraw(self, request: SchedulerRequest) -> None:
-        """Remove a request: cancel what still runs, and deliver nothing more for it."""
+        """Remove a request: cancel its running samples and deliver nothing more."""
         if request.handle is None:
             return
         if not request.is_finished:
@@ -183,7 +183,7 @@ class SchedulerClient:
             await self._channel.close()
 
     async def _attach(self) -> str:
-        """One stream, from its start to its end; returns why it ended."""
+        """Run one stream from start to end. Returns why it ended."""
         self._outbox = asyncio.Queue()
         self._timeout_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
@@ -197,7 +197,7 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         except ProtocolError as error:
-            log.error("scheduler %s broke the protocol: %s", self.address, error)
+            log.error("scheduler %s violated the protocol: %s", self.address, error)
             return str(error)
         except Exception as error:
             log.exception("scheduler %s: the stream failed", self.address)
@@ -329,7 +329,7 @@ class SchedulerClient:
         self._loader = asyncio.create_task(self._load_model(info))
 
     def _stop_loading(self) -> None:
-        """Cancel the loading; the next Welcome restarts it. Another replica that waits for the bundle fetches it."""
+        """Cancel the loading; the next Welcome restarts it. If another client waits for the bundle, it fetches it."""
         if self._loader is not None:
             self._loader.cancel()
         self._loader = None
@@ -360,7 +360,7 @@ class SchedulerClient:
     # -- other calls --------------------------------------------------------------------------------------------------
 
     async def get_status(self) -> public.SchedulerStatus:
-        """The scheduler's state; only its address and connected=False if it does not answer in time."""
+        """The scheduler's state. If it does not answer in time: its address and connected=False."""
         try:
             response = await self._stub.GetSchedulerStatus(pb.GetSchedulerStatusRequest(), timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
@@ -380,7 +380,7 @@ class SchedulerClient:
         return response.aborted_ids
 
     async def release_worker(self, worker_id: str, timeout_s: float) -> int:
-        """Drain a worker within `timeout_s` (0: its own limit). Returns the sequences it ran. Raises QuireError."""
+        """Drain a worker within `timeout_s` (0: its own limit). Returns its number of sequences. Raises QuireError."""
         request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
         try:
             response = await self._stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
@@ -394,8 +394,8 @@ class SchedulerClient:
 
 def _too_large(size: int) -> QuireError:
     words = (
-        f"sampling.n: the prompt and the output so far of all samples have {size} bytes; at most {MAX_SUBMIT_BYTES} "
-        "can be sent to a scheduler: ask for fewer or shorter samples"
+        f"sampling.n: the prompt and the output of all samples so far have {size} bytes, but a message to a scheduler "
+        f"holds at most {MAX_SUBMIT_BYTES}; request fewer or shorter samples"
     )
     return InvalidRequestError(words, field="sampling.n")
 

@@ -1,7 +1,7 @@
-"""One request at a scheduler: the journal of its output, which survives a lost scheduler.
+"""One request to a scheduler: the journal of its output, which survives the loss of the scheduler.
 
-The journal is also the handler's inbox: tokens are appended per sample, and the handler keeps its own cursor. So a
-client that does not read uses memory for at most max_tokens, and gets all pending tokens as one chunk.
+Tokens are appended to the journal of their sample, and the handler reads it with its own cursor. So a client that does
+not read uses memory for at most max_tokens, and later gets all pending tokens as one chunk.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class RequestOwner(Protocol):
     """Knows which scheduler has the request."""
 
     def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Send a cancel to the scheduler. False if none has the request, so no answer will come."""
+        """Send a cancel to the scheduler. False if no scheduler has the request: no answer will come."""
 
     def release(self, request: SchedulerRequest) -> None:
-        """The handler has ended: cancel what runs and deliver nothing more."""
+        """The handler has ended: cancel the running samples and deliver nothing more."""
 
 
 class SampleJournal:
@@ -43,15 +43,15 @@ class SampleJournal:
     def __init__(self, outputs: array[int]) -> None:
         self.outputs = outputs
         self.finish: pb.SampleFinished | None = None
-        self.is_closed = False  # a stop string matched: later tokens are not output; only the end is awaited
+        self.is_closed = False  # a stop string matched: later tokens are dropped, only `finish` is awaited
 
 
 class SchedulerRequest:
-    """The handler awaits `wait_accepted` once, then `wait` for news, and calls `release` at the end.
+    """The handler awaits `wait_accepted` once, then `wait` repeatedly, and calls `release` at the end.
 
-    The scheduler client delivers tokens and ends. Both waits raise a failure: refusal, no scheduler in time, internal
-    error. `resumes`: the client resumes a request whose stream it lost. `deadline`: the client's, in the loop's time.
-    `pacer` decides when the handler is woken for new tokens; None: at once.
+    The scheduler client delivers tokens and finished samples. Both waits raise failures: a refusal, no scheduler in
+    time, an internal error. `resumes`: the client resumes a request after it lost the stream. `deadline`: the client's
+    deadline on the loop's clock. `pacer` decides when the handler wakes up for new tokens; None: at once.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class SchedulerRequest:
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
         self.handle: int | None = None  # while a scheduler has the request
-        self.is_resumed = resumes  # a stream was lost: the request takes over from its former stream, and may wait
+        self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
         self._submit = submit
         self._deadline = deadline
         self._is_accepted = False
         self._is_aborted = False
         self._error: QuireError | None = None
         self._pacer = pacer
-        self._news: set[int] = set()
-        self._is_due = False  # the handler should read the news
+        self._news: set[int] = set()  # samples with new tokens or a new end
+        self._is_due = False  # the handler should read its news now
         self._waiter: asyncio.Future[None] | None = None
         self._owner: RequestOwner | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -92,12 +92,12 @@ class SchedulerRequest:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Tokens of the prompt, and of one sample's output at most."""
+        """Number of prompt tokens, and largest number of output tokens of one sample."""
         return self.num_prompt_tokens, self._submit.stop.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all samples so far; they are recomputed after a move."""
+        """Number of output tokens of all samples so far. After a move, their KV is recomputed."""
         return sum(len(sample.outputs) for sample in self.samples)
 
     @property
@@ -131,7 +131,7 @@ class SchedulerRequest:
         return news
 
     def close_sample(self, index: int) -> None:
-        """A stop string matched: cancel the sample. The scheduler's answer, with the usage, ends it."""
+        """A stop string matched: cancel the sample. It ends with the scheduler's answer, which has the usage."""
         sample = self.samples[index]
         sample.is_closed = True
         if sample.finish is None:
@@ -144,7 +144,7 @@ class SchedulerRequest:
         self._cancel_at_scheduler(None, types.FINISH_REASON_ABORTED)
 
     def release(self) -> None:
-        """The handler has ended: cancel what still runs. May be called twice."""
+        """The handler has ended: cancel the running samples. May be called twice."""
         for timer in self._timers:
             timer.cancel()
         if self._owner is not None:
@@ -182,8 +182,9 @@ class SchedulerRequest:
         return self._submit
 
     def _set_deadline(self) -> None:
-        """Set the time left until the client's deadline. Not for a request that was accepted before: a scheduler must
-        not refuse it."""
+        """Set the time left until the client's deadline. A resumed request gets no deadline: a scheduler must not
+        refuse it.
+        """
         self._submit.ClearField("deadline_ms")
         if self._deadline is None or self.is_resumed:
             return
@@ -192,10 +193,10 @@ class SchedulerRequest:
             self._submit.deadline_ms = max(0, left_ms)
 
     def on_detached(self) -> None:
-        """The request left its scheduler: finish the samples whose cancel that scheduler has not answered."""
+        """The request left its scheduler: finish the samples whose cancel has no answer yet."""
         self.handle = None
         self.is_resumed = True
-        if self._is_aborted:  # the cancel is lost with the stream: no other scheduler must start the request
+        if self._is_aborted:  # the cancel was lost with the stream, and no other scheduler may start the request
             self._finish_here(range(len(self.samples)), types.FINISH_REASON_ABORTED)
         closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
         self._finish_here(closed, types.FINISH_REASON_STOP)
@@ -205,9 +206,9 @@ class SchedulerRequest:
         self._wake()
 
     def on_token(self, sample_index: int, offset: int, token_id: int) -> None:
-        """One token at its output position. A repeated token is dropped; a gap fails the request."""
+        """Append a token at its output position. A repeated token is dropped; a gap fails the request."""
         if sample_index >= len(self.samples):
-            self.fail(self._internal(f"the scheduler sent sample {sample_index} of {len(self.samples)}"))
+            self.fail(self._internal(f"the scheduler sent sample {sample_index}, but n is {len(self.samples)}"))
             return
         sample = self.samples[sample_index]
         if sample.is_closed or sample.finish is not None:
@@ -222,7 +223,7 @@ class SchedulerRequest:
 
     def on_finished(self, finish: pb.SampleFinished) -> None:
         if finish.sample_index >= len(self.samples):
-            self.fail(self._internal(f"the scheduler ended sample {finish.sample_index} of {len(self.samples)}"))
+            self.fail(self._internal(f"the scheduler ended sample {finish.sample_index}, but n is {len(self.samples)}"))
             return
         sample = self.samples[finish.sample_index]
         if sample.finish is None:
@@ -240,7 +241,7 @@ class SchedulerRequest:
         return QuireError(f"internal error: {problem}")
 
     def _note_news(self, sample_index: int, *, is_urgent: bool) -> None:
-        """Record news for the handler. First tokens and ends are urgent and rare, so they skip the pacer."""
+        """Record that a sample has news. First tokens and ends are urgent and rare, so they skip the pacer."""
         self._news.add(sample_index)
         if self._pacer is None or is_urgent:
             self.wake()

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
-# The largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS) of 3 bytes, which a
-# varint takes in vocabularies below 2 Mi, beside a prompt of 4 MiB. It is decoded before any check of its content.
+# Size of the largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS), each a varint
+# of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 
 EPILOG = """example:
   quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
 
-Schedulers of one model are replicas: a request runs on one of them, and moves to another if that one is lost.
+Schedulers with the same model are replicas: a request runs on one of them, and moves to another if it is lost.
 The gateway needs no model files: it gets each model's properties and tokenizer from the model's scheduler.
 """
 
@@ -98,61 +98,62 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="address of a scheduler; repeat the flag for replicas and for other models (in the environment: separated "
-        "by commas)",
+        help="address of a scheduler; repeat the flag for replicas and for other models (in the environment variable, "
+        "separate addresses by commas)",
     )
     parser.add_argument(
         "--processes",
         type=config.in_range(int, 1, 256),
         default=1,
         metavar="N",
-        help="gateway processes that share the port; the kernel spreads connections over them, and limits apply to "
-        "each. The second process uses the ports of --metrics-listen and --health-listen plus 1, and so on",
+        help="number of gateway processes that share the port. The kernel spreads connections over them; limits apply "
+        "to each process. The second process adds 1 to the ports of --metrics-listen and --health-listen, and so on",
     )
     parser.add_argument(
         "--chunk-interval-ms",
         type=config.in_range(float, 0.0, 1000.0),
         default=0.0,
         metavar="MS",
-        help="least time between two chunks of a stream. Tokens that arrive sooner are sent in one chunk, which saves "
-        "CPU here and in clients. 0: chunks are sent as tokens arrive, and hold several only when the gateway is busy",
+        help="least time between two chunks of a stream. Tokens that arrive in between are sent in one chunk, which "
+        "saves CPU here and in clients. 0: tokens are sent as they arrive, several in one chunk only when the gateway "
+        "is busy",
     )
     parser.add_argument(
         "--max-streams",
         type=config.in_range(int, 1, 1_000_000),
         default=4096,
-        help="most Generate streams open at once; further ones are refused with RESOURCE_EXHAUSTED",
+        help="limit of open Generate streams; further ones are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--max-request-bytes",
         type=config.size_bytes,
         default="512M",
         metavar="SIZE",
-        help="most bytes of all open requests together; further ones are refused with RESOURCE_EXHAUSTED",
+        help="limit on the total size of open requests; further ones are refused with RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
         "--max-tokenize-bytes",
         type=config.size_bytes,
         default="16M",
         metavar="SIZE",
-        help="most bytes of all Tokenize and Detokenize calls in progress; further ones are refused with "
-        "RESOURCE_EXHAUSTED. They do not count in --max-streams and --max-request-bytes, and delay no prompt",
+        help="limit on the total size of Tokenize and Detokenize calls in progress; further ones are refused with "
+        "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
     )
     parser.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path, the same as the schedulers use: prefer replicas that "
-        "have the prompt's prefix cached",
+        help="redis://[:password@]host:port/db or unix:///path, the same as for the schedulers. With it, the gateway "
+        "prefers replicas that have the prompt's prefix cached",
     )
     parser.add_argument(
-        "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as the schedulers use"
+        "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as for the schedulers"
     )
     parser.add_argument(
         "--max-connection-age-s",
         type=config.in_range(float, 0.0, 86_400.0),
         default=0.0,
-        help="age at which a connection is closed, plus or minus 10 percent, so that clients find new gateways; open "
-        "streams finish on the old connection. 0: never",
+        help="age at which a connection is closed, plus or minus 10 percent, so that clients also connect to new "
+        "gateways. Open streams finish on the old connection. 0: never",
     )
     parser.add_argument(
         "--api-keys",
@@ -318,7 +319,7 @@ def make_http(
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
-    """Metrics, liveness and readiness. Ready: some model can take requests."""
+    """Metrics, liveness and readiness. Ready: at least one model can take requests."""
     metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
     return AdminServer(
         metrics_listen=args.metrics_listen,
@@ -330,7 +331,7 @@ def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader
 
 
 async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout_s: float) -> None:
-    """Wait until some model can take requests, at most `timeout_s`."""
+    """Wait until at least one model can take requests, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not directory.is_ready:
@@ -340,7 +341,7 @@ async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout
 
 
 async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:
-    """Report SERVING while some model can take requests."""
+    """Report SERVING while at least one model can take requests."""
     was_ready = False
     while True:
         await changed.wait()

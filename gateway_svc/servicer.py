@@ -44,7 +44,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _deadline(context: Context) -> float | None:
-    """The client's deadline in the loop's time; None if it set none."""
+    """The client's deadline on the loop's clock; None if it set none."""
     left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
     return None if left_s is None else asyncio.get_running_loop().time() + left_s
 
@@ -60,7 +60,7 @@ class OpenStream:
         self._error: QuireError | None = None
 
     def set_request(self, request: SchedulerRequest) -> None:
-        """Attach the request. Raises the error if the stream was ended meanwhile."""
+        """Attach the request. Raises the error of `end` if that was called before."""
         if self._error is not None:
             raise self._error
         self.request = request
@@ -68,7 +68,7 @@ class OpenStream:
             request.abort()
 
     def end(self, error: QuireError) -> None:
-        """End the stream with this error once the tokens received so far are sent; cancel the request now."""
+        """Cancel the request now, and end the stream with this error after the tokens received so far."""
         self._error = error
         if self.request is not None:
             self.request.fail(error)
@@ -82,7 +82,7 @@ class OpenStream:
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """Owns the open streams of this gateway. Errors are raised; the server's interceptor turns them into statuses."""
+    """Owns the open streams of this gateway. Methods raise QuireError; an interceptor turns it into a gRPC status."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class InferenceServicer(InferenceServiceServicer):
         deadline: float | None = None,
         on_open: Callable[[SchedulerRequest], None] = lambda _: None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The events of one generation, for gRPC and HTTP. To end the request early, cancel the task or close the
-        generator. `on_open` gets the request before it is submitted.
+        """The events of one generation, for gRPC and HTTP. To end it early, cancel the task or close the generator.
+        `on_open` is called with the request before it is submitted.
         """
         validation.check_generate(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
@@ -233,13 +233,13 @@ class InferenceServicer(InferenceServiceServicer):
             )
 
     def _end_former(self, request: pb.GenerateRequest, scoped_id: str) -> None:
-        """End the former stream of a request that its client resumes; it may still look alive here."""
+        """End the former stream of a request that its client resumes. It may still be open on this gateway."""
         former = self._streams.get(scoped_id)
         if former is None:
             return
         request_id = request.request_id
         if not request.HasField("continuation"):
-            words = f"request_id {request_id!r} is in use on this gateway; choose another or wait until it ends"
+            words = f"request_id {request_id!r} is in use on this gateway; choose another or wait for that request"
             raise AlreadyExistsError(words, field="request_id")
         log.info("request %s was resumed in another stream", request_id)
         former.end(TakenOverError(f"request_id {request_id!r} was resumed in another stream"))
@@ -276,7 +276,7 @@ class InferenceServicer(InferenceServiceServicer):
     def end_streams(self) -> None:
         """End all open streams with UNAVAILABLE."""
         for stream in list(self._streams.values()):
-            stream.end(UnavailableError("the gateway is shutting down; resume on another gateway"))
+            stream.end(UnavailableError("this gateway is shutting down; resume on another gateway"))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class InferenceServicer(InferenceServiceServicer):
         model = self._directory.find_text(request.model)
         return await self._prompts.run_call(request.ByteSize(), detokenize, request, model)
 
-    # -- facts --------------------------------------------------------------------------------------------------------
+    # -- models and status --------------------------------------------------------------------------------------------
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
         """All models."""
@@ -306,6 +306,6 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """The current state of every scheduler; one that does not answer is reported as not connected."""
+        """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
         return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self._streams))

@@ -35,7 +35,7 @@ MAX_CHUNK_TOKENS = 1024  # detokenizing takes a few milliseconds, and the messag
 
 
 class SampleStream:
-    """The stream of one sample: what was sent so far, and the events for new tokens."""
+    """The stream of one sample: the position up to which it was sent, and the events for new tokens."""
 
     def __init__(self, index: int, plan: GenerationPlan, text: SampleText | None) -> None:
         self.index = index
@@ -50,16 +50,16 @@ class SampleStream:
         self._digest = xxhash.xxh3_64()
 
     def prime(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """Read output that the client already has. Returns the sample's end if it is complete.
+        """Read output that the client already has. Returns the end of a sample that is already complete.
 
-        Raises InvalidRequestError if the output continues past a stop string.
+        Raises InvalidRequestError if the output continues after a stop string.
         """
         finish = None if self.is_done else self._end_of(output)
         text, count = self._read(output, finish)
         if count < len(output) and not self.is_done:
             raise InvalidRequestError(
-                f"continuation: output_token_ids of sample {self.index} continue past the stop string "
-                f"{self._stop!r}, which is complete with the token at position {count - 1}: leave the later ids out",
+                f"continuation: output_token_ids of sample {self.index} has tokens after stop string {self._stop!r}, "
+                f"which ends at position {count - 1}; remove the ids after position {count - 1}",
                 field="continuation.samples",
             )
         self._note(output, text)
@@ -98,7 +98,7 @@ class SampleStream:
         return None if self._text is None else self._text.stop
 
     def _read(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> tuple[str, int]:
-        """Text of the ids, and how many of them are output. The id that ended the sample gives no text."""
+        """Text of the ids, and how many of the ids are output. A token id that ended the sample has no text."""
         if self._text is None or not ids:
             return "", len(ids)
         if finish is None or not _is_ended_by_token(finish):
@@ -149,7 +149,7 @@ class SampleStream:
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """The end that this output has reached, by the same rule as in the scheduler; None: it continues."""
+        """The end of a complete output, by the scheduler's rule; None: the output is not complete."""
         if not output:
             return None
         plan = self._plan
@@ -167,7 +167,7 @@ def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:
 
 
 class GenerationStream:
-    """All samples of one request. The constructor replays a continuation, which takes time if it is long."""
+    """All samples of one request. The constructor replays the continuation, which takes time if it is long."""
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
@@ -176,7 +176,7 @@ class GenerationStream:
         self._event_seq = 0
 
     async def events(self, request: SchedulerRequest, meter: RequestMeter) -> AsyncIterator[pb.GenerateResponse]:
-        """Accepted, Chunks, and one Finished per sample that was not finished before. Raises QuireError."""
+        """Yields Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
         loop = asyncio.get_running_loop()
         await request.wait_accepted()
         meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
@@ -215,7 +215,7 @@ class GenerationStream:
 
 
 def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
-    """One per sample; None if neither the client nor a stop string needs the text."""
+    """A SampleText per sample; None if neither the client nor a stop string needs text."""
     tokenizer = plan.model.text.tokenizer
     needs_text = plan.wants_text or bool(plan.stop.stop)
     if tokenizer is None or not needs_text:

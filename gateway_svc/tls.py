@@ -1,8 +1,8 @@
-"""TLS of the public port. The files are read again whenever a client connects, so renewals need no restart.
+"""TLS for the public ports. The files are read again whenever a client connects, so renewals need no restart.
 
     credentials = server_credentials(TlsFiles(cert, key, client_ca))      # raises TlsError
 
-Only the port for clients uses TLS (docs/adr/0016-tls-at-the-gateway.md).
+Only ports for clients use TLS (docs/adr/0016-tls-at-the-gateway.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def ssl_context(files: TlsFiles) -> ssl.SSLContext:
-    """The same for the HTTP port. Raises TlsError."""
+    """A TLS context for the HTTP port, also updated when the files change. Raises TlsError."""
     reader = _Reader(files)
     newest = _check(files)
 
@@ -123,7 +123,7 @@ def _bytes_of(setting: str, path: Path) -> bytes:
 
 
 def _check(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context with the files. Also for gRPC, which would only report that it cannot listen. Raises TlsError."""
+    """A TLS context from the files. Raises TlsError with the cause, also for gRPC, which would not report the cause."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
@@ -144,4 +144,4 @@ class _PasswordError(Exception):
 
 
 def _no_password() -> str:
-    raise _PasswordError("the private key is encrypted; use one without a password")
+    raise _PasswordError("the private key is encrypted; use a key without a password")

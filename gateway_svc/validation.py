@@ -1,7 +1,7 @@
 """Checks a request before any work is done for it.
 
-Types, ranges and fields that are not served follow from `request_fields`; what depends on the prompt, the model or
-another field is checked here. A message names the field by its path, its value, the limit, and what to do.
+Types, ranges and unsupported fields follow from `request_fields`. Conditions on the prompt, the model or several fields
+are checked here. A message has the field's path, its value, the limit, and what to do.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from svc_common.errors import ContextLengthError, InvalidRequestError, Unimpleme
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 ROLES = ("system", "user", "assistant", "tool")
-MAX_MESSAGES = 10_000  # of a chat
-MAX_CONTINUATION_IDS = 4 << 20  # of all samples together
+MAX_MESSAGES = 10_000  # number of messages in a chat
+MAX_CONTINUATION_IDS = 4 << 20  # number of output ids of all samples together
 MAX_TOKENIZE_BYTES = 4 << 20
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_ABORT_IDS = 10_000
-MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so its size does not bound its tokens
+MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so a large chat may have few tokens
 MAX_ID_CHARS_SHOWN = 80
 
 
@@ -41,17 +41,17 @@ class GenerationPlan:
     prompt_ids: array[int]
     sampling: types.SamplingParams  # every served field set
     stop: types.StopParams  # max_tokens set
-    stop_condition: StopCondition  # the part of it that ends a sequence by its own tokens
+    stop_condition: StopCondition  # the part of `stop` that depends on token ids only
     scheduling: pb.SchedulingParams
     wants_text: bool
     wants_token_ids: bool
     skip_special_tokens: bool
-    outputs: tuple[array[int], ...]  # [n] output that exists already
-    finished: tuple[bool, ...]  # [n] samples that had already finished
+    outputs: tuple[array[int], ...]  # [n] output ids from the continuation
+    finished: tuple[bool, ...]  # [n] whether the continuation has the sample as finished
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
-    """Check what does not depend on the model. Raises InvalidRequestError or UnimplementedError."""
+    """All checks that do not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
     with _field_errors():
@@ -68,7 +68,7 @@ def check_priority(priority: int, min_priority: int) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-    """Check an id that the client chose; it may be empty."""
+    """Check the client's request id; it may be empty."""
     if request_id:
         _check_id("request_id", request_id)
 
@@ -152,7 +152,7 @@ def plan_generation(
 
 
 def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
-    """Every served field: the request's, else the model's, else the default."""
+    """Every supported field: the request's value, else the model's, else the default."""
     return types.SamplingParams(
         **checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed),
     )
@@ -186,7 +186,7 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
     if size > limit:
         raise ContextLengthError(
             f"prompt.{kind} has {size} bytes, more than the {limit} bytes that max_model_len "
-            f"({model.info.max_model_len} tokens) can hold: shorten it",
+            f"({model.info.max_model_len} tokens) can hold: shorten the prompt",
             field=f"prompt.{kind}",
             limit=model.limits.max_tokens,
         )
@@ -194,7 +194,7 @@ def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
 
 @contextmanager
 def _field_errors() -> Iterator[None]:
-    """Turns a FieldError into the error that a client gets."""
+    """Converts a FieldError to the error that the client gets."""
     try:
         yield
     except LengthError as error:
@@ -230,7 +230,7 @@ def _check_determinism(asked: int, model: ServedModel) -> None:
         raise _invalid(
             "scheduling.determinism",
             f"is EXACT, but the workers of model {model.name!r} run BEST_EFFORT; "
-            "leave it unset, or start the workers with --determinism exact",
+            "leave the field unset, or start the workers with --determinism exact",
         )
 
 
@@ -246,7 +246,7 @@ def _read_continuation(
         if sample.index >= sampling.n:
             raise _invalid(f"{field}.index", f"is {sample.index}; sampling.n is {sampling.n}")
         if sample.index in seen:
-            raise _invalid(f"{field}.index", f"is {sample.index}, which an earlier entry has")
+            raise _invalid(f"{field}.index", f"is {sample.index}, the same as in an earlier entry")
         if len(sample.output_token_ids) > max_tokens:
             words = f"has {len(sample.output_token_ids)} ids; max_tokens is {max_tokens}"
             raise _invalid(f"{field}.output_token_ids", words)
@@ -264,7 +264,10 @@ def _check_continuation_size(samples: Sequence[types.SampleState], n: int) -> No
         raise _invalid("continuation.samples", f"has {len(samples)} entries; sampling.n is {n}")
     num_ids = sum(len(sample.output_token_ids) for sample in samples)
     if num_ids > MAX_CONTINUATION_IDS:
-        words = f"hold {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} are allowed: start again"
+        words = (
+            f"have {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} are allowed: start the request "
+            "again without a continuation"
+        )
         raise _invalid("continuation.samples", words)
 
 

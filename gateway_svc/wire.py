@@ -1,4 +1,4 @@
-"""Conversions between the protocol and the gateway's own types."""
+"""Conversions between protobuf messages and the gateway's types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svc_common.errors import QuireError, error_from_code
 
 
 class ProtocolError(RuntimeError):
-    """The scheduler violated the protocol: its stream is closed."""
+    """The scheduler violated the protocol. The gateway closes the stream."""
 
 
 def u32_to_bytes(ids: array[int]) -> bytes:

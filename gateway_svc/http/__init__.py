@@ -1,7 +1,7 @@
-"""The OpenAI-compatible HTTP API: bodies become requests of the protocol, and its events become JSON.
+"""The OpenAI-compatible HTTP API: bodies become protobuf requests, and their events become JSON.
 
 fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
 answers.py, errors.py           events, errors -> JSON       pure
-handlers.py                     one method per endpoint, on the handlers that gRPC uses
-app.py, server.py               routes, keys, body limit, hang-ups; uvicorn in the gateway's event loop
+handlers.py                     one method per endpoint; calls the same servicer as gRPC
+app.py, server.py               routes, keys, body limit, disconnects; uvicorn in the gateway's event loop
 """

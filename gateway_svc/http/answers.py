@@ -1,4 +1,4 @@
-"""Events of generations as JSON: chunks of a stream, or one whole answer. Pure.
+"""Events of generations as JSON: the chunks of a stream, or one whole answer. Pure.
 
 Choice i of prompt p has index p * n + i, as in OpenAI's API.
 """
@@ -38,14 +38,14 @@ def sse(value: Json) -> bytes:
 
 
 class Shape(Protocol):
-    """What differs between the answers of chat and of text completion."""
+    """The differences between answers to chats and to text completions."""
 
     id_prefix: str
     chunk_object: str
     whole_object: str
 
     def begin(self, echo: str) -> Json | None:
-        """The first delta of a choice; None: there is none."""
+        """The first delta of a choice; None: the choice starts without one."""
 
     def delta(self, text: str) -> Json: ...
     def end(self) -> Json: ...
@@ -73,7 +73,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """text_completion, whose chunks are whole answers with part of the text."""
+    """text_completion. A chunk has the form of a whole answer that holds a part of the text."""
 
     id_prefix = "cmpl"
     chunk_object = whole_object = "text_completion"
@@ -113,7 +113,7 @@ class Tally:
 
 
 class Answer:
-    """What chunks and whole answers have in common: head, choices and usage."""
+    """The common fields of chunks and whole answers: head, choices and usage."""
 
     def __init__(self, asked: Generation, shape: Shape, answer_id: str, created: int) -> None:
         self._asked = asked
@@ -126,9 +126,9 @@ class Answer:
         self._head |= {"model": accepted.model, "system_fingerprint": accepted.revision}
 
     def _finish(self, choice: int, finished: pb.Finished) -> Json:
-        """The fields of a choice's end. Raises QuireError for a choice that failed."""
+        """The finish fields of a choice. Raises QuireError for a choice that failed."""
         if finished.reason not in FINISH_REASONS:
-            raise QuireError(finished.message or "the server could not finish this choice")
+            raise QuireError(finished.message or f"the server could not finish choice {choice}; retry the request")
         self._tally.outputs[choice] = finished.usage.output_tokens
         if finished.index == 0:
             self._tally.cached_tokens += finished.usage.cached_tokens
@@ -150,7 +150,7 @@ class StreamAnswer(Answer):
         return b"".join(map(sse, self._chunks(prompt, event)))
 
     def end(self) -> bytes:
-        """What follows the last event."""
+        """The data after the last event: usage if the client wants it, then [DONE]."""
         if not self._asked.includes_usage:
             return DONE
         return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
@@ -216,7 +216,7 @@ class WholeAnswer(Answer):
 
 
 def model_of(model: pb.Model, created: int) -> Json:
-    """One entry of /v1/models. Clients read the length under any of three names."""
+    """One entry of /v1/models. The length has three names, because clients read different ones."""
     length = model.info.max_model_len
     return {
         "id": model.info.model,

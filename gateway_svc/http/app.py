@@ -1,4 +1,4 @@
-"""The ASGI application: API keys, body limit, request ids, errors, and clients that hang up."""
+"""The ASGI application: API keys, body limit, request ids, errors, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from gateway_svc.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, RpcStats, shown_error
 from svc_common.tasks import cancel
 
-MAX_BODY_BYTES = 16 << 20  # some three million token ids as JSON
+MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = ("/health",)  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 
 
 class ClientGoneError(Exception):
-    """The client hung up before its body was complete."""
+    """The client disconnected before its body was complete."""
 
 
 class HttpApp:
-    """Calls the routes. A request whose client hangs up is cancelled, which ends it at its scheduler."""
+    """Calls the routes. When a client disconnects, its request is cancelled, also on the scheduler."""
 
     def __init__(self, routes: Sequence[BaseRoute], *, keys: ApiKeys | None, stats: RpcStats) -> None:
         self._router = Router(routes)
@@ -63,7 +63,7 @@ class HttpApp:
         self._keys.authenticate(headers.get("authorization"))
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
-        if answer.has_started:  # the connection is closed, so the client sees that the answer is incomplete
+        if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
             raise error
         shown = shown_error(f"HTTP {scope['path']}", _from_router(scope, error))
         self._stats.errors[_method(scope), shown.code.name] += 1
@@ -75,7 +75,7 @@ class HttpApp:
 
 
 class _Sender:
-    """Sends an answer with its request id."""
+    """Sends an answer with the request id as a header."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
@@ -93,7 +93,7 @@ class _Sender:
 async def _read_body(receive: Receive) -> bytes:
     """The whole body. Raises BodyTooLargeError, BodyTimeoutError or ClientGoneError.
 
-    A body that is too large is read to its end and discarded: many clients read an answer only after that.
+    A body that is too large is read to its end and discarded: many clients read no answer before they have sent it.
     """
     body = bytearray()
     size = 0
@@ -112,14 +112,14 @@ async def _read_body(receive: Receive) -> bytes:
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; retry") from None
     if size > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed")
+        raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed: send it in parts")
     return bytes(body)
 
 
 def _replay(body: bytes) -> Receive:
-    """A `receive` that gives a body that has been read."""
+    """A `receive` that returns a body that was read before."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -128,7 +128,7 @@ def _replay(body: bytes) -> Receive:
 
 
 async def _until_hang_up(answering: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Await the answer, or cancel it when the client hangs up. Raises what answering raises."""
+    """Await the answer, or cancel it when the client disconnects. Raises the exceptions of `answering`."""
     task = asyncio.create_task(answering)
     gone = asyncio.create_task(_hang_up(receive))
     try:
@@ -149,10 +149,10 @@ def _from_router(scope: Scope, error: Exception) -> Exception:
     if not isinstance(error, HTTPException):
         return error
     if error.status_code == MethodNotAllowedError.http_status:
-        return MethodNotAllowedError(f"{scope['path']} does not take {scope['method']}")
-    return NotFoundError(f"there is no {scope['method']} {scope['path']}; docs/http.md lists the endpoints")
+        return MethodNotAllowedError(f"{scope['path']} does not accept {scope['method']}; docs/http.md has its method")
+    return NotFoundError(f"there is no endpoint {scope['path']}; docs/http.md lists the endpoints")
 
 
 def _method(scope: Scope) -> str:
-    """The label of an endpoint in metrics; one for all unknown paths."""
+    """The endpoint's label in metrics. All unknown paths share one label."""
     return f"http/{getattr(scope.get('endpoint'), '__name__', 'unknown')}"

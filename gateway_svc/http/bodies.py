@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests as requests of the protocol. Pure."""
+"""Converts bodies of HTTP requests to protobuf requests. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gateway_svc.http.chat import chat_of, flag
 from gateway_svc.http.fields import BodyField, ignored_names, invalid, path_names, set_parameters, shown, token_ids
 from svc_common.errors import InvalidRequestError
 
-COMPLETION_MAX_TOKENS = 16  # of /v1/completions, where a body has none, as in OpenAI's API
-MAX_PROMPTS = 1024  # of one body
+COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
+MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
 LONE_SURROGATE = b"\\ud"
@@ -25,15 +25,15 @@ LONE_SURROGATE = b"\\ud"
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a body of a completions endpoint asks for."""
+    """A parsed body of a completions endpoint."""
 
     requests: tuple[pb.GenerateRequest, ...]  # one per prompt, without request_id
     echoes: tuple[str, ...]  # text in front of each prompt's output
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
-    ignored: tuple[str, ...]  # names of fields without meaning here
-    names: Mapping[str, str]  # names in the body by path of GenerateRequest
+    ignored: tuple[str, ...]  # names of fields that have no effect here
+    names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
 
     @property
     def model(self) -> str:
@@ -51,9 +51,9 @@ def body_of(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data.decode(), parse_constant=_refuse_constant)
         if LONE_SURROGATE in data.lower():
-            json.dumps(body, ensure_ascii=False).encode()  # \ud800 alone is JSON, but not text
+            json.dumps(body, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at {error.start}") from None
+        raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -66,14 +66,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def chat_generation(data: bytes) -> Generation:
-    """A body of /v1/chat/completions. Raises InvalidRequestError."""
+    """Parse a body of /v1/chat/completions. Raises InvalidRequestError."""
     body = body_of(data)
     chat, ignored = chat_of(body)
     return _generation(fields.CHAT, body, [pb.Prompt(chat=chat)], ignored=ignored)
 
 
 def completion_generation(data: bytes) -> Generation:
-    """A body of /v1/completions. Raises InvalidRequestError."""
+    """Parse a body of /v1/completions. Raises InvalidRequestError."""
     body = body_of(data)
     prompts = _prompts_of(body.get("prompt"))
     asked = _generation(fields.COMPLETION, body, prompts, echoes=_echoes(body, prompts))
@@ -81,14 +81,12 @@ def completion_generation(data: bytes) -> Generation:
         if not request.stop.HasField("max_tokens"):
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
     if body.get("best_of") not in (None, asked.n):
-        raise invalid(
-            "best_of", f"is {shown(body['best_of'])}; this version serves only best_of = n, which is {asked.n}"
-        )
+        raise invalid("best_of", f"is {shown(body['best_of'])}; it must equal n, which is {asked.n}: remove best_of")
     return asked
 
 
 def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
-    """A body of /tokenize with names of ignored fields. Raises InvalidRequestError."""
+    """Parse a body of /tokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
     request = pb.TokenizeRequest(
         model=_model_of(body), add_special_tokens=flag(body, "add_special_tokens", default=True)
@@ -103,7 +101,7 @@ def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
 
 
 def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
-    """A body of /detokenize with names of ignored fields. Raises InvalidRequestError."""
+    """Parse a body of /detokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
@@ -113,7 +111,7 @@ def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
 
 
 def ignored_header(names: Sequence[str]) -> str:
-    """The value of x-ignored-fields; empty if nothing was ignored. A name from a body may hold anything."""
+    """The value of x-ignored-fields; empty if nothing was ignored. A name that is unsafe in a header becomes `?`."""
     shown_names = [name if MAX_NAME.fullmatch(name) else "?" for name in names[:MAX_IGNORED_SHOWN]]
     return ", ".join([*shown_names, *(["..."] if len(names) > MAX_IGNORED_SHOWN else [])])
 
@@ -130,7 +128,8 @@ def _generation(
     set_parameters(rows, body, request)
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
-    request.output.token_ids = is_continuous  # else only usage at the end counts them
+    # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
+    request.output.token_ids = is_continuous
     return Generation(
         requests=tuple(_with_prompt(request, prompt) for prompt in prompts),
         echoes=tuple(echoes) or ("",) * len(prompts),
@@ -156,7 +155,7 @@ def _stream_options(body: Mapping[str, Any], *, is_stream: bool) -> tuple[bool, 
     if not isinstance(options, dict):
         raise invalid("stream_options", f"is {shown(options)}; must be an object")
     if not is_stream:
-        raise invalid("stream_options", "is set, and stream is not true; leave it out, or set stream")
+        raise invalid("stream_options", "is set, but stream is not true; remove stream_options or set stream to true")
     includes_usage = flag(options, "include_usage", default=False)
     return includes_usage, includes_usage and flag(options, "continuous_usage_stats", default=False)
 
@@ -201,5 +200,5 @@ def _echoes(body: Mapping[str, Any], prompts: Sequence[pb.Prompt]) -> list[str]:
     if not flag(body, "echo", default=False):
         return []
     if any(not prompt.HasField("text") for prompt in prompts):
-        raise invalid("echo", "is true, and the prompt is token ids; this version serves echo of text only")
+        raise invalid("echo", "is true, but the prompt is token ids; echo needs a text prompt: remove echo")
     return [prompt.text for prompt in prompts]

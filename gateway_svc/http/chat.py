@@ -1,4 +1,4 @@
-"""Chat messages of a body as messages of the protocol. Pure."""
+"""Converts chat messages of a body to protobuf messages. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.fields import invalid, shown
 
-ROLES = {"developer": "system"}  # names that the protocol does not have
-# Fields of a message that the protocol cannot carry, and that change the prompt.
+ROLES = {"developer": "system"}  # OpenAI's role -> the protocol's; all other roles have the same name
+# Fields of a message that would change the prompt but do not exist in the protocol.
 UNSERVED = ("tool_calls", "function_call", "audio", "refusal")
 KNOWN = ("role", "content", *UNSERVED)
 TOOL_CHOICES = ("none", "auto")
 
 
 def chat_of(body: Mapping[str, Any]) -> tuple[pb.Chat, list[str]]:
-    """The conversation, and names of ignored fields of messages. Raises InvalidRequestError."""
+    """The conversation, and the names of ignored message fields. Raises InvalidRequestError."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "must be a list of at least one message")
@@ -36,7 +36,7 @@ def chat_of(body: Mapping[str, Any]) -> tuple[pb.Chat, list[str]]:
 def _message_of(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
     for name in UNSERVED:
         if message.get(name):
-            raise invalid(f"{where}.{name}", "is not served by this version; leave it out")
+            raise invalid(f"{where}.{name}", "is not served by this version; leave it unset")
     role = message.get("role")
     if not isinstance(role, str):
         raise invalid(f"{where}.role", f"is {shown(role)}; must be a string")
@@ -44,7 +44,7 @@ def _message_of(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def _text_of(where: str, content: Any) -> str:
-    """Text, or parts of type text, which are joined by line breaks as vLLM joins them."""
+    """The text of a content: a string, or text parts joined by line breaks (as in vLLM)."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -60,7 +60,7 @@ def _part_text(where: str, part: Any) -> str:
     if not isinstance(part, dict):
         raise invalid(where, f"is {shown(part)}; must be an object")
     if part.get("type") != "text":
-        raise invalid(f"{where}.type", f"is {shown(part.get('type'))}; only parts of type 'text' are served")
+        raise invalid(f"{where}.type", f"is {shown(part.get('type'))}; must be 'text', the only supported type")
     if not isinstance(part.get("text"), str):
         raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")
     return str(part["text"])
@@ -72,7 +72,7 @@ def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     if adds is chat.continue_final_message:
         raise invalid(
             "add_generation_prompt",
-            "must be true without continue_final_message, and false with it; leave it unset",
+            "must be the opposite of continue_final_message; remove add_generation_prompt to get that",
         )
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
@@ -86,13 +86,13 @@ def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     if tools is not None and not isinstance(tools, list):
         raise invalid("tools", f"is {shown(tools)}; must be a list")
     if choice is not None and choice not in TOOL_CHOICES:
-        raise invalid("tool_choice", f"is {shown(choice)}; this version serves 'none' and 'auto'")
+        raise invalid("tool_choice", f"is {shown(choice)}; must be 'none' or 'auto'")
     if tools and choice != "none":
         chat.tools_json = json.dumps(tools, ensure_ascii=False)
 
 
 def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """A boolean of the body. Raises InvalidRequestError."""
+    """A boolean field of the body. Raises InvalidRequestError."""
     value = body.get(name)
     if value is None:
         return default

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them. Body, status and headers follow from svc_common/errors.py. Pure."""
+"""Errors in OpenAI's format. Body, status and headers follow from the classes of svc_common/errors.py. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CODES: dict[type[QuireError], str] = {
     OverloadedError: "rate_limit_exceeded",
 }
 RETRYABLE = (OverloadedError, UnavailableError)
-# Fields of the protocol by their place in a body, besides those of the table of parameters.
+# Field path in the protocol -> field name in a body, for fields that are not in the table of parameters.
 PROMPT_NAMES = {
     "prompt.chat.template_kwargs_json": "chat_template_kwargs",
     "prompt.chat.tools_json": "tools",
@@ -55,16 +55,16 @@ class MethodNotAllowedError(InvalidRequestError):
 
 
 def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`{"error": {...}}`. `names`: names in the body by path of GenerateRequest."""
+    """`{"error": {...}}`. `names`: field names in the body, by field path in GenerateRequest."""
     message, param = _renamed(error.message, error.field, {**PROMPT_NAMES, **(names or {})})
-    if isinstance(error, ContextLengthError):  # clients recognize these words
+    if isinstance(error, ContextLengthError):  # clients match these words
         message = f"This model's maximum context length is {error.limit} tokens. However, {message}"
     kind = TYPES.get(error.http_status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param or None, "code": _code_of(error)}}
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
-    """Whether and when a client should try again."""
+    """Headers that say whether and when a client should retry."""
     headers = {"x-should-retry": "true" if isinstance(error, RETRYABLE) else "false"}
     if error.retry_after_s is not None:
         headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_after_s))
@@ -81,7 +81,7 @@ def _code_of(error: QuireError) -> str | None:
 
 
 def _renamed(message: str, field: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Message and field with the names of the body; longer paths first, as one may begin with another."""
+    """Message and field with the body's names. Longer paths are replaced first: one path may be a prefix of another."""
     for path in sorted(names, key=len, reverse=True):
         message = message.replace(path, names[path])
         if field.startswith(path):

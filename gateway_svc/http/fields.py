@@ -1,8 +1,8 @@
 """The fields of HTTP bodies: one row each, per endpoint.
 
-A row with a `path` sets that field of GenerateRequest: its type, limits and whether it is served follow from
-`request_fields`. Other rows are read by `bodies.py` and `chat.py`, or refused unless they have a value that asks for
-nothing. A field without a row is ignored, and named in the response header `x-ignored-fields`.
+A row with a `path` sets that field of GenerateRequest; `request_fields` has its type, its limits and whether it is
+supported. Rows with `only` are not supported: any other value is refused. The remaining rows are read by `bodies.py`
+and `chat.py`. A field without a row is ignored and listed in the response header `x-ignored-fields`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _off_is_0(value: Any) -> Any:
 
 
 def _unsigned(value: Any) -> Any:
-    """OpenAI's seed is a signed 64-bit number, ours is unsigned: the same bits."""
+    """OpenAI's seed is a signed 64-bit number, ours is unsigned: keep the bits."""
     return value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value
 
 
@@ -36,13 +36,13 @@ def _as_list(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """One field of a body. null always means that it is not set."""
+    """One field of a body. null means: not set."""
 
     name: str
-    path: str = ""  # the field of GenerateRequest that it sets
+    path: str = ""  # path of the field in GenerateRequest
     convert: Callable[[Any], Any] = lambda value: value
     doc: str = ""
-    only: tuple[Any, ...] | None = None  # of a field that is not served: values that ask for nothing
+    only: tuple[Any, ...] | None = None  # for unsupported fields: the only values accepted, which disable the feature
 
     @property
     def is_served(self) -> bool:
@@ -52,7 +52,7 @@ class BodyField:
 SAMPLING = (
     BodyField("temperature", "sampling.temperature"),
     BodyField("top_p", "sampling.top_p"),
-    BodyField("top_k", "sampling.top_k", _off_is_0, "-1 is off, as 0."),
+    BodyField("top_k", "sampling.top_k", _off_is_0, "-1 turns it off, like 0."),
     BodyField("min_p", "sampling.min_p"),
     BodyField("seed", "sampling.seed", _unsigned, "A negative number is taken modulo 2^64."),
     BodyField("n", "sampling.n"),
@@ -74,7 +74,7 @@ STREAMING = (
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField(
         "stream_options",
-        doc="`include_usage`: a last chunk with the usage. `continuous_usage_stats`: usage on every chunk as well.",
+        doc="`include_usage`: a last chunk with the usage. `continuous_usage_stats`: also usage in every chunk.",
     ),
 )
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
@@ -95,13 +95,13 @@ TEMPLATE = (
         "messages", doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text."
     ),
     BodyField(
-        "add_generation_prompt", doc="Only with its value by default: true, or false with `continue_final_message`."
+        "add_generation_prompt", doc="Only its default is accepted: true, or false with `continue_final_message`."
     ),
     BodyField("continue_final_message", doc="Continue the last message instead of starting an assistant turn."),
-    BodyField("chat_template_kwargs", doc="Further variables of the chat template."),
+    BodyField("chat_template_kwargs", doc="Extra variables for the chat template."),
 )
 TOOLS = (
-    BodyField("tools", doc="Given to the chat template, unless tool_choice is none. Calls are returned as text."),
+    BodyField("tools", doc="Passed to the chat template, unless tool_choice is none. Calls are returned as text."),
     BodyField("tool_choice", doc="`none` or `auto`."),
 )
 CHAT = (
@@ -123,15 +123,15 @@ CHAT = (
 COMPLETION = (
     MODEL,
     BodyField("prompt", doc="A string, a list of strings, a list of token ids, or a list of such lists."),
-    BodyField("echo", doc="Put the prompt in front of the text; for prompts that are text."),
-    BodyField("best_of", doc="Only if it equals n."),
+    BodyField("echo", doc="Return the prompt in front of the output; for text prompts only."),
+    BodyField("best_of", doc="Must equal n."),
     *SAMPLING,
     *STREAMING,
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("suffix", only=("",)),
 )
-ADD_SPECIAL = BodyField("add_special_tokens", doc="Default true; a chat has its special tokens from the template.")
+ADD_SPECIAL = BodyField("add_special_tokens", doc="Default true. No effect on a chat: its template adds them.")
 TOKENIZE = (MODEL, BodyField("prompt", doc="A string, if there are no messages."), ADD_SPECIAL, *TEMPLATE, *TOOLS)
 DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
 
@@ -149,7 +149,7 @@ def invalid(field: str, words: str) -> InvalidRequestError:
 
 
 def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
-    """Set the fields of `request` that rows with a path stand for, and refuse those that are not served.
+    """Set the fields of `request` from the rows that have a path, and refuse fields that are not supported.
 
     Raises InvalidRequestError.
     """
@@ -164,7 +164,7 @@ def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 0 is not False."""
+    """Whether an allowed value is equal and of the same type: 0 is not False."""
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
@@ -227,7 +227,7 @@ def _as_float(name: str, value: float) -> float:
 
 
 def token_ids(name: str, values: list[Any]) -> list[int]:
-    """A list of token ids. Raises InvalidRequestError with the first element that is none."""
+    """A list of token ids. Raises InvalidRequestError that names the first element that is not a token id."""
     for i, value in enumerate(values):
         if type(value) is not int or not 0 <= value <= MAX_UINT32:
             raise invalid(f"{name}[{i}]", f"is {shown(value)}; must be a token id, an integer from 0 to {MAX_UINT32}")
@@ -235,7 +235,7 @@ def token_ids(name: str, values: list[Any]) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """A value of a body, shortened."""
+    """A value of a body as text for an error, shortened."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)[: MAX_SHOWN + 1]
@@ -243,7 +243,7 @@ def shown(value: Any) -> str:
 
 
 def path_names(rows: tuple[BodyField, ...], body: Mapping[str, Any]) -> dict[str, str]:
-    """Names in the body by path of GenerateRequest, for errors that were found later."""
+    """Field names in the body, by field path in GenerateRequest; for errors of later checks."""
     names: dict[str, str] = {}
     for row in rows:
         if row.path and (row.path not in names or body.get(row.name) is not None):

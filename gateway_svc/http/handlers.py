@@ -1,4 +1,4 @@
-"""The endpoints: a body becomes requests for the handlers that gRPC uses, and their answer becomes JSON."""
+"""The endpoints: convert a body to requests, call the same servicer as gRPC, and convert its answer to JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SSE_HEADERS = {
 
 
 class Handlers:
-    """One method per endpoint. Errors are raised; the app turns them into answers."""
+    """One method per endpoint. All raise QuireError, which the app turns into an answer."""
 
     def __init__(
         self,
@@ -102,7 +102,9 @@ class Handlers:
     async def health(self, request: Request) -> Response:
         """200 while this gateway can take requests."""
         if not self._is_serving():
-            raise UnavailableError("this gateway is not serving: it is shutting down, or no model is ready")
+            raise UnavailableError(
+                "this gateway is not serving: it is shutting down, or no model is ready; retry later"
+            )
         return _json({"status": "serving"})
 
     async def version(self, request: Request) -> Response:
@@ -110,7 +112,7 @@ class Handlers:
         return _json({"version": quire_version()})
 
     async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
-        """The body in the form that `parse` gives it; a large one is parsed in a thread."""
+        """The parsed body. A large body is parsed in a thread."""
         data = await request.body()
         return await self._prompts.run(len(data) // PARSE_BYTES, parse, data)
 
@@ -133,7 +135,7 @@ class Handlers:
 
 
 class EventStream:
-    """A response of server-sent events. It exists once the first event does, so that a refusal has its status."""
+    """A response of server-sent events. It is created after the first event, so a refusal can set the HTTP status."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         self._first = first
@@ -142,7 +144,7 @@ class EventStream:
 
     @classmethod
     async def begun(cls, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> EventStream:
-        """Wait for the first event. Raises what the generator raises before it."""
+        """Wait for the first event. Raises the generator's exception if there is none."""
         return cls(await anext(events), events, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +157,7 @@ class EventStream:
 
 
 async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. After the first one, an error is an event as well, and the last."""
+    """Server-sent events. An error after the first event is sent as the last event."""
     is_begun = False
     async with aclosing(events):
         try:
@@ -172,7 +174,7 @@ async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> Async
 
 
 def _with_ids(requests: Sequence[pb.GenerateRequest], answer_id: str) -> Sequence[pb.GenerateRequest]:
-    """The answer's id is the id of its request, so that Abort, logs and status know it."""
+    """Use the answer's id as request id, so that clients can pass it to Abort and find it in logs."""
     for i, request in enumerate(requests):
         request.request_id = answer_id if len(requests) == 1 else f"{answer_id}-{i}"
     return requests

@@ -1,4 +1,4 @@
-"""The events of several generations as one stream."""
+"""Merges the events of several generations into one stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from svc_common.tasks import cancel
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
-MAX_QUEUED = 64  # events of all generations that wait for a slow reader; the rest waits in the journals
+MAX_QUEUED = 64  # number of events that wait for a slow reader; further tokens wait in the journals
 
 
 async def merged(streams: Sequence[Events]) -> Numbered:
-    """Every event with the index of its stream. The first events come when all streams have one, so that a refusal of
-    any is raised before anything else. Raises what a stream raises. Closing it closes all streams.
+    """Yields every event with the index of its stream. Nothing is yielded before every stream has its first event, so
+    that a refused stream raises before any output. Raises the exceptions of the streams. Closing it closes all streams.
     """
     try:
         if len(streams) == 1:

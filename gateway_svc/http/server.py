@@ -15,12 +15,12 @@ from svc_common.serve import BindError
 from svc_common.sockets import bind_tcp
 
 MAX_HEADER_BYTES = 64 << 10
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that they close them
-STOP_TIMEOUT_S = 2.0  # for answers in progress; generations were drained before
+KEEP_ALIVE_S = 75.0  # longer than in most clients, so that the client closes an idle connection first
+STOP_TIMEOUT_S = 2.0  # for unfinished answers; generations have been drained before
 
 
 class HttpServer:
-    """Serves an app at an address. `shares_port`: other processes of this gateway listen there too."""
+    """Serves an app at an address. `shares_port`: other processes of this gateway listen on the same port."""
 
     def __init__(
         self, app: HttpApp, listen: str, *, shares_port: bool = False, tls: ssl.SSLContext | None = None
@@ -62,7 +62,7 @@ class HttpServer:
             raise BindError(f"cannot listen on {self._listen}: {error.strerror or error}") from None
 
     async def stop(self) -> None:
-        """Close the port, let answers in progress end, close all connections."""
+        """Close the port, wait for unfinished answers, and close all connections."""
         if self._task is not None:
             self._server.should_exit = True
             await self._task

@@ -1,1 +1,1 @@
-"""The gateway's text side: tokenizer, chat template, incremental detokenization, stop strings. No I/O."""
+"""Text functions of the gateway: tokenizer, chat template, incremental detokenization, stop strings. No I/O."""

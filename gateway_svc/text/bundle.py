@@ -5,7 +5,7 @@
     special_tokens_map.json      special tokens of older checkpoints
     chat_template.jinja          preferred to the one in tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
-    generation_config.json       settings that are not supported; the worker reads the sampling defaults
+    generation_config.json       read for unsupported settings only; the worker reads the sampling defaults
 
 Files are read as transformers reads them, so that token ids are the same.
 """
@@ -150,7 +150,7 @@ def _token_text(value: Any) -> str:
 
 
 def _add_missing_tokens(backend: Backend, named: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Add special tokens that only the configuration has, and mark those that it calls special."""
+    """Add special tokens that are only in the configuration, and mark tokens special that the configuration lists."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     listed = [(int(id_), entry) for id_, entry in decoder.items() if isinstance(entry, dict)]
@@ -173,7 +173,7 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
 
 def _update_post_processor(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Apply add_bos_token and add_eos_token of the configuration, which take precedence over tokenizer.json."""
+    """Apply add_bos_token and add_eos_token of the configuration; they take precedence over tokenizer.json."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     bos = named.get("bos_token") if config.get("add_bos_token") else None

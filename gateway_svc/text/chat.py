@@ -1,4 +1,4 @@
-"""Chat templates: renders a checkpoint's Jinja template as transformers does.
+"""Chat templates: renders a checkpoint's Jinja template with the same result as transformers.
 
 A template is untrusted data, so it runs in an immutable sandbox. Everything it raises becomes a ChatTemplateError with
 the template's message.
@@ -25,11 +25,11 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether th
 
 
 class ChatTemplateError(ValueError):
-    """A conversation cannot be rendered; the message has the cause, from the template if it gives one."""
+    """A conversation cannot be rendered. The message has the cause, in the template's words if it raised an error."""
 
 
 class ChatTemplate:
-    """One compiled template. An invalid source raises only in `render`, so prompts of text or tokens still work."""
+    """One compiled template. An invalid source raises only in `render`, so text and token prompts still work."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
@@ -39,7 +39,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             self._problem = f"the model's chat template has a syntax error in line {error.lineno}: {error.message}"
-        except Exception as error:  # of Python's compiler: nested too deeply, too long
+        except Exception as error:  # raised by Python's compiler, e.g. for a template that is nested too deeply
             self._problem = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
     def render(
@@ -59,7 +59,7 @@ class ChatTemplate:
         variables = {**self._special_tokens, **(template_kwargs or {})}
         taken = [name for name in RESERVED if name in variables and name != "documents"]
         if taken:
-            raise ChatTemplateError(f"template variable {taken[0]!r} is set by the server; leave it out")
+            raise ChatTemplateError(f"template variable {taken[0]!r} is set by the server; remove {taken[0]!r}")
         if not continue_final_message:
             return self._render(messages, tools, variables, add_generation_prompt=True)
         return self._render_open(messages, tools, variables)
@@ -71,9 +71,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(m) for m in messages], tools=tools, **variables, **flags)
         except jinja2.exceptions.SecurityError as error:
-            raise ChatTemplateError(
-                f"the model's chat template does something that the sandbox forbids: {error}"
-            ) from None
+            raise ChatTemplateError(f"the model's chat template is not allowed by the sandbox: {error}") from None
         except jinja2.exceptions.UndefinedError as error:
             raise ChatTemplateError(f"the model's chat template uses an undefined value: {error}") from None
         except jinja2.exceptions.TemplateError as error:
@@ -90,8 +88,8 @@ class ChatTemplate:
         bare_tag = CONTINUE_TAG.strip()
         if bare_tag not in text or final.strip() not in text:
             raise ChatTemplateError(
-                "continue_final_message: the model's chat template changes or drops the last message's content, "
-                "so that message cannot be continued"
+                "continue_final_message: the model's chat template changes or drops the last message's content, so the "
+                "message cannot be continued"
             )
         cut = text.rindex(bare_tag)
         is_spacing_kept = text[cut : cut + len(CONTINUE_TAG)] == CONTINUE_TAG
@@ -130,7 +128,7 @@ def _to_json(
 
 
 class _TemplateDict:
-    """`dict` without the class object, whose attributes would allow to leave the sandbox."""
+    """`dict` without the class object, whose attributes give access outside of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -140,7 +138,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace` that refuses names with a leading underscore, for the same reason."""
+    """`namespace` that refuses names with a leading underscore, which would give the same access."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]

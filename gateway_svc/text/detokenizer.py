@@ -1,11 +1,11 @@
 """Incremental detokenization: ids in, whole characters out, at a constant cost per token.
 
-For every stream, all deltas and the flush together equal `decode` of all ids. How much text must be held back for that
-depends on the tokenizer's decoder:
+For every stream, all deltas plus the flush equal `decode` of all ids. Which text must be held back for that depends on
+the tokenizer's decoder:
 
     ByteLevel              bytes of one incomplete character (at most 3)
-    ByteFallback family    the current run of byte tokens: a run is decoded as a whole, or becomes U+FFFD
-    anything else          a window of ids that is decoded again, as long as its text may still change
+    ByteFallback family    the current run of byte tokens: it is decoded as a whole, or becomes U+FFFD
+    any other decoder      a window of ids, which is decoded repeatedly while its text may still change
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
-WINDOW = 32  # most ids whose text the generic detokenizer holds back
+WINDOW = 32  # the generic detokenizer holds back the text of at most this many ids
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -27,14 +27,14 @@ class Detokenizer(Protocol):
     """Detokenizes one stream."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new ids, return the text that they complete."""
+        """Add new ids. Returns the text that is complete now."""
 
     def flush(self) -> str:
-        """End the stream: return the text held back, with U+FFFD for an incomplete character."""
+        """End the stream. Returns the text held back, with U+FFFD for an incomplete character."""
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one tokenizer. They share the text of single tokens, which is computed once."""
+    """Creates the detokenizers of one tokenizer. They share a cache of the text of single tokens."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -84,7 +84,7 @@ class _Pieces:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes."""
+    """GPT-2's table: printable character -> byte, for all 256 bytes."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(kept)]
     table = {chr(byte): byte for byte in kept}
@@ -119,7 +119,7 @@ class _ByteLevel:
 
 
 class _Plan:
-    """A decoder of steps per token: Replace, Metaspace, ByteFallback, Fuse, and Strip at the start of the text."""
+    """A decoder whose steps work token by token: Replace, Metaspace, ByteFallback, Fuse, Strip at the text's start."""
 
     def __init__(self, steps: list[dict[str, Any]]) -> None:
         kinds = [step["type"] for step in steps]
@@ -228,15 +228,15 @@ class _Pipeline:
 
 
 class _Window:
-    """Any other decoder: decodes recent ids with and without the new ones; the difference is the new text."""
+    """Any other decoder: decodes recent ids with and without the new ids; the difference is the new text."""
 
     __slots__ = ("_backend", "_ids", "_num_read", "_skipped")
 
     def __init__(self, backend: Backend, skipped: set[int]) -> None:
         self._backend = backend
         self._skipped = skipped
-        self._ids: list[int] = []  # context whose text was returned, then ids whose text was not
-        self._num_read = 0  # length of the context
+        self._ids: list[int] = []  # first context ids, whose text was returned; then ids whose text was not
+        self._num_read = 0  # number of context ids
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_one(id_) for id_ in ids)

@@ -9,8 +9,8 @@ from gateway_svc.text.stop_strings import StopMatcher
 
 
 class SampleText:
-    """Turns a sample's ids into text. The text released after k tokens depends only on these k tokens, not on how they
-    were grouped, so a resumed stream continues at exactly the same byte.
+    """Turns a sample's ids into text. The text released after k tokens depends only on these k tokens, not on their
+    grouping into pushes, so a resumed stream continues at exactly the same byte.
     """
 
     __slots__ = ("_detokenizer", "_first_stop", "_matcher", "_num_tokens")
@@ -20,17 +20,17 @@ class SampleText:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._first_stop = first_stop
-        self._num_tokens = 0  # so far
+        self._num_tokens = 0  # number of tokens pushed so far
 
     @property
     def stop(self) -> str | None:
-        """The stop string that matched; None: none so far."""
+        """The stop string that matched; None: no match so far."""
         return None if self._matcher is None else self._matcher.match
 
     def push(self, ids: Sequence[int]) -> tuple[str, int]:
-        """Take ids; return the released text and how many of the ids belong to the output.
+        """Add ids. Returns the released text, and how many of the ids belong to the output.
 
-        Fewer than given: a stop string is complete with the last of them, and the others were generated after it.
+        If a stop string matches, the output ends with the id that completes it; the ids after it do not belong to it.
         """
         if self._matcher is None:
             return self._detokenizer.push(ids), len(ids)
@@ -44,7 +44,7 @@ class SampleText:
         return "".join(parts), len(ids)
 
     def flush(self) -> str:
-        """End the text: return everything held back. This may still complete a stop string."""
+        """End the text. Returns all text held back, which may still complete a stop string."""
         text = self._detokenizer.flush()
         if self._matcher is None:
             return text

@@ -1,7 +1,8 @@
-"""Stop strings: found across token borders, in output text only, with as little text held back as possible.
+"""Stop strings: matched across token boundaries, in output text only, with as little text held back as possible.
 
-An Aho-Corasick automaton reads each character once. The match that completes first wins; among matches that complete at
-the same character, the first listed. The automaton's state gives exactly how much text may still become a match.
+An Aho-Corasick automaton reads each character once. The match that ends first counts; if several end at the same
+character, the stop string that is listed first. The automaton's state gives exactly the text that may still become part
+of a match.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class StopMatcher:
         self.match: str | None = None
 
     def push(self, text: str, *, can_match: bool = True) -> str:
-        """Take new text; return the text that can no longer become part of a match.
+        """Add text. Returns the text that can no longer become part of a match.
 
-        Without `can_match`, a stop string that ends in this text is ignored.
+        If `can_match` is false, a stop string that ends in this text is ignored.
         """
         if self.match is not None or not text:
             return ""
@@ -96,12 +97,12 @@ class StopMatcher:
         return whole[:cut]
 
     def flush(self) -> str:
-        """End the text: return the text held back, which did not become a match."""
+        """End the text. Returns the text held back, which did not become a match."""
         held, self._held, self._node = self._held, "", 0
         return held
 
     def _scan(self, text: str, *, can_match: bool) -> int:
-        """Read to the end of the text or of the first match; return how many characters were read."""
+        """Read to the end of the text or of the first match. Returns the number of characters read."""
         for position, char in enumerate(text):
             self._node = self._stops.step(self._node, char)
             index = self._stops.matches[self._node]

@@ -274,7 +274,10 @@ async def test_bodies_that_are_not_json(http: HttpGateway, body: bytes) -> None:
 async def test_a_body_that_is_too_large(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "MAX_BODY_BYTES", 1000)
     status, _, answer = await http.post(CHAT, data=io.BytesIO(b"x" * 3_000_000))
-    assert (status, answer["error"]["message"]) == (413, "the body has 3000000 bytes; at most 1000 are allowed")
+    assert (status, answer["error"]["message"]) == (
+        413,
+        "the body has 3000000 bytes; at most 1000 are allowed: send it in parts",
+    )
 
 
 async def test_a_body_that_does_not_arrive(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler
     other = gateway.generate(continuation=types.Continuation(revision="r0"))
     error = await refused(other)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "served here as revision r1, but this request began with r0" in error.details()
+    assert "serves revision r1 of model 'toy', but the request began on revision r0" in error.details()
     same = gateway.generate(continuation=types.Continuation(revision="r1"))
     assert (await same.read()).accepted.revision == "r1"
 
