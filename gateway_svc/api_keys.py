@@ -31,14 +31,14 @@ OWNER = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Health probes and generic tools need no key; everything else does.
 OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
-# The owner of the key of the running call; empty without API keys.
+# Owner of the current call's API key; empty without API keys.
 current_caller: ContextVar[str] = ContextVar("current_caller", default="")
 
 
 def scoped(request_id: str) -> str:
-    """A request id as it is known inside: with its owner, so that another owner's Abort or continuation misses it.
+    """The id of a request inside the services: `OWNER/request_id`, so that no other owner can abort or resume it.
 
-    A client cannot send `/` in a request id.
+    A client's request id cannot contain `/`.
     """
     caller = current_caller.get()
     return f"{caller}/{request_id}" if caller else request_id

@@ -167,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--min-priority",
         type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
         metavar="N",
-        help="lowest, which is most urgent, priority that a request may have. Unset: 0 with --api-keys, else any",
+        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys, else -1000",
     )
     tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
@@ -197,7 +197,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def min_priority(args: argparse.Namespace) -> int:
-    """The most urgent priority of a request: clients with API keys are strangers to each other."""
+    """The lowest priority of a request. With API keys it is 0 by default, because clients do not trust each other."""
     if args.min_priority is not None:
         return int(args.min_priority)
     return MIN_PRIORITY if args.api_keys is None else 0
@@ -278,7 +278,7 @@ async def serve(
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
         if http is not None:
-            servicer.end_streams()  # open only after a second signal
+            servicer.end_streams()  # streams are still open here only after a second signal
             await http.stop()
         dispatcher.close()
         await cancel(*tasks)

@@ -38,7 +38,7 @@ from svc_common.logs import current_request_id
 log = logging.getLogger(__name__)
 
 RETRY_DRAINING_S = 1.0
-MIN_PRIORITY = -1000  # of the request field
+MIN_PRIORITY = -1000  # lower limit of the request field
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -71,7 +71,9 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(m) for m in messages], tools=tools, **variables, **flags)
         except jinja2.exceptions.SecurityError as error:
-            raise ChatTemplateError(f"the model's chat template is not allowed by the sandbox: {error}") from None
+            raise ChatTemplateError(
+                f"the model's chat template uses an operation that the sandbox forbids: {error}"
+            ) from None
         except jinja2.exceptions.UndefinedError as error:
             raise ChatTemplateError(f"the model's chat template uses an undefined value: {error}") from None
         except jinja2.exceptions.TemplateError as error:

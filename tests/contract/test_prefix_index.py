@@ -49,7 +49,7 @@ async def look_up(index: RedisPrefixIndex, digests: list[bytes]) -> dict[Holder,
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not await condition():  # noqa: ASYNC110 - what is waited for is in another process
+        while not await condition():  # noqa: ASYNC110 - the state is in another process
             await asyncio.sleep(0.005)
 
 
@@ -83,7 +83,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 class Redis:
-    """Makes indexes on one server, one per scheduler. `held` is the content of its pools."""
+    """Creates indexes on one server, one per scheduler. `held` is the content of the scheduler's pools."""
 
     def __init__(self, server: RedisServer, cleanup: AsyncExitStack) -> None:
         self.server = server
@@ -95,7 +95,7 @@ class Redis:
             self.num_snapshots += 1
             return held or []
 
-        # A late answer on a busy machine is not an outage; tests of outages set their own timeout.
+        # Long enough that a late answer on a busy machine is not an outage. Tests of outages set their own timeout.
         options = {"lease_ttl_s": 0.6, "max_backoff_s": 0.1, "timeout_s": 1.0} | options
         index = RedisPrefixIndex(self.server.url, owner=owner, snapshot=snapshot, **options)
         index.start()
@@ -168,15 +168,15 @@ async def test_a_restarted_worker_starts_empty(index: RedisPrefixIndex) -> None:
     index.register_worker(*W1, "127.0.0.1:1")
     index.publish(cached(W1, digests))
     await comes_to(index, digests, {W1: 3})
-    reborn = Holder("w1", 6)
-    index.register_worker(*reborn, "127.0.0.1:1")
+    restarted = Holder("w1", 6)
+    index.register_worker(*restarted, "127.0.0.1:1")
     await comes_to(index, digests, {})
-    index.publish(cached(reborn, digests[:1]))
-    await comes_to(index, digests, {reborn: 1})
-    index.forget(*W1)  # a late change of the earlier life
+    index.publish(cached(restarted, digests[:1]))
+    await comes_to(index, digests, {restarted: 1})
+    index.forget(*W1)  # a late change of the previous process
     index.publish(evicted(W1, digests[:1]))
     await asyncio.sleep(0.05)
-    await comes_to(index, digests, {reborn: 1})
+    await comes_to(index, digests, {restarted: 1})
 
 
 async def test_a_forgotten_worker_is_ignored(index: RedisPrefixIndex) -> None:
@@ -190,7 +190,7 @@ async def test_a_forgotten_worker_is_ignored(index: RedisPrefixIndex) -> None:
     await comes_to(index, digests, {})
 
 
-async def test_the_newest_event_of_a_block_wins(index: RedisPrefixIndex) -> None:
+async def test_the_newest_event_of_a_block_counts(index: RedisPrefixIndex) -> None:
     digests = chain(2)
     index.register_worker(*W0, "127.0.0.1:1")
     for _ in range(3):
@@ -200,7 +200,7 @@ async def test_the_newest_event_of_a_block_wins(index: RedisPrefixIndex) -> None
     await comes_to(index, digests, {W0: 2})
 
 
-async def test_scheduler_epochs_only_grow(index: RedisPrefixIndex) -> None:
+async def test_scheduler_epochs_never_decrease(index: RedisPrefixIndex) -> None:
     first = await index.next_scheduler_epoch()
     assert 0 < first < 40
     index.note_scheduler_epoch(40)
@@ -230,7 +230,7 @@ async def test_a_bad_scheduler_epoch_counts_as_0_and_is_replaced(
     await until(counts_again)
 
 
-async def test_an_absurd_epoch_of_a_worker_is_not_published(index: RedisPrefixIndex) -> None:
+async def test_an_epoch_far_too_large_is_not_published(index: RedisPrefixIndex) -> None:
     index.note_scheduler_epoch(2**64 - 1)
     index.note_scheduler_epoch(40)
 
@@ -305,7 +305,7 @@ async def renewed(redis: Redis, key: bytes, times: int) -> None:
         await until(has_grown)
 
 
-async def test_every_key_expires_or_is_one_of_two_counters(redis: Redis) -> None:
+async def test_every_key_except_two_counters_expires(redis: Redis) -> None:
     index = redis.index()
     index.register_worker(*W0, "127.0.0.1:1")
     index.publish(cached(W0, chain(5)))
@@ -327,7 +327,7 @@ async def test_entries_are_refreshed_before_they_expire(redis: Redis) -> None:
     assert redis.num_snapshots >= 2
 
 
-async def test_the_index_works_without_a_server_and_connects_later(redis: Redis) -> None:
+async def test_the_index_starts_without_a_server_and_connects_later(redis: Redis) -> None:
     redis.server.stop()
     index = redis.index()
     digests = chain(3)
@@ -356,7 +356,7 @@ async def test_after_a_restart_the_snapshot_is_published(redis: Redis) -> None:
     assert await index.next_scheduler_epoch() > 0
 
 
-async def test_a_flush_is_noticed_without_any_traffic(redis: Redis) -> None:
+async def test_a_flush_is_detected_without_traffic(redis: Redis) -> None:
     digests = chain(9)
     one = redis.index("s0", held=cached(W0, digests))
     two = redis.index("s1", held=cached(W1, digests[:5]))

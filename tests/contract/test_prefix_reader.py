@@ -44,7 +44,7 @@ async def reader(redis_server: RedisServer, cleanup: AsyncExitStack) -> RedisPre
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for is in another process
+        while not condition():  # noqa: ASYNC110 - the state is in another process
             await asyncio.sleep(0.005)
 
 
@@ -86,7 +86,7 @@ async def test_a_lost_server_causes_no_delay_until_it_returns(
     await until(lambda: not reader.is_up)
     for _ in range(1000):
         assert await reader.lookup(digests) == {}
-    assert reader.num_errors < 100  # the first lookup, and pings since
+    assert reader.num_errors < 100  # the first lookup and later pings
     redis_server.start()
     await until(lambda: reader.is_up)
     index = publisher(redis_server, cleanup, SCHEDULER_A)
@@ -101,7 +101,7 @@ async def test_a_frozen_server_gets_one_lookup(reader: RedisPrefixReader, redis_
     try:
         for _ in range(100):
             assert await reader.lookup(digests) == {}
-        assert reader.num_errors < 10  # the first lookup, and pings since
+        assert reader.num_errors < 10  # the first lookup and later pings
         assert not reader.is_up
     finally:
         redis_server.signal(signal.SIGCONT)

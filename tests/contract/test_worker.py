@@ -94,7 +94,7 @@ async def refusal(call: object) -> grpc.aio.AioRpcError:
 # -- leases ----------------------------------------------------------------------------------------------------------
 
 
-async def test_lease_epochs_increase_and_lower_ones_are_refused(worker: WorkerUnderTest) -> None:
+async def test_lease_epochs_increase_and_lower_epochs_are_refused(worker: WorkerUnderTest) -> None:
     first = await worker.lease()
     assert (first.fence.scheduler_epoch, first.fence.worker_epoch, first.next_step_id) == (1, WORKER_EPOCH, 1)
     assert (await worker.lease(9)).fence.scheduler_epoch == 9
@@ -166,7 +166,7 @@ async def test_a_new_lease_ends_an_idle_stream(worker: WorkerUnderTest) -> None:
     assert "scheduler_epoch 1 has ended" in details
 
 
-async def test_a_new_lease_fences_steps_that_wait(worker: WorkerUnderTest) -> None:
+async def test_a_new_lease_discards_waiting_steps(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()
     stream = worker.stream()
@@ -224,7 +224,7 @@ async def test_the_stream_answers_in_order_with_two_in_flight(worker: WorkerUnde
     assert tokens == await generate(worker, make_row(first_block=8), 7)
 
 
-async def test_no_more_than_the_pipeline_depth_is_read_ahead(worker: WorkerUnderTest) -> None:
+async def test_at_most_pipeline_depth_messages_are_read_ahead(worker: WorkerUnderTest) -> None:
     await worker.lease()
     stream = worker.stream()
     worker.runner.gate.clear()
@@ -232,7 +232,7 @@ async def test_no_more_than_the_pipeline_depth_is_read_ahead(worker: WorkerUnder
         await stream.send(worker.batch())
     await until(lambda: worker.executor.num_in_flight == 2)
     unary = asyncio.ensure_future(worker.stub.StepBatch(worker_pb2.StepBatchRequest(), timeout=60).code())
-    await unary  # a whole round trip later
+    await unary  # after one more round trip
     assert worker.executor.num_in_flight == 2
     worker.runner.gate.set()
     assert [(await stream.receive()).step_id for _ in range(6)] == [1, 2, 3, 4, 5, 6]
@@ -252,7 +252,7 @@ async def test_a_burst_is_answered_together(worker: WorkerUnderTest) -> None:
     assert [sampled(output)[0] for output in outputs] == await generate(worker, make_row(first_block=8), 4)
 
 
-async def test_the_steps_of_a_burst_before_a_refused_one_are_answered(worker: WorkerUnderTest) -> None:
+async def test_the_steps_of_a_burst_before_a_refused_step_are_answered(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row()
     stream = worker.stream()
@@ -389,7 +389,7 @@ async def test_the_bundle_is_sent_in_pieces(worker: WorkerUnderTest) -> None:
     assert b"".join(parts) == bytes(range(256)) * 10_000
 
 
-async def test_a_draining_worker_takes_no_new_lease(worker: WorkerUnderTest) -> None:
+async def test_a_draining_worker_refuses_a_lease(worker: WorkerUnderTest) -> None:
     response = await worker.stub.Drain(worker_pb2.DrainRequest(timeout_s=3), timeout=60)
     assert response.rows_left == 3
     error = await refusal(worker.lease())

@@ -1,4 +1,4 @@
-"""Parts of the worker contract: a deterministic fake runner, a gate around any runner, and a driver of steps."""
+"""Helpers of the worker contract: a deterministic fake runner, a gate around any runner, and a client for steps."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FakeRunner:
 
 
 class GatedRunner:
-    """Wraps a runner: counts its steps and blocks before each one while `gate` is closed."""
+    """Wraps a runner: counts its steps, and blocks before a step while `gate` is closed."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -150,7 +150,7 @@ class GatedRunner:
 
 @dataclass(slots=True)
 class Row:
-    """The state of a sequence in the driver."""
+    """The state of a sequence in the test."""
 
     row: int
     token_ids: list[int]
@@ -263,7 +263,7 @@ def sampled(output: worker_pb2.StepOutput) -> dict[int, int]:
 
 @asynccontextmanager
 async def serve_worker(runner: Runner | None, *, pipeline_depth: int = 2) -> AsyncIterator[WorkerUnderTest]:
-    """The servicer over real gRPC around `runner`; None: it is still loading."""
+    """Serve `runner` over real gRPC; None: the worker is still loading."""
     fatal: list[BaseException] = []
     executor = StepExecutor(worker_epoch=WORKER_EPOCH, on_fatal=fatal.append)
     lifecycle = Lifecycle()

@@ -1,4 +1,4 @@
-"""A scheduler that tests script, and a gateway in front of it, both over real gRPC."""
+"""A fake scheduler whose answers are set by the test, and a gateway in front of it, both over real gRPC."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def digest_of(ids: Sequence[int]) -> int:
 async def until(condition: Callable[[], Any]) -> None:
     """Wait until a condition holds; fails after a minute."""
     async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110  (conditions of other tasks' state, without an event of their own)
+        while not condition():  # noqa: ASYNC110  (the state belongs to other tasks and has no event to await)
             await asyncio.sleep(0.002)
 
 
@@ -99,7 +99,7 @@ def make_info(bundle: bytes = b"", **changes: Any) -> types.ModelInfo:
 
 
 class FakeScheduler(SchedulerServiceServicer):
-    """Accepts every request unless `refusals` has an entry. Tests send the tokens and the ends."""
+    """Accepts every request unless `refusals` has an entry. Tests send the tokens and the finished samples."""
 
     def __init__(self, info: types.ModelInfo | None, bundle: bytes = b"") -> None:
         self.info = info
@@ -111,7 +111,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.answers_cancels = True
         self.num_attached = 0
         self.num_bundle_calls = 0
-        self.gives_bundle = asyncio.Event()  # set, unless a test blocks GetBundle
+        self.gives_bundle = asyncio.Event()  # a test clears it to block GetBundle
         self.gives_bundle.set()
         self.heartbeat_interval_s = 0.0
         self.ready_workers = 2
@@ -156,7 +156,7 @@ class FakeScheduler(SchedulerServiceServicer):
         )
 
     def send(self, handle: int, ids: Sequence[int], *, offset: int = 0, sample: int = 0) -> None:
-        """Tokens of one sample in one Deltas."""
+        """Send tokens of one sample in one Deltas message."""
         self.say(deltas=self._columns(handle, ids, offset, sample))
 
     def finish(
@@ -169,7 +169,7 @@ class FakeScheduler(SchedulerServiceServicer):
         sample: int = 0,
         **facts: Any,
     ) -> None:
-        """The end of a sample, with its last tokens in the same message."""
+        """Send the end of a sample, with its last tokens in the same message."""
         usage = types.Usage(cached_tokens=3, recomputed_tokens=2)
         deltas = self._columns(handle, ids, offset, sample)
         deltas.finished.add(handle=handle, sample_index=sample, reason=reason, usage=usage, **facts)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ class FakeScheduler(SchedulerServiceServicer):
         )
 
     def play(self, ids: Sequence[int], reason: int = LENGTH) -> None:
-        """From now on, give every sample of every request these tokens."""
+        """Answer every sample of all later requests with these tokens."""
 
         def on_submit(submit: pb.Submit) -> None:
             have = {s.index: s for s in submit.continuation.samples}

@@ -90,7 +90,7 @@ def test_a_folder_without_keys_fails_the_start(tmp_path, name, words):
 
 @pytest.mark.parametrize(("key", "code"), [("key-x", "UNAUTHENTICATED"), ("key-a", "INVALID_ARGUMENT")])
 async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
-    """An undecodable body shows whether it was decoded."""
+    """The body is undecodable, so the status code shows whether the gateway tried to decode it."""
     metadata = (("authorization", f"Bearer {key}"),)
     async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
         stream = gateway.channel.unary_stream("/quire.v1.InferenceService/Generate")
@@ -118,7 +118,7 @@ async def test_the_owner_of_the_key_is_the_tenant(scheduler, folder):
 @pytest.mark.parametrize(
     ("flags", "limit"), [([], -1000), (["--api-keys=k"], 0), (["--api-keys=k", "--min-priority=-7"], -7)]
 )
-async def test_priorities_are_limited_where_keys_are_on(scheduler, flags, limit):
+async def test_priorities_are_limited_with_api_keys(scheduler, flags, limit):
     args = make_parser().parse_args(["--scheduler=a:1", *flags])
     assert min_priority(args) == limit
     scheduler.play([5])

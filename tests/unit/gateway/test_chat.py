@@ -1,4 +1,4 @@
-"""Chat templates give the same ids as transformers' apply_chat_template, and fail with the template's own message."""
+"""Chat templates give the same ids as transformers' apply_chat_template; their errors have the template's message."""
 
 from __future__ import annotations
 

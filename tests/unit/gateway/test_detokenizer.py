@@ -1,4 +1,4 @@
-"""Deltas of every kind of tokenizer add up to decode() of all ids, and never show half a character."""
+"""For every kind of tokenizer, the deltas together equal decode() of all ids; no delta has an incomplete character."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SCRIPTS = st.text(
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma_style"])
 @given(text=SCRIPTS, sizes=SIZES)
 @settings(max_examples=150)
-def test_text_of_any_script_streams_without_half_characters(kind: str, text: str, sizes: list[int]) -> None:
+def test_text_of_any_script_streams_without_incomplete_characters(kind: str, text: str, sizes: list[int]) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
     streamed = stream(tokenizer, ids, sizes, skip_special_tokens=True)
@@ -64,7 +64,7 @@ def test_text_of_any_script_streams_without_half_characters(kind: str, text: str
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_an_emoji_appears_only_when_it_is_whole(kind: str) -> None:
+def test_an_emoji_is_released_only_when_it_is_complete(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode("🦜!", add_special_tokens=False)
     detokenizer = tokenizer.new_detokenizer(skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Two schedulers of one model: which gets a request, and how it moves when its scheduler is lost."""
+"""Two schedulers of one model: the choice for a request, and the move when its scheduler is lost."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ async def both(pair: list[FakeScheduler]) -> AsyncIterator[TestGateway]:
 
 
 def who_has(pair: list[FakeScheduler]) -> tuple[FakeScheduler, FakeScheduler]:
-    """The scheduler that has the request, and the other one."""
+    """The scheduler that has the request, and the other scheduler."""
     first, second = pair
     return (first, second) if first.submits else (second, first)
 
 
 async def start_one(gateway: TestGateway, pair: list[FakeScheduler], ids: list[int], **options: Any) -> Any:
-    """A call whose first tokens were read, its events, the scheduler that has it and the other one."""
+    """A call after its first tokens, its events so far, the scheduler that has it, and the other scheduler."""
     call = gateway.generate(**options)
     await call.read()
     owner, other = who_has(pair)
@@ -85,7 +85,7 @@ async def test_a_broken_stream_moves_its_requests_at_once(both: TestGateway, pai
     assert list(again.continuation.samples[0].output_token_ids) == [10, 11]
 
 
-async def test_a_silent_scheduler_loses_its_requests_and_its_late_messages_are_ignored(
+async def test_requests_of_a_silent_scheduler_move_and_its_late_messages_are_ignored(
     pair: list[FakeScheduler],
 ) -> None:
     for fake in pair:
@@ -179,7 +179,7 @@ async def test_a_refused_request_is_sent_to_the_other_replica(
     assert not any(submit.takes_over for fake in pair for submit in fake.submits)
 
 
-async def test_the_client_gets_the_refusal_of_the_full_queue(both: TestGateway, pair: list[FakeScheduler]) -> None:
+async def test_the_client_gets_overloaded_rather_than_unavailable(both: TestGateway, pair: list[FakeScheduler]) -> None:
     pair[0].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="away", retry_after_ms=10))
     pair[1].refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full", retry_after_ms=700))
     error = await refused(both.generate())
@@ -206,7 +206,7 @@ async def test_an_invalid_request_is_not_sent_to_another_replica(both: TestGatew
     assert sum(len(fake.submits) for fake in pair) == 1
 
 
-async def test_a_replica_without_workers_gets_no_requests_and_loses_its_own(
+async def test_requests_move_from_a_replica_without_workers_and_it_gets_no_new_ones(
     both: TestGateway, pair: list[FakeScheduler]
 ) -> None:
     call, events, owner, other = await start_one(both, pair, [10, 11])
@@ -215,7 +215,7 @@ async def test_a_replica_without_workers_gets_no_requests_and_loses_its_own(
     owner.welcome()
     events += await rest(call)
     assert ids_of(events) == [10, 11, 12]
-    await until(lambda: owner.cancels)  # sent while the other one answered
+    await until(lambda: owner.cancels)  # sent while the other scheduler answered
     assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
     assert other.submits[0].takes_over
     await asyncio.gather(*(both.collect() for _ in range(10)))
@@ -231,7 +231,7 @@ async def test_later_requests_also_leave_a_replica_without_workers(
     pair[0].welcome()
     await until(lambda: both.clients[0] in both.dispatcher._idle_since)
     since = both.dispatcher._idle_since[both.clients[0]]
-    await until(lambda: loop.time() - since > 0.1)  # it was checked and had no requests
+    await until(lambda: loop.time() - since > 0.1)  # at least one check found no requests to move
     pair[1].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="not now"))
     pair[1].play([10])
     assert (await both.collect()).ids() == [10]
@@ -307,7 +307,7 @@ async def test_an_empty_continuation_resumes_too(gateway: TestGateway, scheduler
     assert ids_of(await rest(latter)) == [10]
 
 
-async def test_a_resumed_request_waits_for_room(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_resumed_request_waits_while_the_queue_is_full(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     scheduler.refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full"))
     scheduler.play([10, 11])
     result = await gateway.collect(sampling=types.SamplingParams(seed=3), continuation=continuation([10]))
@@ -355,7 +355,7 @@ async def test_open_requests_are_limited_by_their_total_size(scheduler: FakeSche
 # -- draining a worker -------------------------------------------------------------------------------------------------
 
 
-async def test_draining_a_worker_finds_its_scheduler(both: TestGateway, pair: list[FakeScheduler]) -> None:
+async def test_a_drain_is_sent_to_the_scheduler_of_the_worker(both: TestGateway, pair: list[FakeScheduler]) -> None:
     pair[0].workers = [pb.WorkerInfo(worker_id="w0", state="ready"), pb.WorkerInfo(worker_id="w1", state="lost")]
     pair[1].workers = [pb.WorkerInfo(worker_id="w1", state="ready")]
     response = await both.admin.DrainWorker(pb.DrainWorkerRequest(worker_id="w1", timeout_s=7.5))

@@ -1,4 +1,4 @@
-"""Generate over real gRPC against a scripted scheduler."""
+"""Generate over real gRPC with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_stream_has_accepted_chunks_and_finished(gateway: TestGateway, s
     assert (finished.usage.cached_tokens, finished.usage.recomputed_tokens) == (3, 2)
 
 
-async def test_the_scheduler_gets_defaults_applied(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_the_scheduler_gets_all_defaults(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     scheduler.play([9])
     result = await gateway.collect(stop=types.StopParams(stop=["x"], stop_token_ids=[4], ignore_eos=True))
     submit = scheduler.submits[0]
@@ -205,7 +205,7 @@ async def test_a_gap_is_an_internal_error_and_cancels(gateway: TestGateway, sche
     await until(lambda: scheduler.cancels)
 
 
-async def test_abort_asks_the_schedulers_for_requests_of_other_gateways(
+async def test_abort_reaches_requests_of_other_gateways_through_the_schedulers(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     scheduler.elsewhere = {"of-another-gateway"}

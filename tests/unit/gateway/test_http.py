@@ -1,4 +1,4 @@
-"""The HTTP API in front of a fake scheduler: answers, streams, errors, keys, hang-ups, shutdown."""
+"""The HTTP API in front of a fake scheduler: answers, streams, errors, keys, disconnects, shutdown."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_prompts_of_one_body_are_choices_of_one_answer(http: HttpGateway, 
     assert [texts(chunks, i)[:3] for i in range(4)] == ["one", "one", "two", "two"]
 
 
-async def test_usage_on_every_chunk(http: HttpGateway, scheduler: FakeScheduler) -> None:
+async def test_usage_in_every_chunk(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("hi you"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = await http.stream(COMPLETIONS, {"prompt": [5, 6], "stream_options": options})
@@ -174,7 +174,7 @@ async def test_usage_on_every_chunk(http: HttpGateway, scheduler: FakeScheduler)
     assert counts[-1] == len(ids_of("hi you"))
 
 
-async def test_a_stop_string_is_named(http: HttpGateway, scheduler: FakeScheduler) -> None:
+async def test_stop_reason_is_the_stop_string(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("one, two"))
     _, _, answer = await http.post(COMPLETIONS, {"prompt": "a", "stop": ","})
     (choice,) = answer["choices"]
@@ -249,7 +249,7 @@ async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stre
     assert headers["x-should-retry"] == "true"
 
 
-async def test_a_refused_prompt_ends_the_others(
+async def test_a_refused_prompt_cancels_the_other_prompts(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
 ) -> None:
     scheduler.refusals.extend([None, pb.Refusal(code=8, message="full")])
@@ -261,7 +261,7 @@ async def test_a_choice_that_fails(http: HttpGateway, scheduler: FakeScheduler) 
     scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, message="NaN in the logits")
     status, _, answer = await http.post(CHAT, HELLO)
     assert (status, answer["error"]["message"]) == (500, "NaN in the logits")
-    _, error = await http.stream(CHAT, HELLO)  # the first event names the role
+    _, error = await http.stream(CHAT, HELLO)  # the first event has the role
     assert error["error"]["message"] == "NaN in the logits"
 
 
@@ -317,7 +317,7 @@ async def test_requests_belong_to_the_owner_of_the_key(
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "prompt": ["a", "b"]}])
-async def test_a_client_that_hangs_up_ends_its_requests(
+async def test_requests_of_a_client_that_disconnects_are_cancelled(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway, body: Any
 ) -> None:
     prompts = body.get("prompt", ["a"])
@@ -328,7 +328,7 @@ async def test_a_client_that_hangs_up_ends_its_requests(
     await until(lambda: len(scheduler.cancels) == len(prompts) and gateway.num_open == 0)
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error_event(
+async def test_a_stream_that_fails_ends_with_an_error_event(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
 ) -> None:
     scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
@@ -342,7 +342,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(
     assert (status, headers["x-should-retry"]) == (503, "true")
 
 
-async def test_the_stock_client_retries_after_the_given_time(http: HttpGateway, scheduler: FakeScheduler) -> None:
+async def test_the_openai_client_retries_after_the_given_time(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play(ids_of("hi"))
     full = pb.Refusal(code=8, message="full", retry_after_ms=20)
     async with http.openai(max_retries=2) as client:
@@ -355,7 +355,7 @@ async def test_the_stock_client_retries_after_the_given_time(http: HttpGateway, 
         assert caught.value.code == "rate_limit_exceeded"
 
 
-async def test_the_stock_client_raises_the_error_of_a_stream(http: HttpGateway, scheduler: FakeScheduler) -> None:
+async def test_the_openai_client_raises_the_error_of_a_stream(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, ids=ids_of("hi"), message="NaN")
     async with http.openai(max_retries=0) as client:
         stream = await client.completions.create(model="demo", prompt="a", stream=True)

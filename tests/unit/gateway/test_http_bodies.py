@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests become requests of the protocol, or an error that names field and value."""
+"""Bodies of HTTP requests become protobuf requests, or an error that names field and value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from svc_common.errors import (
 )
 
 HELLO = [{"role": "user", "content": "hello"}]
-# Two values of each type that a field in the middle of its range can have; in range for every served field.
+# Two values of each type that are valid for every supported field of that type.
 EXAMPLES: dict[Kind, tuple[Any, Any]] = {
     Kind.FLOAT: (0.25, 0.5),
     Kind.INT32: (1, 2),
@@ -44,7 +44,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
     Kind.STRINGS: (["a"], ["b"]),
     Kind.TOKEN_IDS: ([1], [2]),
 }
-# Served by gRPC; a body has no field for them.
+# Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {"output.text", "output.token_ids", "scheduling.determinism", "scheduling.tenant_id"}
 
 
@@ -94,7 +94,7 @@ def _out_of_range(field: Field) -> Any:
 
 
 @pytest.mark.parametrize("row", [row for row in fields.SAMPLING if row.name != "seed"], ids=lambda row: row.name)
-def test_a_wrong_value_is_refused_by_the_name_in_the_body(row: fields.BodyField) -> None:
+def test_the_error_of_a_wrong_value_has_the_name_in_the_body(row: fields.BodyField) -> None:
     for value in (_out_of_range(BY_PATH[row.path]), {"a": 1}):
         field, message = refusal(**{row.name: value})
         assert field.partition("[")[0] == row.name
@@ -114,7 +114,7 @@ def test_a_number_may_be_written_as_a_float() -> None:
     assert refusal(temperature=True) == ("temperature", "temperature is true; must be a number")
 
 
-def test_values_that_other_servers_take() -> None:
+def test_values_that_other_servers_accept() -> None:
     (request,) = chat(top_k=-1, seed=-1, stop="end", max_tokens=5, max_completion_tokens=7).requests
     assert request.sampling.top_k == 0
     assert request.sampling.seed == 2**64 - 1
@@ -122,7 +122,7 @@ def test_values_that_other_servers_take() -> None:
     assert request.stop.max_tokens == 7
 
 
-def test_a_completion_has_16_tokens_unless_it_says_otherwise() -> None:
+def test_max_tokens_of_a_completion_is_16_by_default() -> None:
     assert completion().requests[0].stop.max_tokens == 16
     assert completion(max_tokens=0).requests[0].stop.max_tokens == 0
     assert not chat().requests[0].stop.HasField("max_tokens")
@@ -159,7 +159,7 @@ def test_too_many_prompts() -> None:
 def test_echo() -> None:
     assert completion(prompt=["a", "b"], echo=True).echoes == ("a", "b")
     assert completion(prompt=["a", "b"]).echoes == ("", "")
-    with pytest.raises(InvalidRequestError, match="echo of text only"):
+    with pytest.raises(InvalidRequestError, match="echo needs a text prompt"):
         completion(prompt=[1], echo=True)
 
 
@@ -203,7 +203,7 @@ def test_the_template() -> None:
     assert refusal(add_generation_prompt=True, continue_final_message=True)[0] == "add_generation_prompt"
 
 
-def test_tools_are_given_to_the_template() -> None:
+def test_tools_are_passed_to_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert json.loads(chat(tools=tools).requests[0].prompt.chat.tools_json) == tools
     assert chat(tools=tools, tool_choice="auto").requests == chat(tools=tools).requests
@@ -216,7 +216,7 @@ UNSERVED = [row for row in (*fields.CHAT, *fields.COMPLETION) if row.only is not
 
 
 @pytest.mark.parametrize("row", UNSERVED, ids=lambda row: row.name)
-def test_a_field_that_is_not_served_is_refused_unless_it_asks_for_nothing(row: fields.BodyField) -> None:
+def test_an_unsupported_field_accepts_only_values_that_disable_it(row: fields.BodyField) -> None:
     make = chat if row in fields.CHAT else completion
     for value in row.only or ():
         assert make(**{row.name: value}) == make()
@@ -243,7 +243,7 @@ def test_streaming() -> None:
     assert refusal(stream=1)[0] == "stream"
 
 
-def test_unknown_fields_are_named() -> None:
+def test_unknown_fields_are_listed_as_ignored() -> None:
     asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "name": "b"}])
     assert asked.ignored == ("user", "num_ctx", "messages.name")
     assert ignored_header(asked.ignored) == "user, num_ctx, messages.name"
@@ -281,7 +281,7 @@ def test_tokenize_and_detokenize() -> None:
             parse(body)
 
 
-def test_errors_name_fields_as_the_body_does() -> None:
+def test_errors_use_the_field_names_of_the_body() -> None:
     error = ContextLengthError("stop.max_tokens is 9; max_model_len is 8", field="stop.max_tokens", limit=8)
     assert error_body(error, chat(max_completion_tokens=9).names) == {
         "error": {

@@ -56,7 +56,7 @@ async def test_the_model_must_be_named_if_there_are_several(both: TestGateway) -
     assert "'demo', 'other'" in error.details()
 
 
-async def test_the_error_for_an_unknown_model_lists_the_served_ones(both: TestGateway) -> None:
+async def test_the_error_for_an_unknown_model_lists_the_served_models(both: TestGateway) -> None:
     error = await refused(both.generate(model="gpt"))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "'gpt'" in error.details()
@@ -102,7 +102,7 @@ async def test_a_damaged_bundle_keeps_the_model_unavailable_and_is_reported(sche
         assert "damaged" in error.details()
 
 
-async def test_a_lost_scheduler_does_not_keep_its_replica_from_the_bundle(
+async def test_a_replica_gets_the_bundle_when_the_scheduler_that_loads_it_is_lost(
     scheduler: FakeScheduler, second: FakeScheduler
 ) -> None:
     scheduler.gives_bundle.clear()

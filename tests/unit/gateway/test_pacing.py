@@ -1,4 +1,4 @@
-"""Handlers are woken in rounds, and a round waits until the previous one is finished."""
+"""Handlers are woken in rounds, and a round starts only after the previous round is finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway_svc.pacing import MAX_REST_S, WakePacer
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time advances only by a test, or when only timers are left."""
+    """An event loop whose time is advanced by the test, or to the next timer when nothing else is ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ def test_an_idle_gateway_wakes_at_once(loop: Clock) -> None:
         pacer, handler = WakePacer(), Handler(loop)
         for _ in range(3):
             pacer.wake(handler)
-            pacer.wake(handler)  # no second time
+            pacer.wake(handler)  # does not wake it a second time
             await asyncio.sleep(1.0)
         assert handler.woken_at == [0.0, 1.0, 2.0]
 
     loop.run_until_complete(run())
 
 
-def test_a_busy_gateway_collects_until_the_round_and_its_rest_are_over(loop: Clock) -> None:
+def test_a_busy_gateway_collects_tokens_until_the_round_and_its_rest_are_over(loop: Clock) -> None:
     async def run() -> None:
         pacer = WakePacer()
         handlers = [Handler(loop, cost_s=0.01) for _ in range(4)]

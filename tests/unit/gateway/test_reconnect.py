@@ -102,7 +102,7 @@ async def test_finished_samples_are_not_restarted(gateway: TestGateway, schedule
     assert ends[2].output_digest == digest_of([20, 21, 22])
 
 
-async def test_a_stop_string_that_matched_ends_without_the_scheduler(
+async def test_a_sample_whose_stop_string_matched_ends_without_the_scheduler(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     scheduler.answers_cancels = False
@@ -183,7 +183,7 @@ async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler
     other = gateway.generate(continuation=types.Continuation(revision="r0"))
     error = await refused(other)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "serves revision r1 of model 'toy', but the request began on revision r0" in error.details()
+    assert "serves revision r1 of model 'demo', but the request began on revision r0" in error.details()
     same = gateway.generate(continuation=types.Continuation(revision="r1"))
     assert (await same.read()).accepted.revision == "r1"
 
@@ -221,9 +221,7 @@ async def test_cancel_and_abort_while_the_scheduler_is_disconnected(
     assert len(scheduler.submits) == 2
 
 
-async def test_a_malformed_message_ends_the_stream_and_not_the_gateway(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
+async def test_a_malformed_message_ends_the_attach_stream_only(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
     scheduler.play([10])
@@ -231,7 +229,7 @@ async def test_a_malformed_message_ends_the_stream_and_not_the_gateway(
     assert ids_of(await rest(call)) == [10]
 
 
-async def test_a_request_too_large_for_a_message_fails_alone(
+async def test_a_request_too_large_for_a_message_affects_no_other(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scheduler_client.MAX_SUBMIT_BYTES < MAX_MESSAGE_BYTES
@@ -240,14 +238,14 @@ async def test_a_request_too_large_for_a_message_fails_alone(
     await other.read()
     error = await refused(gateway.generate(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5] * 200))))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "at most 500 can be sent to a scheduler" in error.details()
+    assert "a message to a scheduler holds at most 500" in error.details()
     scheduler.finish(scheduler.submits[0].handle, ids=[10])
     assert ids_of(await rest(other)) == [10]
     assert (len(scheduler.submits), scheduler.num_attached) == (1, 1)
     await until(lambda: not gateway.dispatcher.num_open)
 
 
-async def test_a_request_too_large_to_move_fails_alone(
+async def test_a_request_too_large_to_move_affects_no_other(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 200)
@@ -268,7 +266,7 @@ async def test_a_request_too_large_to_move_fails_alone(
 
 
 class GarblingScheduler:
-    """Everything that it sends after its first Welcome, and every bundle, is undecodable."""
+    """Sends only undecodable messages after its first Welcome, and undecodable bundles."""
 
     def __init__(self, info: types.ModelInfo) -> None:
         self.num_attached = 0
@@ -304,7 +302,7 @@ async def test_undecodable_messages_end_the_stream_or_are_reported() -> None:
     await garbling.server.stop(None)
 
 
-# -- continuations of clients ------------------------------------------------------------------------------------------
+# -- continuations that clients send -----------------------------------------------------------------------------------
 
 
 def continuation(*outputs: list[int], finished: tuple[int, ...] = ()) -> types.Continuation:
@@ -349,7 +347,7 @@ async def test_text_and_offsets_continue_at_the_position_of_the_client(
         (encode_chars("ab"), types.StopParams(stop=["b"]), STOP),
     ],
 )
-async def test_a_complete_continuation_only_gets_its_end(
+async def test_a_complete_continuation_gets_only_finished(
     gateway: TestGateway, scheduler: FakeScheduler, ids: list[int], stop: types.StopParams, reason: int
 ) -> None:
     result = await gateway.collect(sampling=SEEDED, stop=stop, continuation=continuation(ids))
@@ -369,7 +367,7 @@ async def test_finished_samples_of_a_continuation_get_no_events(gateway: TestGat
 
 
 @pytest.mark.parametrize("num_known", [0, 3, 5, 7])
-async def test_stop_strings_do_not_count_before_min_tokens(
+async def test_stop_strings_are_ignored_before_min_tokens(
     gateway: TestGateway, scheduler: FakeScheduler, num_known: int
 ) -> None:
     ids = encode_chars("ab" * 8)
@@ -380,16 +378,18 @@ async def test_stop_strings_do_not_count_before_min_tokens(
     assert (result.finished[0].reason, result.finished[0].stop) == (STOP, "ab")
 
 
-async def test_a_continuation_past_min_tokens_and_its_stop_string_is_refused(
+async def test_a_continuation_with_tokens_after_min_tokens_and_a_stop_string_is_refused(
     gateway: TestGateway, scheduler: FakeScheduler
 ) -> None:
     stop = types.StopParams(stop=["ab"], min_tokens=7)
     known = continuation(encode_chars("ab" * 4 + "a"))
     error = await refused(gateway.generate(stop=stop, sampling=SEEDED, continuation=known))
-    assert "complete with the token at position 7" in error.details()
+    assert "which ends at position 7; remove the ids after position 7" in error.details()
 
 
-async def test_a_continuation_past_its_stop_string_is_refused(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+async def test_a_continuation_with_tokens_after_its_stop_string_is_refused(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
     request = {"stop": types.StopParams(stop=["b"]), "continuation": continuation(encode_chars("abc"))}
     error = await refused(gateway.generate(sampling=SEEDED, **request))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

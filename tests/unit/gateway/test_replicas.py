@@ -13,7 +13,7 @@ def replica(name: str, load: int = 0, workers: int = 1, cached: int = 0) -> Repl
     return Replica(name, load_tokens=load, ready_workers=workers, cached_tokens=cached)
 
 
-def test_equal_prompts_meet_for_any_order_of_the_replicas() -> None:
+def test_equal_prompts_go_to_one_replica_for_any_order_of_the_replicas() -> None:
     names = ["a:1", "b:1", "c:1"]
     for affinity in (b"x", b"y", b"z"):
         chosen = {order[choose_replica([replica(n) for n in order], 100, affinity)] for order in (names, names[::-1])}
@@ -26,7 +26,7 @@ def test_prompts_spread_over_replicas() -> None:
     assert min(counts.values()) > 400
 
 
-def test_a_lost_replica_moves_only_its_own_prompts() -> None:
+def test_the_loss_of_a_replica_moves_only_its_prompts() -> None:
     all_three = [replica("a:1"), replica("b:1"), replica("c:1")]
     for i in range(200):
         before = choose_replica(all_three, 100, b"%d" % i)
@@ -34,14 +34,14 @@ def test_a_lost_replica_moves_only_its_own_prompts() -> None:
             assert choose_replica(all_three[:2], 100, b"%d" % i) == before
 
 
-def test_a_cached_prefix_attracts_until_the_load_outweighs_it() -> None:
+def test_a_cached_prefix_decides_unless_the_load_outweighs_it() -> None:
     others = replica("b:1")
     for affinity in (b"x", b"y", b"z"):
         assert choose_replica([replica("a:1", load=2000, cached=1000), others], 1200, affinity) == 0
         assert choose_replica([replica("a:1", load=4000, cached=1000), others], 1200, affinity) == 1
 
 
-def test_affinity_adds_at_most_a_tie_to_one_replica() -> None:
+def test_affinity_adds_at_most_tie_tokens_to_one_replica() -> None:
     loads = [0, 0]
     for _ in range(1000):
         loads[choose_replica([replica("a:1", loads[0]), replica("b:1", loads[1])], 100, b"same")] += 100
@@ -54,7 +54,7 @@ def test_load_counts_per_worker() -> None:
 
 
 @pytest.mark.parametrize("affinity", [b"x", b"y", b"z"])
-def test_a_replica_without_workers_is_the_last_resort(affinity: bytes) -> None:
+def test_a_replica_without_workers_is_chosen_only_if_no_replica_has_workers(affinity: bytes) -> None:
     idle, busy = replica("a:1", workers=0, cached=90), replica("b:1", load=10**6)
     assert choose_replica([idle, busy], 100, affinity) == 1
     assert choose_replica([idle], 100, affinity) == 0

@@ -38,7 +38,7 @@ def test_tokens_that_arrive_together_share_the_time(clock: Clock) -> None:
     assert (sum(times.ttft.counts), times.ttft.total) == (1, pytest.approx(0.5))
     assert (sum(times.itl.counts), times.itl.total) == (4, pytest.approx(0.4))
     assert times.e2e.total == pytest.approx(2.0)
-    assert times.per_token.total == pytest.approx(0.4 / 5)  # seven tokens, two of them first ones
+    assert times.per_token.total == pytest.approx(0.4 / 5)  # five of the seven tokens are not the first of a sample
     assert (times.prompt_tokens, times.output_tokens, times.num_resumed) == (7, 7, 0)
     assert times.ends == {"eos": 1}
 

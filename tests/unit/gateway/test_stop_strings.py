@@ -1,4 +1,4 @@
-"""Stop strings against a plain search over the whole text, and the amount of text that is held back."""
+"""Stop strings, compared with a search in the whole text, and the amount of text that is held back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway_svc.text.stop_strings import StopStrings
 
 
 def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, str | None]:
-    """The definition: the match that ends first wins, then the order of the list."""
+    """The definition: the match that ends first counts; on a tie, the first in the list."""
     found = [(text.find(stop) + len(stop), i) for i, stop in enumerate(stops) if stop in text]
     if not found:
         return text, None
@@ -49,7 +49,7 @@ def test_only_text_that_may_become_a_match_is_held_back(stops: list[str], text: 
     assert StopStrings(stops).new_matcher().push(text) == released
 
 
-def test_the_first_listed_of_matches_that_end_together_wins() -> None:
+def test_among_matches_that_end_together_the_first_listed_counts() -> None:
     matcher = StopStrings(["bc", "abc"]).new_matcher()
     assert matcher.push("xabc") == "xa"
     assert matcher.match == "bc"
@@ -58,7 +58,7 @@ def test_the_first_listed_of_matches_that_end_together_wins() -> None:
     assert matcher.match == "abc"
 
 
-def test_the_match_that_completes_first_wins_over_list_order() -> None:
+def test_the_match_that_ends_first_counts_before_list_order() -> None:
     matcher = StopStrings(["cde", "bc"]).new_matcher()
     assert matcher.push("abcde") == "a"
     assert matcher.match == "bc"
@@ -81,7 +81,7 @@ class Letters:
         return "!"
 
 
-def test_ids_past_the_match_do_not_belong_to_the_output() -> None:
+def test_ids_after_the_match_do_not_belong_to_the_output() -> None:
     text = SampleText(Letters(), StopStrings(["cd"]).new_matcher())
     assert text.push([ord(c) for c in "abc"]) == ("ab", 3)
     assert text.push([ord(c) for c in "dxyz"]) == ("", 1)

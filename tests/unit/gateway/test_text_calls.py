@@ -1,4 +1,4 @@
-"""Tokenize and Detokenize have threads and a byte budget of their own."""
+"""Tokenize and Detokenize have separate threads and a separate byte budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row per field and limit: the status code and the message."""
+"""Status code and message of invalid requests: one row per field and limit."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_the_error_of_a_chat_template_is_quoted() -> None:
 @pytest.mark.parametrize(
     "fields", [{"sampling": SP(top_p=2)}, {"sampling": SP(regex="a")}, {"prompt": ids(300)}], ids=["bad", "new", "long"]
 )
-async def test_refused_requests_reach_no_scheduler_and_affect_no_other(
+async def test_refused_requests_reach_no_scheduler_and_affect_no_other_request(
     gateway: TestGateway, scheduler: FakeScheduler, fields: dict[str, Any]
 ) -> None:
     error = await refused(gateway.generate(**fields))
@@ -236,7 +236,7 @@ async def test_refused_requests_reach_no_scheduler_and_affect_no_other(
     assert (await gateway.collect()).ids() == [9]
 
 
-# -- sizes of the other calls ------------------------------------------------------------------------------------------
+# -- size limits of the other RPCs -------------------------------------------------------------------------------------
 
 
 async def details_of(call: Any) -> str:

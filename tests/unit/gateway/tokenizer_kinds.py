@@ -92,7 +92,7 @@ KINDS = {kind.__name__: kind for kind in (byte_level, byte_fallback, gemma_style
 
 
 def bundle_files(tokenizer: Tokenizer, config: dict[str, Any] | None = None, **texts: str) -> dict[str, bytes]:
-    """The files of a model folder; `chat_template` and `generation_config` are the contents of these."""
+    """The files of a model folder. `chat_template` and `generation_config` are the contents of the files so named."""
     files = {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config or {}).encode()}
     names = {"chat_template": "chat_template.jinja", "generation_config": "generation_config.json"}
     files.update({names[key]: text.encode() for key, text in texts.items()})
