@@ -1,10 +1,10 @@
-"""Assembles the events of one request, also over several RPCs, and verifies that none is missing. No I/O.
+"""Assembles the events of one request over one or several RPCs, and verifies that none is missing. No I/O.
 
 It raises StreamCorrupted unless all of these hold:
 - event_seq counts 0, 1, 2, ... in each RPC.
 - Accepted is the first event of each RPC, and repeats the same values after a break.
-- A chunk starts where its sample ends so far (tokens and text).
-- Nothing follows a sample's Finished, and at the end every sample is finished.
+- Each chunk starts at the current end of its sample (tokens and text).
+- Nothing follows a sample's Finished, and at the end of the stream every sample is finished.
 - output_digest matches the tokens of the whole sample.
 """
 
@@ -42,9 +42,9 @@ class _Partial:
 
 
 class StreamAssembler:
-    """Turns events into deltas and, at the end, into a result. After a break, builds the request for the rest.
+    """Turns events into deltas and, at the end, into a result. After a break, builds the continuation request.
 
-    With `can_resume` the request always asks for token ids; they are hidden from a caller that did not ask for them.
+    With `can_resume` the server always sends token ids; they are hidden from a caller that did not request them.
     """
 
     def __init__(self, request: pb.GenerateRequest, *, can_resume: bool = False) -> None:
@@ -52,7 +52,7 @@ class StreamAssembler:
         self.num_resumes = 0
         self._num_events = 0
         self._is_resuming = False
-        self._samples: list[_Partial] = []  # set by Accepted: before it, the server may still refuse this n
+        self._samples: list[_Partial] = []  # created after Accepted: until then, the server may refuse this n
         self._num_open = max(1, request.sampling.n)
         self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
         self._has_token_ids = self._shows_token_ids or can_resume
@@ -174,7 +174,7 @@ class StreamAssembler:
         return Delta(chunk.index, chunk.offset, (), text) if text else None
 
     def _new_text(self, partial: _Partial, chunk: pb.Chunk) -> str:
-        """The new part of a chunk's text: after a break, a server may repeat text that was already received."""
+        """The new part of a chunk's text. After a break, a server may repeat text that was received before."""
         data = chunk.text.encode()
         have = partial.text_bytes - chunk.text_offset
         if not self._is_resuming or have < 0:

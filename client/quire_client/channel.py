@@ -15,8 +15,8 @@ API_KEY_ENV = "QUIRE_API_KEY"
 MAX_MESSAGE_BYTES = 64 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # A long prefill sends nothing: pings distinguish a slow server from a dead host. Servers answer GOAWAY to pings
-    # less than 10 s apart.
+    # During a long prefill the server sends nothing: pings distinguish a slow server from a dead host. Servers close
+    # the connection with GOAWAY if pings are less than 10 s apart.
     ("grpc.keepalive_time_ms", 11_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -32,9 +32,9 @@ HEALTH_STATES = {0: "unknown", 1: "serving", 2: "not_serving", 3: "service_unkno
 
 
 def resolve_targets(target: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The gateways in `target`, else those in QUIRE_TARGET, else localhost:50051.
+    """The gateways in `target`, else the gateways in QUIRE_TARGET, else localhost:50051.
 
-    Several gateways are a list or a comma-separated string. Raises InvalidRequest if `target` names none.
+    Several gateways: a list or a comma-separated string. Raises InvalidRequest if `target` names no gateway.
     """
     given = target if target is not None else os.environ.get(TARGET_ENV) or DEFAULT_TARGET
     listed = [given or DEFAULT_TARGET] if isinstance(given, str) else list(given)
@@ -52,7 +52,7 @@ def _split(entry: str) -> list[str]:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call: the API key as a bearer token, if there is one. Raises InvalidRequest."""
+    """Metadata of every call: the API key, if set, as a bearer token. Raises InvalidRequest."""
     key = (api_key if api_key is not None else os.environ.get(API_KEY_ENV, "")).strip()
     if not (key.isascii() and key.isprintable()):
         raise invalid(

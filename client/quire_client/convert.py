@@ -29,7 +29,7 @@ FINISH_REASONS = {
 
 
 def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample:
-    """A finished sample. An unknown reason (of a newer server) becomes ERROR."""
+    """A finished sample. A reason that this version does not know (newer server) becomes ERROR."""
     matched: int | str | None = None
     if finished.WhichOneof("matched") == "stop_token_id":
         matched = finished.stop_token_id

@@ -1,13 +1,13 @@
 """All exceptions of the SDK.
 
 QuireError                the base: code, message, request_id, details
-  ConnectionFailed        UNAVAILABLE          no server answers, or none can serve it now; safe to retry
+  ConnectionFailed        UNAVAILABLE          no server answers, or no server can run the request now; safe to retry
   DeadlineExceeded        DEADLINE_EXCEEDED    timeout_s has passed
-  Cancelled               CANCELLED            this client or the server cancelled it
+  Cancelled               CANCELLED            this client or the server cancelled the call
   InvalidRequest          INVALID_ARGUMENT     the request is wrong: field_violations has field and limit
   ModelNotFound           NOT_FOUND            no such model
-  AlreadyExists           ALREADY_EXISTS       this request_id is in flight
-  Overloaded              RESOURCE_EXHAUSTED   a limit is reached: try again after retry_after_s
+  AlreadyExists           ALREADY_EXISTS       another open request has this request_id
+  Overloaded              RESOURCE_EXHAUSTED   a limit is reached: retry after retry_after_s
   Unauthenticated         UNAUTHENTICATED      the API key is missing or wrong
   PermissionDenied        PERMISSION_DENIED    the API key does not allow this call
   Unimplemented           UNIMPLEMENTED        a field or call that this server does not support
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # A gRPC server that stops ends open calls with CANCELLED and no message; an intended cancel has a message.
 SERVER_GONE = "the server cancelled the call without a message; it is probably shutting down"
-# gRPC's own messages, under several codes, for a connection that breaks during a call. A server's messages differ.
+# The error of a connection that breaks during a call: one of these codes, and a message of gRPC (not of the server).
 TRANSPORT_CODES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 TRANSPORT_WORDS = (
     "rst_stream",
@@ -57,7 +57,7 @@ CLOSED_AT_ONCE = (
 )
 # Messages of failed TLS connections, and the remedy.
 TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "the authority of its certificate is unknown here; set --tls-ca, QUIRE_TLS_CA or "
+    "CERTIFICATE_VERIFY_FAILED": "the CA of its certificate is unknown here; set --tls-ca, QUIRE_TLS_CA or "
     "Tls(ca_file=...)",
     "Hostname Verification Check failed": "its certificate has another name; set --tls-server-name, "
     "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
@@ -208,7 +208,7 @@ def gateway_hangs(stall_timeout_s: float | None, request_id: str) -> ConnectionF
 
 
 def unanswered(error: QuireError) -> QuireError | None:
-    """The error of a health check without an answer; None if a server answered anything."""
+    """The error of a health check without an answer; None if a server sent any answer."""
     if isinstance(error, DeadlineExceeded):
         return ConnectionFailed(f"no answer in time: {error.message}")
     return error if isinstance(error, ConnectionFailed | Cancelled) else None
@@ -221,7 +221,7 @@ def client_closed() -> Cancelled:
 
 def _is_dead_connection(code: grpc.StatusCode, message: str) -> bool:
     if code is grpc.StatusCode.UNKNOWN and message == code.name:
-        return True  # no trailers: the server ended without writing them
+        return True  # no trailers: the server process ended during the call
     words = message.lower()
     return code in TRANSPORT_CODES and any(word in words for word in TRANSPORT_WORDS)
 
@@ -232,7 +232,7 @@ def invalid(field: str, message: str) -> InvalidRequest:
 
 
 def cannot_connect(targets: Sequence[str], error: QuireError) -> ConnectionFailed:
-    """The error of `connect` without an answer. gRPC's message ends with the cause, except for TLS."""
+    """The error of a `connect` that got no answer. gRPC's message ends with the cause, except for TLS."""
     for words, advice in TLS_ADVICE.items():
         if words in error.message:
             return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {advice}")
@@ -285,7 +285,7 @@ def _repeated(data: str | bytes, number: int) -> list[bytes]:
 
 
 def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Fields of a message; empty for invalid bytes: error details must not cause a second error."""
+    """Fields of a message. Invalid bytes have no fields: error details must not cause a second error."""
     try:
         return list(protobuf_wire.fields(data))
     except ValueError:

@@ -1,7 +1,7 @@
 """Reads protobuf bytes without generated classes.
 
-The SDK requires only grpcio and protobuf. Error details (google.rpc) and health checks (grpc.health.v1) are four small,
-frozen messages; reading them by field number avoids two requirements and conflicts of descriptors.
+The SDK requires only grpcio and protobuf. Error details (google.rpc) and health checks (grpc.health.v1) are four small
+messages that never change; reading them by field number avoids two requirements and descriptor conflicts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ DETERMINISM = {
 
 
 class ChatOptions(TypedDict, total=False):
-    """Inputs of a chat template besides the messages."""
+    """Inputs of a chat template in addition to the messages."""
 
     template_kwargs: Mapping[str, Any]  # extra variables, e.g. {"enable_thinking": True}
     tools: Sequence[Mapping[str, Any]]
@@ -46,7 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     n: int  # samples of one prompt
     # Stopping
     max_tokens: int  # default: the rest of the model's length
-    min_tokens: int  # no end before so many output tokens; range [0, max_tokens]
+    min_tokens: int  # least number of output tokens; range [0, max_tokens]
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -59,7 +59,7 @@ class GenerateOptions(ChatOptions, total=False):
     priority: int  # lower runs first; range [-1000, 1000]
     cache_salt: str  # requests with different salts share no cached blocks
     determinism: str  # exact or best_effort
-    tenant_id: str  # the tenant whose fair share the request uses; at most 128 bytes
+    tenant_id: str  # the tenant that the request counts for in fair queueing; at most 128 bytes
     # Deadline of the request; None: no deadline
     timeout_s: float | None
     # Resuming a stream that broke; default: the settings of the client
@@ -70,7 +70,7 @@ class GenerateOptions(ChatOptions, total=False):
 
 LISTS = (Kind.STRINGS, Kind.TOKEN_IDS)
 CHAT = frozenset(ChatOptions.__annotations__)
-CALL = frozenset({"timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not for the server
+CALL = frozenset({"timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not part of the request
 KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
 
 
@@ -80,7 +80,7 @@ def generate_request(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong kind."""
+    """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong type."""
     unknown = set(options) - KNOWN
     if unknown:
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known options: {', '.join(sorted(KNOWN))}")
@@ -95,7 +95,7 @@ def generate_request(
 
 
 def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) -> None:
-    """Set one served field from its option."""
+    """Set one supported field from its option."""
     value = options[field.option]
     if field.kind in LISTS:
         _extend(message, field.name, [value] if isinstance(value, str) else value)

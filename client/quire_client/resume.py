@@ -1,4 +1,4 @@
-"""When a broken stream is resumed, and after which delay. No I/O; time and randomness are arguments.
+"""Decides whether a broken stream is resumed, and after which delay. No I/O; time and randomness are arguments.
 
 docs/resume-protocol.md has the rules for clients in other languages.
 """
@@ -21,17 +21,17 @@ from quire_client.errors import (
 
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 1.0
-# ALREADY_EXISTS: the gateway has not noticed yet that the old stream is broken. NOT_FOUND: the gateway has just started
-# and knows no model yet; the request was accepted before, so its model exists.
+# ALREADY_EXISTS: the gateway has not detected yet that the old stream is broken. NOT_FOUND: the gateway has just
+# started and has no model yet; the model exists, because the request was accepted before.
 RESUMABLE = (ConnectionFailed, StreamEndedEarly, Overloaded, AlreadyExists, ModelNotFound)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """How one stream is resumed.
+    """Settings for resuming one stream.
 
-    `timeout_s` limits how long to try after a break. After `stall_timeout_s` without an event the gateway gets a health
-    check; None disables the check.
+    `timeout_s` limits the attempts after a break. After `stall_timeout_s` without an event, the client sends a health
+    check to the gateway; None disables the check.
     """
 
     is_on: bool = True
@@ -40,7 +40,7 @@ class ResumePolicy:
 
 
 class Resumption:
-    """Delays and time spent over the breaks of one stream."""
+    """Delays of one stream, and the time spent on resuming it."""
 
     def __init__(self, policy: ResumePolicy, rng: random.Random) -> None:
         self._policy = policy
@@ -50,7 +50,7 @@ class Resumption:
         self._broke_at: float | None = None
 
     def broke(self, now: float, *, made_progress: bool) -> None:
-        """The stream broke. Without progress since the last break, backoff and time spent continue from there."""
+        """The stream broke. Without progress since the last break, backoff and time spent keep growing."""
         if made_progress:
             self._num_failures = 0
             self._spent_s = 0.0
@@ -63,7 +63,7 @@ class Resumption:
             self._broke_at = None
 
     def delay_s(self, error: QuireError, now: float, remaining_s: float | None, *, has_working: bool) -> float | None:
-        """Seconds until the next attempt; None to give up. `has_working`: some gateway has not failed recently."""
+        """Seconds until the next attempt; None: give up. `has_working`: some gateway has not failed recently."""
         if not self._policy.is_on or not isinstance(error, RESUMABLE):
             return None
         delay_s = self._backoff_s(has_working) + (error.retry_after_s or 0.0 if isinstance(error, Overloaded) else 0.0)
@@ -81,7 +81,7 @@ class Resumption:
 
 
 def gave_up(error: QuireError, policy: ResumePolicy) -> QuireError:
-    """The error that ends a stream. Says that resuming was tried."""
+    """The error that ends a stream. The message says that the client tried to resume."""
     if policy.is_on and isinstance(error, RESUMABLE):
         error.message = (
             f"{error.message}; the stream could not be resumed within {policy.timeout_s:g} s or its deadline"
@@ -91,7 +91,7 @@ def gave_up(error: QuireError, policy: ResumePolicy) -> QuireError:
 
 
 def policy_of_call(default: ResumePolicy, options: dict[str, Any]) -> ResumePolicy:
-    """The client's policy with the three options of one call, which are removed from `options`."""
+    """The client's policy, changed by the three resume options of one call. Removes them from `options`."""
     policy = ResumePolicy(
         options.pop("resume", default.is_on),
         options.pop("resume_timeout_s", default.timeout_s),
@@ -99,11 +99,12 @@ def policy_of_call(default: ResumePolicy, options: dict[str, Any]) -> ResumePoli
     )
     if policy.stall_timeout_s is not None and policy.stall_timeout_s <= 0:
         raise invalid(
-            "stall_timeout_s", f"stall_timeout_s={policy.stall_timeout_s} must be above 0; None disables the check"
+            "stall_timeout_s",
+            f"stall_timeout_s is {policy.stall_timeout_s}; must be above 0; None disables the health check",
         )
     if policy.timeout_s < 0:
         raise invalid(
             "resume_timeout_s",
-            f"resume_timeout_s={policy.timeout_s} must not be below 0; resume=False disables resuming",
+            f"resume_timeout_s is {policy.timeout_s}; must be at least 0; resume=False disables resuming",
         )
     return policy

@@ -1,4 +1,4 @@
-"""When a failed call is retried, and after which delay."""
+"""Decides whether a failed call is retried, and after which delay."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire_client.errors import AlreadyExists, ConnectionFailed, Overloaded, Qui
 PROBE_TIMEOUT_S = 2.0
 REDIAL_S = 60.0
 ABORT_TIMEOUT_S = 5.0
-RETRY_TAKEN_S = 0.05  # time for a gateway to notice that this client's earlier attempt is gone
+RETRY_TAKEN_S = 0.05  # time for a gateway to detect that this client's earlier attempt has ended
 
 
 class Deadline:
-    """The deadline of one call over all its attempts. None never expires."""
+    """The deadline of one call, for all attempts together. `timeout_s` None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -39,18 +39,18 @@ def abort_timeout_s(timeout_s: float | None) -> float:
 class RetryPolicy:
     """Exponential backoff with full jitter.
 
-    Only calls without any result yet are retried: on UNAVAILABLE, and on RESOURCE_EXHAUSTED if the server sent a retry
+    A call is retried only before its first result: on UNAVAILABLE, and on RESOURCE_EXHAUSTED if the server sent a retry
     delay. `max_attempts` includes the first attempt; 1 disables retries. One attempt tries every gateway that has not
-    failed recently. This policy does not apply to a stream that breaks later.
+    failed recently. This policy does not apply to a stream that breaks after its first event.
     """
 
-    max_attempts: int = 10  # five or six seconds: covers a failover of a scheduler
+    max_attempts: int = 10  # takes five or six seconds, enough for a scheduler failover
     initial_s: float = 0.1
     max_s: float = 2.0
     multiplier: float = 2.0
 
     def delay_s(self, error: QuireError, attempt: int, remaining_s: float | None, rng: random.Random) -> float | None:
-        """Seconds to wait before attempt `attempt + 1`; None to give up.
+        """Seconds to wait before attempt `attempt + 1`; None: give up.
 
         `attempt` is the number of the failed attempt, from 1; `remaining_s` is the time left until the deadline.
         """

@@ -34,7 +34,7 @@ Answers = Mapping[str, str] | Callable[[str], str]
 
 
 class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
-    """Answers prompts (of a chat, its last message) from a table or a function; unknown prompts are echoed.
+    """Answers prompts from a table or a function; the prompt of a chat is its last message. Echoes unknown prompts.
 
     `requests` has the received GenerateRequests, in order.
     """
@@ -80,7 +80,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             yield event
 
     def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        """The events of an answer, without event_seq. A continuation gets only the missing output of its samples."""
+        """The events of an answer, without event_seq. A continuation gets only the output that its samples lack."""
         prompt = prompt_text(request.prompt)
         answer = self.answer(prompt)[: _max_tokens(request)]
         yield pb.GenerateResponse(
@@ -137,7 +137,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
 
 
 def prompt_text(prompt: pb.Prompt) -> str:
-    """The text of a prompt; of a chat, its last message."""
+    """The text of a prompt; for a chat, its last message."""
     kind = prompt.WhichOneof("kind")
     if kind == "chat":
         return prompt.chat.messages[-1].content if prompt.chat.messages else ""
@@ -147,7 +147,7 @@ def prompt_text(prompt: pb.Prompt) -> str:
 def sample_events(
     index: int, answer: str, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
-    """One Chunk per character of a sample, from output position `start`, then its Finished; without event_seq."""
+    """One Chunk per character of a sample from output position `start`, then Finished. Without event_seq."""
     ids = [ord(char) for char in answer]
     text_offset = len(answer[:start].encode())
     for offset, char in enumerate(answer[start:], start):

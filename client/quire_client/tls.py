@@ -28,10 +28,10 @@ OFF_WORDS = ("", "0", "false", "no")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How the client verifies a gateway and authenticates itself. Files are PEM.
+    """TLS settings: how the client verifies a gateway and authenticates itself. Files are PEM.
 
-    Defaults: gRPC's bundled certificate authorities ($GRPC_DEFAULT_SSL_ROOTS_FILE_PATH replaces them), no client
-    certificate, and the target's host as the expected name in the gateway's certificate.
+    Defaults: the CAs bundled with gRPC ($GRPC_DEFAULT_SSL_ROOTS_FILE_PATH replaces them), no client certificate, and
+    the target's host as the expected name in the gateway's certificate.
     """
 
     ca_file: str | os.PathLike[str] | None = None
@@ -52,7 +52,7 @@ class Tls:
 
 
 def resolve_tls(tls: Tls | bool | None, environment: Mapping[str, str] = os.environ) -> Tls | None:
-    """`tls` if it is set, else the settings of the QUIRE_TLS* variables, else None: plaintext."""
+    """`tls` if it is set, else the QUIRE_TLS* variables. None: plaintext."""
     if isinstance(tls, Tls):
         return tls
     if tls is not None:

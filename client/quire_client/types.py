@@ -12,8 +12,8 @@ class FinishReason(enum.Enum):
     EOS = "eos"  # the model produced its end-of-sequence token
     STOP = "stop"  # a stop string or stop token id matched: see `Sample.matched`
     LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
-    ABORTED = "aborted"  # ended by a client's cancel, by abort() or by a deadline
-    ERROR = "error"  # the server could not finish it: see `Sample.message`
+    ABORTED = "aborted"  # ended by the client, by abort() or by a deadline
+    ERROR = "error"  # the server could not finish the sample: see `Sample.message`
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Message:
 class Delta:
     """New output of one sample.
 
-    `offset` is the output position of the first of `token_ids`. `text` has whole characters only and may lag behind the
-    tokens: an incomplete character or a possible stop string is held back until the next tokens decide it.
+    `offset` is the output position of the first token. `text` has whole characters only and may lag behind the tokens:
+    an incomplete character or a possible start of a stop string is held back until the next tokens.
     """
 
     index: int
@@ -68,14 +68,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A complete request: one sample, or `n` of them in order of their index.
+    """A complete request: its `n` samples in order of their index.
 
-    `text`, `token_ids` and `finish_reason` are those of the first sample; `usage` counts the whole request.
+    `text`, `token_ids` and `finish_reason` belong to the first sample; `usage` counts the whole request.
     """
 
     request_id: str
     model: str
-    seed: int  # the same request with this seed gives the same tokens
+    seed: int  # sending the request again with this seed gives the same tokens
     samples: tuple[Sample, ...]
     resumes: int = 0  # how often the stream broke and was resumed
 
@@ -117,7 +117,7 @@ class ModelInfo:
 
     name: str
     revision: str
-    ready_workers: int  # 0: known, but no worker can serve it now
+    ready_workers: int  # 0: no worker can serve the model now
     max_model_len: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -131,7 +131,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's state in its scheduler."""
+    """State of a worker, as its scheduler sees it."""
 
     worker_id: str
     address: str
@@ -162,8 +162,8 @@ class SchedulerStatus:
     steps: int
     workers: tuple[WorkerStatus, ...]
     pending_tokens: int = 0  # prompt tokens not computed yet, in the queue and on workers
-    max_waiting_tokens: int = 0  # limit of waiting prompt and expected output tokens; 0: none
-    refused_deadline: int = 0  # requests refused because their deadline was too near
+    max_waiting_tokens: int = 0  # limit of tokens in the queue (prompts plus expected outputs); 0: no limit
+    refused_deadline: int = 0  # requests refused because they could not meet their deadline
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Detects gateways that hang: they send no event for the stall timeout and answer no health check.
 
 A frozen process, or a host without network, does not break its connections. The watch examines streams that wait for an
-event. It costs nothing per event, and one health check per gateway and stall timeout while no event arrives. A client
-that was frozen itself loses no stream by it: the gateway answers the health check.
+event. It costs nothing per event; while no event arrives, it costs one health check per gateway and stall timeout. A
+client that was frozen itself loses no stream: the gateway answers the health check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINGER_S = 5.0
 
 
 class Watched(Protocol):
-    """A stream under watch. `waiting_since` is None while it waits for no event."""
+    """A watched stream. `waiting_since` is None while it does not wait for an event."""
 
     waiting_since: float | None
     target: int
@@ -32,7 +32,7 @@ class Watched(Protocol):
 
 
 def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[int]:
-    """Gateways that sent no event for longer than a stream's stall timeout and have not answered a probe since."""
+    """Gateways that have sent no event and answered no probe for longer than a stream's stall timeout."""
     found = set()
     for stream in streams:
         since, limit_s = stream.waiting_since, stream.stall_timeout_s
@@ -44,7 +44,7 @@ def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[in
 def record_probe(
     streams: Iterable[Watched], ring: TargetRing, target: int, *, probed_at: float, now: float, is_alive: bool
 ) -> None:
-    """Record the result of a probe. Streams that were already waiting at the probe of a dead gateway are lost.
+    """Record the result of a probe. If the gateway is dead, streams that waited for it during the probe are lost.
 
     Without another working gateway they keep waiting: a new call to the same gateway would only add load, and keepalive
     detects a dead connection.
@@ -70,7 +70,7 @@ def tick_s(streams: Collection[Watched]) -> float:
 class StallWatch:
     """The watch of a synchronous client: a thread that runs while there are streams.
 
-    `probe` checks the health of several gateways at once and returns those that answered.
+    `probe` checks the health of several gateways at once and returns the gateways that answered.
     """
 
     def __init__(self, ring: TargetRing, probe: Callable[[Collection[int]], set[int]]) -> None:
@@ -114,7 +114,7 @@ class StallWatch:
                 )
 
     def _wait_for_streams(self) -> bool:
-        """Sleep for a tick, or until there are streams again. False ends the thread."""
+        """Sleep for a tick, or without streams until one is added. False ends the thread."""
         with self._changed:
             if self._streams:
                 self._changed.wait_for(lambda: self._is_closed, tick_s(list(self._streams)))

@@ -154,7 +154,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     newer.cert_pem.write_to_path(files.folder / "newer.crt")
     files.renew(newer)
     assert models(gateway, Tls(files.folder / "newer.crt", *files.client, NAME)) == 0
-    check_refusal(gateway, trusted, "the authority of its certificate is unknown here")
+    check_refusal(gateway, trusted, "the CA of its certificate is unknown here")
     assert gateway.log().count("cannot load the certificate, keeping the previous one: --tls-cert-file") == 1
     assert "loaded a new certificate" in gateway.log()
 

@@ -1,4 +1,4 @@
-"""Which gateway a call goes to, and when it is retried."""
+"""Chooses the gateway of a call, and retries the call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AsyncCalls:
         await self.gateways.close()
 
     async def wait_until_reachable(self, connect_timeout_s: float) -> None:
-        """Return as soon as one gateway answers. Raises the error of one that did not."""
+        """Return as soon as one gateway answers. If none answers, raises the error of one of them."""
         deadline = Deadline(connect_timeout_s)
         num_attempts = 0
         while True:
@@ -65,7 +65,7 @@ class AsyncCalls:
         deadline: Deadline,
         wait: Callable[[float], Awaitable[object]] = sleep,
     ) -> T:
-        """Try one gateway after the other: at once while one works, then with the delays of the retry policy."""
+        """Try one gateway after the other: without delay while one works, then with the delays of the retry policy."""
         num_attempts = num_moves = 0
         while True:
             target = self.ring.next(time.monotonic())

@@ -31,14 +31,14 @@ class AsyncClient:
         result = await client.chat("What does os.path.join do?")
         print(result.text)
 
-    `channel` is the transport: any `grpc.aio.Channel`, e.g. one with interceptors, or several, one per gateway.
+    `channel`: any `grpc.aio.Channel`, e.g. with interceptors, or a list of channels, one per gateway.
     `quire_client.testing` has a gateway without a model for your tests.
     `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
 
     A stream that breaks is resumed, on another gateway if there are several: no output is lost, repeated or changed,
-    and the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits how long to try after a
+    and the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits the attempts after a
     break. A gateway that sends nothing for `stall_timeout_s` gets a health check; if it does not answer, the stream
-    moves to another gateway. None disables the check and leaves detection to the connection's keepalive.
+    moves to another gateway. None disables the check: then only the connection's keepalive detects a dead gateway.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AsyncClient:
     ) -> Self:
         """Open channels to the gateways and wait until one of them answers.
 
-        `target`: "host:port", several as "a:1,b:2" or a list; default $QUIRE_TARGET, else localhost:50051.
+        `target`: "host:port"; for several gateways "a:1,b:2" or a list. Default: $QUIRE_TARGET, else localhost:50051.
         `tls`: a Tls, True for its defaults, False for plaintext; default: the QUIRE_TLS* variables, else plaintext.
         `credentials`: gRPC channel credentials, used instead of `tls`. Raises ConnectionFailed when no gateway answers
         within `connect_timeout_s`.
@@ -106,7 +106,7 @@ class AsyncClient:
         return client
 
     async def close(self) -> None:
-        """Close the channels; open calls and all later ones raise Cancelled."""
+        """Close the channels. Open calls and later calls raise Cancelled."""
         await self._calls.close()
 
     async def __aenter__(self) -> Self:
@@ -189,7 +189,7 @@ class AsyncClient:
         return convert.models(response)
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> ModelInfo:
-        """One model; without a name, the only one served. Raises ModelNotFound."""
+        """One model; without a name, the only served model. Raises ModelNotFound."""
         request = pb.GetModelRequest(model=name)
         response = await self._unary(lambda gateway: gateway.stub.GetModel, request, timeout_s)
         return convert.model_info(response.model)
@@ -209,7 +209,7 @@ class AsyncClient:
         return response.num_moved
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
-        """Abort requests by id; their streams finish with ABORTED. Asks every gateway: each knows its own streams."""
+        """Abort requests by id; their streams finish with ABORTED. Calls every gateway: each knows its own streams."""
         request = pb.AbortRequest(request_ids=request_ids)
         if len(self._calls.gateways) == 1:
             response = await self._unary(lambda gateway: gateway.stub.Abort, request, timeout_s)

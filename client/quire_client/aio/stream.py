@@ -30,9 +30,8 @@ NOT_OPEN = "the stream is not open: use it as `async with client.stream(...) as 
 class AsyncGenerateStream:
     """The output of one request as it is generated: a context manager and an iterator of Deltas.
 
-    Entering it waits until the server has accepted the request; from then on `request_id`, `seed`, `model` and
-    `num_prompt_tokens` are known. Leaving it cancels the request. `resumes` counts how often the stream broke and was
-    resumed.
+    Entering it waits until the server has accepted the request and so sets `request_id`, `seed`, `model` and
+    `num_prompt_tokens`. Leaving it cancels the request. `resumes` counts how often the stream broke and was resumed.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class AsyncGenerateStream:
 
     @property
     def seed(self) -> int:
-        """The seed in use; the server draws one when the request has none."""
+        """The seed in use; the server draws one if the request has none."""
         return self._accepted.seed
 
     @property
@@ -164,7 +163,7 @@ class AsyncGenerateStream:
         return None
 
     async def _resume_after(self, error: QuireError) -> None:
-        """Try one gateway after the other until one accepts the continuation. Raises what cannot be resumed."""
+        """Try one gateway after the other until one accepts the continuation. Raises the error if none does."""
         ring, resumption = self._calls.ring, self._resumption
         resumption.broke(time.monotonic(), made_progress=self._assembler.made_progress)
         while True:

@@ -1,4 +1,4 @@
-"""What the clients need from grpc.aio. `quire_client.sync.transport` offers the same on synchronous gRPC."""
+"""The functions of grpc.aio that the client uses. `quire_client.sync.transport` has the same for synchronous gRPC."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway: its channel and the methods on it."""
+    """One gateway: its channel and its stubs."""
 
     channel: grpc.aio.Channel
     stub: InferenceServiceAsyncStub
@@ -51,7 +51,7 @@ class Gateway:
 
 
 class AsyncGateways:
-    """The gateways of one client, and in `ring` which of them work. Its calls raise QuireErrors."""
+    """The gateways of one client; `ring` records which of them work. Calls raise QuireErrors."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel], metadata: tuple[tuple[str, str], ...]) -> None:
         self._gateways = [Gateway.on(channel) for channel in channels]
@@ -87,7 +87,7 @@ class AsyncGateways:
     async def abort_on_all(
         self, request: pb.AbortRequest, timeout_s: float
     ) -> tuple[list[pb.AbortResponse], list[QuireError]]:
-        """Send Abort to every gateway at once; responses and errors."""
+        """Send Abort to every gateway at once. Returns all responses and all errors."""
 
         async def ask(target: int) -> pb.AbortResponse | QuireError:
             try:
@@ -104,13 +104,13 @@ class AsyncGateways:
         self.ring.failed(target, now)
 
     async def probe(self, targets: Collection[int]) -> set[int]:
-        """Check the health of these gateways at once; those that answer. Never raises."""
+        """Check the health of these gateways at once. Returns the gateways that answer. Never raises."""
         probed = list(targets)
         errors = await asyncio.gather(*(self._health_error(target, PROBE_TIMEOUT_S) for target in probed))
         return {target for target, error in zip(probed, errors, strict=True) if error is None}
 
     async def first_answer(self, timeout_s: float) -> QuireError | None:
-        """Check the health of all gateways at once. None as soon as one answers, else the error of one of them."""
+        """Check the health of all gateways at once. Returns None as soon as one answers, else the error of one."""
         checks = [asyncio.create_task(self._health_error(target, timeout_s)) for target in range(len(self))]
         errors: list[QuireError] = []
         try:
@@ -126,7 +126,7 @@ class AsyncGateways:
         return errors[0]
 
     async def _health_error(self, target: int, timeout_s: float) -> QuireError | None:
-        """The error of a health check that was not answered; None for any answer of a server."""
+        """The error of a health check without an answer; None if the server answered anything."""
         try:
             await self.unary(target, lambda gateway: gateway.health, health_request(""), timeout_s)
         except QuireError as error:
@@ -172,5 +172,5 @@ def _typed_errors(request_id: str = "") -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # grpc.aio raises CancelledError for a cancelled call too; this task itself was not cancelled.
+        # grpc.aio also raises CancelledError for a cancelled call. This task itself was not cancelled.
         raise Cancelled("the call was cancelled", request_id=request_id) from None

@@ -10,7 +10,7 @@ from quire_client.bench.datasets import Prompt
 
 
 class BackendError(Exception):
-    """The server cannot be measured; the message says why and what to do."""
+    """The server cannot be measured. The message has the cause and the remedy."""
 
 
 class RequestFailed(Exception):
@@ -37,13 +37,13 @@ class SendOptions:
     ignore_eos: bool
     chat: bool  # texts are user messages of a chat
     timeout_s: float
-    text: bool  # ask for text (OpenAI-compatible servers always send it)
+    text: bool  # request text (OpenAI-compatible servers always send it)
     cache_salt: str = ""
 
 
 @dataclass(slots=True)
 class Chunks:
-    """Arrival times of the chunks of an answer, and their tokens. It runs for every chunk, so it does little."""
+    """Arrival time and number of tokens of each chunk of an answer. `arrived` runs for every chunk, so it is short."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -72,6 +72,6 @@ class Backend(Protocol):
         """Raises BackendError if the server cannot be measured."""
 
     async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
-        """One request, streamed. Raises RequestFailed."""
+        """Send one request and read its stream. Raises RequestFailed."""
 
     async def close(self) -> None: ...

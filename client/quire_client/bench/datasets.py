@@ -21,12 +21,12 @@ Prompt = tuple[int, ...] | str
 
 
 class DatasetError(Exception):
-    """An unusable dataset; the message has the place, the value and the remedy."""
+    """A dataset cannot be used. The message has the place, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: the new part of its prompt. Earlier turns and answers of the conversation precede it."""
+    """One request. `prompt` is its new part; earlier turns and answers of the conversation precede it."""
 
     prompt: Prompt
     max_tokens: int
@@ -42,7 +42,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the last turn's prompt and answer. Texts count as 0: only the server knows their length."""
+        """Tokens of the last turn's prompt and answer. Texts count as 0: only the server knows their length."""
         return sum(turn.max_tokens + (0 if isinstance(turn.prompt, str) else len(turn.prompt)) for turn in self.turns)
 
 
@@ -116,8 +116,8 @@ def trace(
 ) -> list[Conversation]:
     """A trace as JSON lines: timestamp (ms), input_length, output_length, hash_ids of its prefix blocks.
 
-    Equal hash ids stand for the same 512 tokens. `speed` 2 replays the trace twice as fast; `length_scale` 0.1 makes
-    prompts, answers and blocks ten times shorter.
+    Each hash id stands for 512 tokens, always the same. `speed` 2 replays the trace twice as fast; `length_scale` 0.1
+    makes prompts, answers and blocks ten times shorter.
     """
     block_size = max(1, round(TRACE_BLOCK_SIZE * length_scale))
     blocks: dict[int, tuple[int, ...]] = {}
@@ -222,7 +222,7 @@ def _file_turn(entry: Mapping[str, Any], place: str, output_len: int | None) -> 
 
 
 def _sharegpt_turn(messages: Any, place: str, given: int | None) -> Turn:
-    """The first message; the answer's length is estimated as 4/3 tokens per word. Empty if there is no message."""
+    """A turn from the first message; max_tokens is 4/3 of the answer's words. The prompt is empty without a message."""
     try:
         values = [str(message["value"]) for message in messages]
     except (TypeError, KeyError):
@@ -235,7 +235,7 @@ def _sharegpt_turn(messages: Any, place: str, given: int | None) -> Turn:
 
 def _token_ids(value: Any, place: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(i, int) and i >= 0 for i in value):
-        raise DatasetError(f"{place}: token_ids is {_shown(value)}; it must be a list of integers, none below 0")
+        raise DatasetError(f"{place}: token_ids is {_shown(value)}; it must be a list of integers of at least 0")
     return tuple(value)
 
 
@@ -249,7 +249,7 @@ def _hash_ids(entry: Mapping[str, Any], place: str) -> list[int]:
 def _number(entry: Mapping[str, Any], name: str, place: str) -> float:
     value = entry.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise DatasetError(f"{place}: {name} is {_shown(value)}; it must be a number, not below 0")
+        raise DatasetError(f"{place}: {name} is {_shown(value)}; it must be a number of at least 0")
     return float(value)
 
 

@@ -59,9 +59,8 @@ class Run:
 
     async def _converse(self, conversation: Conversation, start_s: float) -> None:
         async with self._slots:
-            due_s = (
-                max(start_s, self.elapsed_s) if self._is_limited else start_s
-            )  # waiting for a free slot is not a delay
+            # The wait for a free slot is not a delay of the client.
+            due_s = max(start_s, self.elapsed_s) if self._is_limited else start_s
             history: tuple[int, ...] = ()
             for turn in conversation.turns:
                 if turn.think_s:
@@ -106,5 +105,5 @@ class Run:
         return self._stand_in(answer.num_output, number)
 
     def _stand_in(self, count: int, number: int) -> tuple[int, ...]:
-        """Tokens that replace an answer without token ids in the history of the next turn."""
+        """Random tokens that replace an answer without token ids in the prompt of the next turn."""
         return tuple(random.Random(number).choices(range(3, self._vocab_size), k=count))

@@ -3,8 +3,8 @@
 Latencies of a request, measured in the client:
 
 - TTFT: from sending the request to the first chunk with a token.
-- ITL: a chunk of k tokens that arrives g after the previous chunk counts as k gaps of g / k, so that the mean is the
-  time per token. The time g itself is reported as `pause`. Tokens in the first chunk have no gap.
+- ITL: a chunk of k tokens that arrives a time g after the previous chunk counts as k gaps of g / k, so the mean is the
+  time per token. The time g itself is reported as `pause`. Tokens of the first chunk have no gap.
 - TPOT: the mean ITL of the request: (last chunk - first chunk) / (tokens after the first chunk).
 - E2E: from sending the request to the end of the stream.
 """
@@ -34,7 +34,7 @@ class Record:
     num_cached: int = 0
     chunk_times: Sequence[float] = ()
     chunk_tokens: Sequence[int] = ()  # tokens of each chunk
-    late_s: float = 0.0  # delay against the planned send time
+    late_s: float = 0.0  # delay after the planned send time
     resumes: int = 0
     error: str = ""
 
@@ -52,7 +52,7 @@ class Record:
         return self.end_s - self.sent_s
 
     def pauses(self) -> list[tuple[float, int]]:
-        """(time since the previous chunk, tokens) of every chunk but the first."""
+        """(time since the previous chunk, number of tokens) of every chunk except the first."""
         gaps = (after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False))
         return list(zip(gaps, self.chunk_tokens[1:], strict=True))
 
@@ -68,7 +68,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. Latencies are in milliseconds, None without a measurement."""
+    """The figures of one run. Latencies are in milliseconds; None: not measured."""
 
     duration_s: float
     num_ok: int
@@ -89,7 +89,7 @@ class Summary:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of the input tokens from the prefix cache."""
+        """Fraction of the input tokens that came from the prefix cache."""
         return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
@@ -101,7 +101,7 @@ class Summary:
 
 
 def summarize(records: Iterable[Record], slo_ms: Mapping[str, float] | None = None) -> Summary:
-    """Figures of all records; latencies and tokens only of successful ones."""
+    """Figures of all records. Latencies and tokens count successful requests only."""
     records = list(records)
     good = [record for record in records if not record.error]
     duration_s = max((r.end_s for r in records), default=0.0) - min((r.sent_s for r in records), default=0.0)
@@ -137,7 +137,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None without values."""
+    """Mean and percentiles of the values; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -146,7 +146,7 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 
 def spread(num_chunks: int, num_tokens: int) -> list[int]:
-    """Tokens per chunk, as even as possible, if the server reports only their sum."""
+    """Number of tokens per chunk, as equal as possible; for servers that report only the sum."""
     return [num_tokens * (i + 1) // num_chunks - num_tokens * i // num_chunks for i in range(num_chunks)]
 
 
@@ -156,7 +156,7 @@ def parse_slo(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, value = part.partition(":")
         if name not in SLO_NAMES:
-            raise ValueError(f"{name!r} is not a latency; known are {', '.join(SLO_NAMES)}, e.g. ttft:500,tpot:50")
+            raise ValueError(f"{name!r} is not a latency; use {', '.join(SLO_NAMES)}, e.g. ttft:500,tpot:50")
         try:
             limits[name] = float(value)
         except ValueError:
@@ -210,7 +210,7 @@ def _latencies(records: Sequence[Record]) -> dict[str, Distribution | None]:
 
 
 def _meets(record: Record, slo_ms: Mapping[str, float]) -> bool:
-    """Whether a request meets the limits. A missing latency (one token has no TPOT) meets its limit."""
+    """Whether a request meets the limits. A latency without a value (e.g. TPOT of one token) meets its limit."""
     measured = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
     return all((value := measured[name]) is None or 1000 * value <= limit for name, limit in slo_ms.items())
 

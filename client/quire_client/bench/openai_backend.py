@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible HTTP server: completions with token ids if the server takes them, else with text, or chat.
+"""Any OpenAI-compatible HTTP server: completions with token ids if the server accepts them, else with text; or chat.
 
-Needs aiohttp: `pip install 'quire-client[bench]'`. The number of tokens in a chunk is the number of its ids
-(`return_token_ids` of vLLM), else what its running usage says, else an equal share of the final usage.
+Needs aiohttp: `pip install 'quire-client[bench]'`. The number of tokens in a chunk is the number of its token ids
+(`return_token_ids` of vLLM), else the increase of the usage in the chunk, else an equal share of the final usage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "
 
 @dataclass(slots=True)
 class _Progress:
-    """The contents of the events of one answer so far."""
+    """The state of one answer after the events received so far."""
 
     chunks: Chunks
     are_exact: bool = True
@@ -63,7 +63,7 @@ class _Progress:
         self.chunks.arrived(count)
 
     def answer(self, prompt_len: int) -> Answer:
-        """The complete answer. If chunks had no token counts, the final usage is divided over them."""
+        """The complete answer. If chunks had no token counts, the final usage is divided evenly over them."""
         num_output = self.usage.get("completion_tokens", self.num_seen)
         if not self.are_exact and self.chunks.times:
             self.chunks.tokens = spread(len(self.chunks.times), num_output)
@@ -193,7 +193,7 @@ def api_root(base_url: str) -> str:
 
 
 def as_text(prompt: Prompt) -> str:
-    """A prompt for a server that accepts text only: each token id becomes a made-up word, always the same one."""
+    """A prompt for a server that accepts text only: each token id is replaced by its own made-up word."""
     if isinstance(prompt, str):
         return prompt
     return " ".join(_word(token) for token in prompt)
@@ -208,7 +208,7 @@ def _word(token: int) -> str:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
-    """The objects of a server-sent event stream, read to its end so that the connection can be reused."""
+    """The JSON objects of a server-sent event stream. Reads to the end, so that the connection can be reused."""
     rest = b""
     async for data in content.iter_any():
         *lines, rest = (rest + data).split(b"\n")

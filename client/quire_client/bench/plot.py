@@ -1,6 +1,6 @@
 """Plots of a run: latency distributions, throughput and concurrency over time.
 
-HTML with inline SVG requires nothing; PNG requires matplotlib.
+HTML with inline SVG needs no other package; PNG requires matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ text {{ font: 11px system-ui, sans-serif; fill: #444 }} .name {{ font-size: 13px
 
 
 class PlotError(Exception):
-    """The plot cannot be made; the message says what to do."""
+    """The plot cannot be made. The message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _axes(panel: Panel, high_x: float, high_y: float) -> list[str]:
 
 
 def nice_ceiling(value: float) -> float:
-    """The next 1, 2, 2.5, 5 or 10 times a power of ten, as the end of an axis."""
+    """The end of an axis: the smallest 1, 2, 2.5, 5 or 10 times a power of ten that is not below `value`."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire_client.bench.figures import PERCENTILES, Distribution, Summary
-from quire_client.cli.output import table
+from quire_client.tables import table
 
 LATENCY_NAMES = {
     "ttft": "time to first token",
@@ -14,12 +14,12 @@ LATENCY_NAMES = {
     "pause": "pause between chunks",
     "e2e": "end to end",
 }
-LATE_MS = 50.0  # beyond this delay the client is the limit
+LATE_MS = 50.0  # above this delay, the report warns that the client is too slow
 BUSY = 0.9
 
 
 def report_text(summary: Summary, *, client_cpu: float, interrupted: int = 0) -> str:
-    """The output of `quire bench`. `interrupted`: number of requests still open or not sent."""
+    """The output of `quire bench`. `interrupted`: number of requests that were open or not sent at the end."""
     parts = [table(("", "figure", ""), _figure_rows(summary)), _latency_table(summary.latencies)]
     parts += _notes(summary, client_cpu, interrupted)
     return "\n\n".join(parts)
@@ -57,7 +57,7 @@ def _notes(summary: Summary, client_cpu: float, interrupted: int) -> list[str]:
     if interrupted:
         notes.append(f"interrupted: {interrupted} requests were open or not sent and are not counted")
     if client_cpu > BUSY:
-        notes.append(f"this client used {client_cpu:.0%} of a core: it may limit the figures")
+        notes.append(f"this client used {client_cpu:.0%} of a core: it may have limited the figures")
     if summary.send_delay_p99_ms > LATE_MS:
         notes.append(f"requests were sent up to {summary.send_delay_p99_ms:.0f} ms (p99) late: this client is too slow")
     if summary.resumes:

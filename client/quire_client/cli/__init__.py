@@ -1,6 +1,6 @@
-"""The `quire` command: starts a stack, sends requests, shows state.
+"""The `quire` command: starts a stack, sends requests, shows status.
 
-The code of a command is imported only when it runs, so that `quire --help` and flag errors are fast.
+The module of a command is imported only when the command runs, so that `quire --help` and flag errors are fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire_client.cli.output import complain
 from quire_client.errors import QuireError
 
 INTERRUPTED = 130
-# gRPC's older poller: a message wakes one thread before the event loop instead of four.
+# gRPC's older poller: a message wakes one thread on its way to the event loop instead of four.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 
@@ -47,5 +47,5 @@ def describe(error: QuireError) -> str:
     parts = [error.message]
     parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
     if error.retry_after_s:
-        parts.append(f"try again in {error.retry_after_s:.1f} s")
+        parts.append(f"retry in {error.retry_after_s:.1f} s")
     return "; ".join(parts).replace("\n", " ")

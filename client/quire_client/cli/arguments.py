@@ -17,8 +17,8 @@ examples:
   quire status                               workers, blocks, queue, cache hits
   quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
 
-The gateway is --target, else $QUIRE_TARGET, else localhost:50051. Give several as host:port,host:port: if one dies, its
-answers continue on the next one. For TLS set --tls or QUIRE_TLS=1.
+The gateway is --target, else $QUIRE_TARGET, else localhost:50051. For several gateways write host:port,host:port: if
+one dies, its answers continue on the next. For TLS set --tls or QUIRE_TLS=1.
 """
 
 UP_EXAMPLES = """\
@@ -30,7 +30,7 @@ examples:
   quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: trusted networks only)
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
 
-Ctrl-C or SIGTERM drains: running requests finish, then all services stop. A second one stops immediately.
+Ctrl-C or SIGTERM drains: running requests finish, then all services stop. A second signal stops them immediately.
 """
 
 GENERATE_EXAMPLES = """\
@@ -55,7 +55,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; each command sets `module` and `function`."""
+    """The parser of the whole command line. Each command sets `module` and `function`."""
     parser = argparse.ArgumentParser(
         prog="quire",
         description="Quire: distributed LLM inference over gRPC.",
@@ -106,20 +106,20 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     add("--schedulers", type=at_least(1), default=1, metavar="N", help="scheduler replicas (default 1)")
     add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
-    add("--host", default="127.0.0.1", help="address the gateway listens on (default 127.0.0.1: this machine only)")
-    add("--port", type=port, default=50051, help="port of the (first) gateway (default 50051; 0 picks free ones)")
+    add("--host", default="127.0.0.1", help="address that gateways listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=port, default=50051, help="port of the first gateway (default 50051; 0: free ports)")
     add(
         "--http-port",
         type=port,
         metavar="PORT",
-        help="port of the OpenAI-compatible HTTP API of the (first) gateway (default 8000, or a free one if that is in "
-        "use or --port is 0; 0 picks free ones)",
+        help="port of the OpenAI-compatible HTTP API of the first gateway (default 8000, or free ports if 8000 is in "
+        "use or --port is 0; 0: free ports)",
     )
     add(
         "--chunk-interval-ms",
         type=not_negative,
         metavar="MS",
-        help="minimum time between two chunks of a stream (default 50, as the cores are shared; 0: none)",
+        help="least time between two chunks of a stream (default 50, because all services share this machine; 0: none)",
     )
     add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
     add("--log-dir", metavar="DIR", help="folder of the log files NAME.log (default: a new temporary folder)")
@@ -134,7 +134,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=positive,
         default=30.0,
         metavar="S",
-        help="time for running requests at shutdown (default 30)",
+        help="time limit for running requests at shutdown (default 30)",
     )
     _add_worker_flags(parser.add_argument_group("flags of every worker (default: the worker's own)"))
     _add_scheduler_flags(parser.add_argument_group("flags of every scheduler"))
@@ -148,8 +148,8 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     add("--block-size", type=at_least(1), metavar="N", help="tokens per KV block, a power of two")
     add("--num-blocks", type=at_least(1), metavar="N", help="KV blocks of the pool")
     add("--kv-cache-memory", metavar="SIZE", help="memory of the pool, instead of --num-blocks, e.g. 2G")
-    add("--max-num-seqs", type=at_least(1), metavar="N", help="sequences that run at the same time")
-    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="tokens computed per step")
+    add("--max-num-seqs", type=at_least(1), metavar="N", help="limit of sequences that run at the same time")
+    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="limit of tokens computed per step")
     add("--max-model-len", type=at_least(1), metavar="N", help="longest prompt + output")
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
     add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
@@ -160,7 +160,7 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
         "--tensor-parallel-size",
         type=at_least(1),
         metavar="N",
-        help="GPUs that share one model; each worker gets its own N",
+        help="GPUs per worker; they share one copy of the model",
     )
     add(
         "--threads",
@@ -177,14 +177,15 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         "--burst-ms",
         type=not_negative,
         metavar="MS",
-        help="decode time per message to a worker (default 20, as the cores are shared; 0: one step)",
+        help="how long a worker may decode per message (default 20, because all services share this machine; 0: one "
+        "step per message)",
     )
     add("--no-prefix-caching", action="store_true", help="disable the prefix cache")
     add(
         "--max-waiting-tokens",
         type=at_least(1),
         metavar="N",
-        help="limit of waiting prompt and expected output tokens",
+        help="limit of tokens in the queue (prompts plus expected outputs)",
     )
 
 
@@ -192,7 +193,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = _command(commands, "generate", "generate", "run", "continue a prompt", GENERATE_EXAMPLES)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
     parser.add_argument("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text")
-    parser.add_argument("--n", type=at_least(1), metavar="N", help="samples of the prompt (default 1)")
+    parser.add_argument("--n", type=at_least(1), metavar="N", help="number of samples (default 1)")
     parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
     _add_sampling(parser)
     _add_target(parser)
@@ -221,7 +222,7 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--chat", action="store_true", help="render the text as a user message with the chat template"
     )
     tokenize.add_argument("--json", action="store_true", help="one JSON line")
-    tokenize.add_argument("--model", default="", metavar="NAME", help="model (default: the only one served)")
+    tokenize.add_argument("--model", default="", metavar="NAME", help="model (default: the only served model)")
     _add_target(tokenize)
 
 
@@ -232,7 +233,7 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drain.add_argument("worker", metavar="WORKER", help="the worker's id, as shown by `quire status`")
     drain.add_argument("--model", default="", metavar="NAME", help="the worker's model (default: any)")
     drain.add_argument(
-        "--drain-timeout-s", type=positive, metavar="S", help="limit of the drain (default: the worker's own)"
+        "--drain-timeout-s", type=positive, metavar="S", help="time limit of the drain (default: the worker's own)"
     )
     drain.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(drain)
@@ -244,7 +245,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         "doctor",
         "run",
-        "check this machine: what works, what is missing, which fallbacks are used; exit code 0 or 1",
+        "check this machine: list what works, what is missing and which fallbacks are used; exit code 0 or 1",
     )
     doctor.add_argument("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
@@ -260,14 +261,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the model's)")
     add = group.add_argument
-    add("--model", default="", metavar="NAME", help="model (default: the only one of the gateway)")
+    add("--model", default="", metavar="NAME", help="model (default: the only served model)")
     for field in FIELDS:
         if field.has_flag:
             add(f"--{field.option.replace('_', '-')}", help=field.doc, **_value_of(field))
 
 
 def _value_of(field: Field) -> dict[str, Any]:
-    """How argparse reads the value of a request field."""
+    """Arguments of add_argument for the value of a request field."""
     if field.kind is Kind.BOOL:
         return {"action": "store_true"}
     if field.kind is Kind.STRINGS:
@@ -277,7 +278,9 @@ def _value_of(field: Field) -> dict[str, Any]:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", metavar="HOST:PORT,...", help=f"gateway, or several (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"
+        "--target",
+        metavar="HOST:PORT,...",
+        help=f"one or more gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})",
     )
     parser.add_argument("--timeout-s", type=positive, metavar="S", help="give up after this many seconds")
     _add_tls(parser)
@@ -286,7 +289,11 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_tls(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("TLS (default: $QUIRE_TLS, $QUIRE_TLS_CA, ...; else plaintext)").add_argument
     add("--tls", action="store_true", default=None, help="use TLS; implied by the other TLS flags")
-    add("--tls-ca", metavar="FILE", help="certificate authorities of the gateways (default: those bundled with gRPC)")
+    add(
+        "--tls-ca",
+        metavar="FILE",
+        help="CA certificates that sign the gateways' certificates (default: the CAs bundled with gRPC)",
+    )
     add("--tls-cert", metavar="FILE", help="client certificate, for gateways that require one")
     add("--tls-key", metavar="FILE", help="private key of the client certificate")
     add(

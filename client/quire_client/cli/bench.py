@@ -32,7 +32,7 @@ INTERRUPTED = 130
 PROGRESS_INTERVAL_S = 0.2
 BAR_WIDTH = 24
 TEXT_DATASETS = ("demo", "sharegpt")
-DEFAULT_VOCAB_SIZE = 2048  # if the server does not report one: small enough for any model
+DEFAULT_VOCAB_SIZE = 2048  # for servers that report no vocabulary size; every model has at least this many ids
 DEFAULT_NUM_PROMPTS = 100
 
 
@@ -47,7 +47,7 @@ class Outcome:
     server: ServerInfo
     run: Run
     summary: Summary
-    client_cpu: float  # cores used by this process, as a fraction
+    client_cpu: float  # CPU time of this process per second of the run
     is_interrupted: bool
 
     @property
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop if it is installed: the client should use little of the CPU that it measures."""
+    """uvloop if it is installed: the client should use little of the CPU that the server needs."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
@@ -103,14 +103,14 @@ def _first_error(outcome: Outcome) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ArgumentsError before any request is sent."""
+    """Check the flags before any request is sent. Raises ArgumentsError."""
     if args.backend == "openai" and not args.base_url:
         raise ArgumentsError("--backend openai requires --base-url, e.g. --base-url http://localhost:8000")
     if args.dataset in ("trace", "sharegpt", "file") and not args.path:
         raise ArgumentsError(f"--dataset {args.dataset} requires --path FILE")
     if args.dataset == "trace" and args.request_rate is not None:
         raise ArgumentsError(
-            "--request-rate has no effect on --dataset trace, which has its own timestamps; use --speed"
+            "--request-rate has no effect with --dataset trace, which has its own timestamps; use --speed instead"
         )
     if args.plot:
         check_plot_path(Path(args.plot))
@@ -138,7 +138,7 @@ async def _measure(args: argparse.Namespace) -> Outcome:
 
 
 def make_backend(args: argparse.Namespace) -> Backend:
-    """The client of --backend; its module is imported only if it is used."""
+    """The backend that --backend selects. Only its module is imported."""
     is_text = args.dataset in TEXT_DATASETS
     options = SendOptions(
         temperature=args.temperature,
@@ -225,11 +225,9 @@ def _read_conversations(
 
 
 async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> None:
-    """Send requests like those of the run, all at once and not counted.
+    """Send requests of the same kind as the run, all at once and not counted. Raises BackendError if one fails.
 
-    Synthetic prompts have other tokens than those of the run: they do not warm up the prefix cache.
-
-    Raises BackendError if one fails.
+    Synthetic prompts get other tokens than in the run, so they do not warm up the prefix cache.
     """
     if not args.warmup:
         return
@@ -245,7 +243,7 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInf
 
 
 async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
-    """Wait for the end of the run. True if Ctrl-C or SIGTERM ended it."""
+    """Wait for the end of the run. Returns True if Ctrl-C or SIGTERM ended it."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -263,7 +261,7 @@ async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
         await asyncio.wait([running, stop, *([shown] if shown else [])])
     if running.cancelled():
         return True
-    running.result()  # raises the exceptions of this program
+    running.result()  # raises the exception of `run`, if any
     return False
 
 

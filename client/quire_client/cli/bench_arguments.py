@@ -17,7 +17,7 @@ examples:
   quire bench --backend openai --base-url http://localhost:8000 --concurrency 16   any OpenAI-compatible server
 
 Without --request-rate and --concurrency all requests are sent at once. docs/benchmarking.md defines the latencies.
-Exit code: 0; 1 if a request failed; 2 for invalid flags; 130 after Ctrl-C (with the figures so far).
+Exit code: 0; 1 if a request failed; 2 for invalid flags; 130 after Ctrl-C, which still prints the figures so far.
 """
 
 
@@ -38,24 +38,24 @@ def _add_bench_server(group: argparse._ArgumentGroup) -> None:
     add("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP")
     add("--target", metavar="HOST:PORT,...", help=f"gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
     add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; the API key is $OPENAI_API_KEY")
-    add("--model", default="", metavar="NAME", help="model (default: the only or first one of the server)")
+    add("--model", default="", metavar="NAME", help="model (default: the server's only or first model)")
     add("--temperature", type=number, default=0.0, metavar="T", help="0 is greedy (default)")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="generate the full length of every answer (default: on, except for texts)",
+        help="generate the full length of every answer (default: on, except for demo and sharegpt)",
     )
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="send texts as chat messages (default: for demo, sharegpt)",
+        help="send prompts as chat messages (default: on for demo and sharegpt)",
     )
     add(
         "--text",
         action=argparse.BooleanOptionalAction,
-        help="request text from Quire too (default: for demo, sharegpt)",
+        help="request text from Quire in addition to token ids (default: on for demo and sharegpt)",
     )
-    add("--cache-salt", default="", metavar="SALT", help="do not share cached prefixes with requests of another salt")
+    add("--cache-salt", default="", metavar="SALT", help="requests with different salts do not share cached prefixes")
     add("--extra-body", type=json_object, default={}, metavar="JSON", help="additional fields of every HTTP request")
     add("--timeout-s", type=positive, metavar="S", help="timeout of a request (default 600)")
 
@@ -66,7 +66,7 @@ def _add_bench_load(group: argparse._ArgumentGroup) -> None:
         "--num-prompts",
         type=at_least(1),
         metavar="N",
-        help="number of requests (default 100; of a file or trace: all)",
+        help="number of requests (default 100; for file and trace: all)",
     )
     add("--request-rate", type=positive, metavar="R", help="mean number of conversations started per second")
     add(
@@ -88,10 +88,10 @@ def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
         choices=("random", "shared-prefix", "multi-turn", "trace", "demo", "sharegpt", "file"),
         default="random",
         help="random (default), shared-prefix, multi-turn: token ids from the seed; trace: JSON lines with timestamp, "
-        "input_length, output_length, hash_ids; demo: questions of the bundled model; sharegpt: texts of a JSON file "
-        "in random order; file: its requests in order",
+        "input_length, output_length, hash_ids; demo: questions that the bundled model can answer; sharegpt: texts of "
+        "a JSON file in random order; file: the requests of a file in order",
     )
-    add("--path", metavar="FILE", help="input file of trace, sharegpt or file")
+    add("--path", metavar="FILE", help="input file of the datasets trace, sharegpt and file")
     add(
         "--input-len",
         type=at_least(1),

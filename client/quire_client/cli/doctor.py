@@ -1,4 +1,4 @@
-"""`quire doctor`: what works on this machine, what is missing, and which fallback is used."""
+"""`quire doctor`: lists what works on this machine, what is missing, and which fallbacks are used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TARGET_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `state`: ok, fallback (works with a limit that `detail` names) or missing (fails)."""
+    """The result of one check. `state`: ok, fallback (works, but with the limit in `detail`) or missing (fails)."""
 
     name: str
     state: str
@@ -143,7 +143,7 @@ def check_redis(url: str | None) -> Finding:
 
 
 def check_target(address: str, *, is_named: bool, tls: Tls | None = None) -> Finding:
-    """A gateway given by flag or variable must answer; the default one need not be running."""
+    """A gateway set by flag or variable must answer; the default gateway need not run."""
     try:
         with Client.connect(address, tls=tls, connect_timeout_s=TARGET_TIMEOUT_S) as client:
             names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())
@@ -161,7 +161,7 @@ def _version(package: str) -> str | None:
 
 
 def _ping_redis(parts: urllib.parse.SplitResult) -> None:
-    """Send PING without a client library. Any Redis answer counts, also 'authentication required'."""
+    """Send PING without a client library. Any answer of Redis counts, even 'authentication required'."""
     with _connect_redis(parts) as connection:
         if parts.scheme == "rediss":
             return  # the port accepts connections; TLS is not checked

@@ -20,7 +20,7 @@ OPTIONS = ("model", "n", *(field.option for field in FIELDS if field.has_flag))
 
 def run(args: argparse.Namespace) -> int:
     if args.prompt is not None and args.tokens is not None:
-        complain("give a prompt or --tokens, not both")
+        complain("both a prompt and --tokens are set; give a prompt or --tokens, not both")
         return 2
     if args.prompt is None and args.tokens is None and sys.stdin.isatty():
         complain('no prompt: give one, e.g. quire generate "Once upon a time", or --tokens 1,2,3')
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """A client of the gateways in --target. Fails fast because a user is waiting."""
+    """A client for the gateways in --target. Fails fast because a user is waiting."""
     tls = tls_option(args)
     if args.timeout_s is None:
         return Client.connect(args.target, tls=tls, connect_timeout_s=CONNECT_TIMEOUT_S)
@@ -48,7 +48,7 @@ def connect(args: argparse.Namespace) -> Client:
 
 
 def sampling_options(args: argparse.Namespace) -> GenerateOptions:
-    """Options for the flags that are set; the others keep the model's defaults."""
+    """Options from the flags that are set; other options keep the model's defaults."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return cast(GenerateOptions, {name: value for name, value in given.items() if _is_given(value)})
 
@@ -58,7 +58,7 @@ def _is_given(value: object) -> bool:
 
 
 def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateResult:
-    """Print text as it is generated. Chunks of several samples interleave, so these are printed at the end."""
+    """Print text as it is generated. Several samples are printed at the end, because their chunks interleave."""
     for delta in stream:
         if is_single:
             write(delta.text)

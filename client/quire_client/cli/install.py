@@ -12,5 +12,5 @@ def is_installed(module: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """How to install a service with its requirements; `all` means every service."""
+    """The command that installs a service with its requirements; `all`: every service."""
     return f"`pip install 'quire-server[{extra}]'`, or `pip install '.[{extra}]'` in a checkout of Quire"

@@ -1,11 +1,10 @@
-"""Output of the command: text, tables, errors."""
+"""Output of the command: text, JSON, errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire_client.errors import InvalidRequest
@@ -44,19 +43,6 @@ def usage_line(usage: Usage, seconds: float) -> str:
     """Tokens and time of an answer, as text."""
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     return f"{usage.prompt_tokens} prompt tokens{cached}, {usage.output_tokens} output tokens, {seconds:.2f} s"
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A text table; numbers are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
-    lines = [list(headers), *cells]
-    return "\n".join("  ".join(_aligned(c, w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def _aligned(cell: str, width: int) -> str:
-    is_number = cell.replace(",", "").replace(".", "").rstrip("%").isdigit()
-    return cell.rjust(width) if is_number else cell.ljust(width)
 
 
 def _jsonable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `quire up` starts: ports, folders and flags of every service."""
+"""The plan of `quire up`: ports, folders and flags of every service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_f
 
 T = TypeVar("T")
 
-GATEWAY_PHASE, WORKER_PHASE, SCHEDULER_PHASE = range(3)  # stop new requests, then running rows, then their owner
+GATEWAY_PHASE, WORKER_PHASE, SCHEDULER_PHASE = range(3)  # stop new requests, then running rows, then schedulers
 NEEDED = {
     "torch": "worker",
     "safetensors": "worker",
@@ -30,12 +30,12 @@ NEEDED = {
 MAX_PORT = 65_535
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
-CHUNK_INTERVAL_MS = 50.0  # still smooth to read
-BURST_MS = 20.0  # the longest added wait of a new request for each of two messages
+CHUNK_INTERVAL_MS = 50.0  # text still appears smoothly
+BURST_MS = 20.0  # a new request may wait this long for each of two messages in flight
 
 
 class SetupError(Exception):
-    """The stack cannot be started with these options; the message says what to do."""
+    """The stack cannot be started with these options. The message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Plan:
     model: str
     notes: tuple[str, ...]
     log_dir: Path
-    http_urls: tuple[str, ...] = ()  # of the OpenAI-compatible API, one per gateway
+    http_urls: tuple[str, ...] = ()  # URLs of the OpenAI-compatible API, one per gateway
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Choose ports, folders and flags. Raises SetupError."""
     _check_installed()
     _check_environment()
-    args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler reads the variable too
+    args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler also reads the variable
     folder, name = resolve_model(args.model, args.model_name)
     ports = _gateway_ports(args.host, args.port, args.gateways)
     http_ports = _http_ports(args, excluded=ports)
@@ -92,13 +92,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
-    """Name the services of one kind: numbered when there are several."""
+    """Name the services of one kind; several services are numbered."""
     for i, item in enumerate(items):
         yield (kind if len(items) == 1 else f"{kind}-{i}"), item
 
 
 def _quiet(spec: ServiceSpec) -> ServiceSpec:
-    """Disable metrics even if the environment sets a port: several processes cannot share one."""
+    """Disable metrics even if the environment sets a port: several processes cannot share a port."""
     return replace(spec, arguments=(*spec.arguments, "--metrics-listen", "off", "--health-listen", "off"))
 
 
@@ -152,18 +152,18 @@ def _gateway_ports(host: str, port: int, count: int) -> list[int]:
     ports = list(range(port, port + count))
     if ports[-1] > MAX_PORT:
         raise SetupError(
-            f"--port {port}: {count} gateways need the ports up to {ports[-1]}, the highest is {MAX_PORT}; "
+            f"--port {port}: {count} gateways need the ports up to {ports[-1]}, but the highest port is {MAX_PORT}; "
             "use a lower --port"
         )
     for taken in ports:
         if not is_free(host, taken):
-            raise SetupError(f"port {taken} is in use: is a stack running already? --port 0 picks a free one")
+            raise SetupError(f"port {taken} is in use, maybe by another stack; stop it, or use --port 0 for free ports")
     return ports
 
 
 def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[int]:
-    """The gateways' HTTP ports: consecutive from --http-port, or free ones. Without --http-port from 8000, or free ones
-    if these are in use or --port is 0.
+    """The gateways' HTTP ports: consecutive from --http-port; free ports if it is 0. Without --http-port: consecutive
+    from 8000; free ports if one of these is in use or --port is 0.
     """
     first = args.http_port if args.http_port is not None else args.port and DEFAULT_HTTP_PORT
     ports = list(range(first, min(first + args.gateways, MAX_PORT + 1)))
@@ -172,8 +172,8 @@ def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[in
         return ports
     if args.http_port:
         raise SetupError(
-            f"--http-port {first}: {args.gateways} gateways need free ports from {first}, and some are in use; "
-            "--http-port 0 picks free ones"
+            f"--http-port {first}: {args.gateways} gateways need consecutive free ports from {first}, but some are in "
+            "use; choose another --http-port, or use --http-port 0 for free ports"
         )
     return free_ports(args.gateways, excluded=excluded)
 
@@ -244,7 +244,7 @@ def _gateway_spec(
 
 
 def _shared_machine(given: float | None, variable: str, default: float) -> float | None:
-    """The value of a flag whose own default suits services on separate machines. None: the environment sets it."""
+    """The value of a flag whose default in the service is for separate machines. None: the variable sets it."""
     return default if given is None and variable not in os.environ else given
 
 
@@ -253,7 +253,7 @@ def _bracketed(host: str) -> str:
 
 
 def _reachable(host: str) -> str:
-    """The address that clients on this machine can connect to: 0.0.0.0 is no destination."""
+    """An address that clients on this machine can connect to; 0.0.0.0 is not one."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracketed(host))
 
 
@@ -266,13 +266,13 @@ def _model_note(model: str, folder: Path, name: str) -> str:
 
 
 def _devices_each(args: argparse.Namespace, visible: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
-    """CUDA_VISIBLE_DEVICES of each worker. Empty if there are too few GPUs: workers of one GPU each then share them."""
+    """CUDA_VISIBLE_DEVICES of each worker. Empty if there are too few GPUs: single-GPU workers then share them."""
     size = args.tensor_parallel_size or 1
     needed = size * args.workers
     if visible and needed > len(visible) and size > 1:
         raise SetupError(
             f"--workers {args.workers} with --tensor-parallel-size {size} need {needed} GPUs, but {len(visible)} are "
-            "visible; lower one of them, or check CUDA_VISIBLE_DEVICES"
+            "visible; lower --workers or --tensor-parallel-size, or check CUDA_VISIBLE_DEVICES"
         )
     if needed > len(visible):
         return [()] * args.workers

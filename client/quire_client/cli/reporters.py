@@ -1,4 +1,4 @@
-"""How `quire up` reports: as lines of text or of JSON."""
+"""The output of `quire up`: lines of text or of JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class JsonReporter:
 
 
 class TextReporter:
-    """One line per event. On a terminal, a last line shows how much of the weights is loaded."""
+    """One line per event. On a terminal, the last line shows the percentage of the weights that is loaded."""
 
     def __init__(self) -> None:
         self._is_tty = sys.stdout.isatty()

@@ -7,7 +7,8 @@ import sys
 import time
 
 from quire_client.cli.generate import connect
-from quire_client.cli.output import complain, read_stdin, table, to_json, write
+from quire_client.cli.output import complain, read_stdin, to_json, write
+from quire_client.tables import table
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
 WATCH_INTERVAL_S = 1.0
@@ -65,7 +66,7 @@ def tokenize(args: argparse.Namespace) -> int:
 
 
 def status_text(status: Status) -> str:
-    """The state behind a gateway, as text."""
+    """The status of the schedulers and workers behind a gateway, as text."""
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
     return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
 

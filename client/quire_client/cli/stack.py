@@ -1,8 +1,8 @@
-"""Runs services as child processes: starts, watches, restarts and stops them in order.
+"""Runs services as child processes: starts, watches and restarts them, and stops them in order.
 
 Every child is one `python -m SERVICE.server` in its own session, so that Ctrl-C in the terminal reaches only this
-process, which then drains in order. A child ends with this process even when this process is killed. Its output goes
-to NAME.log.
+process, which then stops the children in order. A child ends with this process even when this process is killed. The
+output of a child goes to NAME.log.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from quire_client.channel import HEALTH_METHOD, channel_options, health_request,
 POLL_S = 0.1
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
-STABLE_S = 60.0  # after running this long, a service restarts with the first backoff again
+STABLE_S = 60.0  # if a service ran this long, its next restart has the first backoff
 HURRY_S = 1.0
-QUIET_S = 5.0  # report the last log line of a service that starts without progress for this long
+QUIET_S = 5.0  # report the last log line of a starting service that has made no progress for this long
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
 PORT_RANGE = (20_000, 32_000)  # below the ephemeral ports of the system
 
-# Linux ends the child with its parent (PR_SET_PDEATHSIG = 1); the setting survives exec.
+# Linux signals the child when its parent dies (PR_SET_PDEATHSIG = 1); the setting survives exec.
 LAUNCHER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -55,13 +55,13 @@ class ServiceSpec:
     module: str
     arguments: tuple[str, ...]
     address: str
-    stop_phase: int  # lower ones are stopped first
+    stop_phase: int  # services with a lower phase are stopped first
     metrics: str = ""  # host:port of /metrics, if enabled
     environment: tuple[tuple[str, str], ...] = ()  # extra variables
 
 
 class StartFailedError(Exception):
-    """A service ended before it was first ready: its settings or its model are wrong."""
+    """A service ended before it was ready for the first time: its settings or its model are wrong."""
 
     def __init__(self, name: str, how: str, tail: list[str]) -> None:
         super().__init__(f"{name} {how} before it was ready")
@@ -96,7 +96,7 @@ class Stack:
         self._is_stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Start everything and keep it running. Returns after `stop`; raises StartFailedError."""
+        """Start all services and keep them running. Returns after `stop`. Raises StartFailedError."""
         try:
             async with asyncio.TaskGroup() as group:
                 for service in self.services:
@@ -111,7 +111,7 @@ class Stack:
                 await service.ready.wait()
 
     async def stop(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """Send SIGTERM phase by phase. Kill what still runs after `timeout_s`, or soon after `hurry` is set."""
+        """Send SIGTERM phase by phase. Kill processes that run after `timeout_s`, or soon after `hurry` is set."""
         self._is_stopping.set()
         for phase in sorted({service.spec.stop_phase for service in self.services}):
             members = [service for service in self.services if service.spec.stop_phase == phase]
@@ -133,7 +133,7 @@ class Stack:
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _run_once(self, service: Service) -> int:
-        """Run a service's process to its end; its exit code."""
+        """Run a service's process to its end. Returns its exit code."""
         service.process = await spawn(service.spec, service.log_path)
         self._report("started", service.spec.name, {"pid": service.process.pid, "log": str(service.log_path)})
         watcher = asyncio.create_task(self._watch(service, service.log_path.stat().st_size))
@@ -147,7 +147,7 @@ class Stack:
             service.ready.clear()
 
     async def _watch(self, service: Service, log_start: int) -> None:
-        """Report progress, or the last log line if there is none, until the service is SERVING."""
+        """Report progress, or the last log line without progress, until the service is SERVING."""
         started = reported = time.monotonic()
         last_percent = None
         async with grpc.aio.insecure_channel(
@@ -190,7 +190,7 @@ class Stack:
 
 
 async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process:
-    """Start the service's process; it appends to its log."""
+    """Start the service's process. Its output is appended to the log."""
     command = ["-u", "-m", spec.module, *spec.arguments]
     if sys.platform == "linux":
         command = ["-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
@@ -224,7 +224,7 @@ def is_free(host: str, port: int) -> bool:
     """Whether this process can listen on the port. Raises OSError if `host` is not an address of this machine."""
     family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ignores TIME_WAIT
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # gRPC sets it too: TIME_WAIT does not count
         try:
             probe.bind(sockaddr)
         except OSError as error:
@@ -240,7 +240,7 @@ def log_tail(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
 
 
 def loading_percent(path: Path, start: int) -> int | None:
-    """The last percentage in a log after byte `start`: how much of the weights is loaded."""
+    """The last percentage in a log after byte `start`: the loaded part of the weights."""
     found = re.findall(rb"(\d{1,3}) ?%", _read_end(path, start))
     return min(100, int(found[-1])) if found else None
 
@@ -268,7 +268,7 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
 
 
 async def _first_within(gone: asyncio.Task[int], hurry: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until the process has ended, `hurry` is set or `timeout_s` is over. True if the process has ended."""
+    """Wait until the process has ended, `hurry` is set or `timeout_s` has passed. True if the process has ended."""
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait([gone, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()

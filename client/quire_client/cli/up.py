@@ -46,7 +46,7 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
             _announce(plan, stack, args.ready_file, reporter)
             await _either(running, stopping)
         if running.done():
-            running.result()  # raises what ended it
+            running.result()  # raises the exception that ended it
         reporter.draining()
         await stack.stop(args.drain_timeout_s, hurry)
         await running
@@ -58,7 +58,7 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
 
 
 async def _ready_before(stack: Stack, running: asyncio.Task[None], stopping: asyncio.Event) -> bool:
-    """Wait for readiness, a failure or a signal. True if the stack became ready first."""
+    """Wait until the stack is ready, fails, or a signal arrives. True if it is ready."""
     ready = asyncio.create_task(stack.wait_ready())
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([ready, running, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +86,7 @@ def _announce(plan: Plan, stack: Stack, ready_file: str | None, reporter: Report
     if ready_file:
         scratch = Path(f"{ready_file}.{os.getpid()}")
         scratch.write_text(json.dumps(facts))
-        scratch.replace(ready_file)  # atomic: a reader never sees half a file
+        scratch.replace(ready_file)  # atomic: a reader never sees a partial file
     reporter.serving(plan, facts)
 
 

@@ -76,5 +76,5 @@ def token_ids(text: str) -> list[int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
     if not ids or min(ids) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give one or more token ids, none below 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: give one or more token ids of at least 0")
     return ids

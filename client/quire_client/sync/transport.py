@@ -1,4 +1,4 @@
-"""What the clients need from synchronous gRPC. `quire_client.aio.transport` offers the same on grpc.aio."""
+"""The functions of synchronous gRPC that the client uses. `quire_client.aio.transport` has the same for grpc.aio."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway: its channel and the methods on it."""
+    """One gateway: its channel and its stubs."""
 
     channel: grpc.Channel
     stub: InferenceServiceStub
@@ -48,7 +48,7 @@ class Gateway:
 
 
 class Gateways:
-    """The gateways of one client, and in `ring` which of them work. Its calls raise QuireErrors."""
+    """The gateways of one client; `ring` records which of them work. Calls raise QuireErrors."""
 
     def __init__(self, channels: Sequence[grpc.Channel], metadata: tuple[tuple[str, str], ...]) -> None:
         self._gateways = [Gateway.on(channel) for channel in channels]
@@ -81,7 +81,7 @@ class Gateways:
     def abort_on_all(
         self, request: pb.AbortRequest, timeout_s: float
     ) -> tuple[list[pb.AbortResponse], list[QuireError]]:
-        """Send Abort to every gateway at once; responses and errors."""
+        """Send Abort to every gateway at once. Returns all responses and all errors."""
         with _typed_errors():
             calls = [g.stub.Abort.future(request, timeout=timeout_s, metadata=self._metadata) for g in self._gateways]
         responses: list[pb.AbortResponse] = []
@@ -99,11 +99,11 @@ class Gateways:
         self._redial(target)
 
     def probe(self, targets: Collection[int]) -> set[int]:
-        """Check the health of these gateways at once; those that answer. Never raises."""
+        """Check the health of these gateways at once. Returns the gateways that answer. Never raises."""
         return self._check_health(targets, PROBE_TIMEOUT_S, is_first_enough=False)[0]
 
     def first_answer(self, timeout_s: float) -> QuireError | None:
-        """Check the health of all gateways at once. None as soon as one answers, else the error of one of them."""
+        """Check the health of all gateways at once. Returns None as soon as one answers, else the error of one."""
         targets = range(len(self))
         answered, error = self._check_health(targets, timeout_s, is_first_enough=True)
         if answered:
@@ -115,7 +115,7 @@ class Gateways:
     def _check_health(
         self, targets: Collection[int], timeout_s: float, *, is_first_enough: bool
     ) -> tuple[set[int], QuireError | None]:
-        """The gateways that answered, and the error of one that did not. Any answer of a server counts."""
+        """The gateways that answered, and the error of one gateway that did not. Any answer of a server counts."""
         answered: set[int] = set()
         errors: list[QuireError] = []
         num_open = len(targets)
@@ -150,10 +150,10 @@ class Gateways:
         return call
 
     def _redial(self, target: int) -> None:
-        """Keep a health check open on a gateway, to notice at once when it serves again.
+        """Keep a health check open on a gateway, to detect at once that it serves again.
 
-        The synchronous gRPC stack dials a lost server only while some call is open. Between two attempts there is none,
-        and a server that is back would stay unseen for ten seconds.
+        Synchronous gRPC reconnects to a lost server only while a call is open. Between two attempts no call is open, so
+        it would detect a restarted server only after ten seconds.
         """
         waiting = self._redials.get(target)
         if self.is_closed or (waiting is not None and not waiting.done()):
@@ -206,7 +206,7 @@ def _typed_errors(request_id: str = "") -> Iterator[None]:
 
 
 def _health_error(call: grpc.Future[bytes]) -> QuireError | None:
-    """The error of a health check that was not answered; None for any answer of a server."""
+    """The error of a health check without an answer; None if the server answered anything."""
     if call.cancelled():
         return Cancelled("the health check was cancelled")
     error = call.exception()
