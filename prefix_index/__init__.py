@@ -1,1 +1,1 @@
-"""What schedulers and gateways share about prefixes: the chain of digests, and the index of which worker holds what."""
+"""Prefixes as schedulers and gateways share them: chained digests, and the index of the workers that hold them."""

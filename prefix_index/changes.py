@@ -1,4 +1,4 @@
-"""What schedulers say about cached prefixes, and of which worker."""
+"""Changes of cached prefixes, as schedulers publish them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Holder(NamedTuple):
-    """A worker in one life of its process."""
+    """One worker process: a restarted worker has a new epoch."""
 
     worker_id: str
     worker_epoch: int
@@ -16,7 +16,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """Blocks that became cached prefixes on one worker (True), or stopped being ones (False), in order."""
+    """Changes of cached prefixes on one worker, in order. True: a block was cached. False: it was evicted or reused."""
 
     holder: Holder
     blocks: Sequence[tuple[bytes, bool]]  # digest, is cached

@@ -27,13 +27,13 @@ class U32Column(Protocol):
 
 
 def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
-    """What KV depends on besides tokens and requests: the `root_salt` of every chain of a model."""
+    """The properties of a model on which KV depends: the `root_salt` of all its chains."""
     return f"{revision}|{dtype}|{determinism}".encode()
 
 
 @lru_cache(maxsize=4096)  # one per cache salt
 def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
-    """The parent of every first block. It covers the lengths too, so different inputs never give the same bytes."""
+    """The parent digest of every first block. It covers the lengths too, so different inputs give different bytes."""
     head = b"%d|%d|%d|" % (block_size, len(root_salt), len(root_key))
     return xxh3_128_digest(head + root_salt + root_key)
 
@@ -43,7 +43,7 @@ chained = xxh3_128_digest
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
-    """Append the digests of all full blocks of `token_ids` that `digests` does not hold yet."""
+    """Append to `digests` the missing digests of the full blocks of `token_ids`."""
     parent = digests[-1] if digests else root
     for block in block_bytes(token_bytes(token_ids[block_size * len(digests) :]), block_size):
         parent = chained(parent + block)
@@ -51,13 +51,13 @@ def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, bloc
 
 
 def block_bytes(data: bytes, block_size: int) -> list[bytes]:
-    """The full blocks of tokens that `token_bytes` has encoded."""
+    """Splits the output of `token_bytes` into full blocks."""
     stride = 4 * block_size
     return [block for (block,) in iter_unpack(f"{stride}s", data[: len(data) // stride * stride])]
 
 
 def token_bytes(column: U32Column) -> bytes:
-    """Token ids as little-endian uint32, as digests cover them."""
+    """Token ids as little-endian uint32, the input of digests."""
     data = column.tobytes()
     if sys.byteorder == "little":
         return data

@@ -1,7 +1,7 @@
-"""The prefix index: which worker holds which prefix, for readers outside the scheduler.
+"""The prefix index: the workers that hold each prefix, for readers outside the scheduler.
 
-The index is a hint for gateways, which choose a replica by it. A scheduler never reads it: its own block managers are
-exact. So the index may lag, forget or be down without any effect on an answer.
+The index is a hint with which gateways choose a replica. A scheduler never reads it, because its own block managers are
+exact. So the index may lag, lose data or be down without any effect on tokens.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from prefix_index.changes import PrefixChanges
 
 
 class PrefixIndex(Protocol):
-    """Where a scheduler publishes its workers' prefixes. No method raises when a server fails, and only those that are
-    `async` wait for one.
+    """Publishes the prefixes of a scheduler's workers. No method raises when the server fails. Only async methods wait
+    for the server.
     """
 
     @property
     def is_shared(self) -> bool:
-        """The index has readers. If not, the caller need not collect changes for it."""
+        """Whether the index has readers. If not, the caller need not collect changes for it."""
 
     def publish(self, changes: Sequence[PrefixChanges]) -> None:
-        """Blocks that became cached prefixes or stopped being ones, in order."""
+        """Publish changes of cached prefixes, in order."""
 
     def register_worker(self, worker_id: str, worker_epoch: int, address: str) -> None:
-        """This scheduler has leased the worker. Entries of the worker's other epochs are ignored from now on."""
+        """Publish a worker that this scheduler has leased. Entries of its other epochs are ignored from now on."""
 
     def forget(self, worker_id: str, worker_epoch: int) -> None:
-        """The worker is lost or has left."""
+        """Remove a worker that is lost or has left."""
 
     async def next_scheduler_epoch(self) -> int:
-        """A number above those of all earlier leases; 0 leaves the choice to the worker."""
+        """An epoch above the epochs of all earlier leases; 0 leaves the choice to the worker."""
 
     def note_scheduler_epoch(self, epoch: int) -> None:
-        """A worker has granted this epoch: later ones must be above it."""
+        """Record an epoch that a worker has granted. Later epochs must be above it."""
 
     def state(self) -> str:
         """For status reports: memory, redis, or redis (down)."""

@@ -1,11 +1,11 @@
 """The keys of the prefix index in Redis (commands of 6.2).
 
-    <namespace>:generation        string  written by the first scheduler that finds none; gone or changed: data was lost
+    <namespace>:generation        string  set by the first scheduler; if it is missing or changed, data was lost
     <namespace>:scheduler_epoch   string  counter of leases, 1 to MAX_SCHEDULER_EPOCH; any other value counts as 0
     <namespace>:worker:<id>       hash    epoch, address, owner; expires when its scheduler stops renewing it
     <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
 
-An entry whose epoch differs from the one in the worker's record is ignored, so a restarted worker needs no clean-up.
+An entry whose epoch differs from the epoch in the worker's record is ignored, so a restarted worker needs no clean-up.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ MAX_SCHEDULER_EPOCH = 1 << 53  # Redis scripts count in float64
 
 
 def generation_key(namespace: str) -> str:
-    """Names the data: another value means that the server lost what was written before."""
+    """The key of the generation. Another value means that the server lost all data written before."""
     return f"{namespace}:generation"
 
 
 def epoch_key(namespace: str) -> str:
-    """The counter of leases."""
+    """The key of the counter of leases."""
     return f"{namespace}:scheduler_epoch"
 
 
 def worker_key(namespace: str, worker_id: str) -> str:
-    """The record of a worker."""
+    """The key of a worker's record."""
     return f"{namespace}:worker:{worker_id}"
 
 
 def entry_key(namespace: str, digest: bytes) -> bytes:
-    """The set of a digest's holders."""
+    """The key of the set of a digest's holders."""
     return b"%s:prefix:%s" % (namespace.encode(), digest)
 
 
 def member_of(holder: Holder) -> bytes:
-    """A holder as a member of these sets."""
+    """Encodes a holder as a member of such a set."""
     return holder.worker_epoch.to_bytes(EPOCH_BYTES, "little") + holder.worker_id.encode()
 
 
@@ -47,12 +47,12 @@ def holder_of(member: bytes) -> Holder:
 
 
 def make_owner(scheduler_id: str, scheduler_epoch: int) -> str:
-    """How a scheduler's process signs the records of its workers."""
+    """The owner that a scheduler process writes into the records of its workers."""
     return f"{scheduler_id}:{scheduler_epoch:016x}"
 
 
 def epoch_of_owner(owner: bytes | None) -> int:
-    """The scheduler epoch in such a signature; 0 if it is not one."""
+    """The scheduler epoch of an owner; 0 if the value is not an owner."""
     try:
         return int((owner or b"").rpartition(b":")[2], 16)
     except ValueError:

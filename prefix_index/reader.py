@@ -1,4 +1,4 @@
-"""A gateway's side of the prefix index in Redis: quick lookups of the prefixes that schedulers have published."""
+"""The gateway's side of the prefix index in Redis: quick lookups of the prefixes that schedulers have published."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PING_TIMEOUT_S = 1.0
 
 
 class RedisPrefixReader:
-    """Reads the index. No method raises when the server fails, and none waits longer than `timeout_s`.
+    """Reads the index. No method raises when the server fails, and no method waits longer than `timeout_s`.
 
-    While the server does not answer, only one task calls it: a ping every `pause_s`. Raises ValueError for a malformed
-    URL.
+    While the server does not answer, the only calls are the pings of one task, every `pause_s`. Raises ValueError for a
+    malformed URL.
     """
 
     def __init__(self, url: str, *, namespace: str = "quire", timeout_s: float = 0.02, pause_s: float = 1.0) -> None:
@@ -33,22 +33,22 @@ class RedisPrefixReader:
 
     @property
     def is_up(self) -> bool:
-        """The server answers."""
+        """Whether the server answers."""
         return self._server.is_up
 
     @property
     def num_errors(self) -> int:
-        """Calls that the server did not answer."""
+        """Number of calls that the server did not answer."""
         return self._server.num_errors
 
     def start(self) -> None:
-        """Begin to call the server. To be called once, on the event loop."""
+        """Start the task that calls the server. Call it once, on the event loop."""
         self._task = asyncio.create_task(self._keep_up())
 
     async def lookup(self, digests: Sequence[bytes]) -> dict[int, int]:
-        """For a chain of block digests: how many of the leading ones the best worker of each scheduler holds.
+        """For a chain of block digests, the number of leading digests that the best worker of each scheduler holds.
 
-        Schedulers are named by their epoch, as in Welcome. Empty if no worker holds any, or if no answer came in time.
+        The keys are the schedulers' epochs, as in Welcome. Empty if no worker holds any, or if no answer came in time.
         """
         if not digests or not self.is_up:
             return {}

@@ -1,4 +1,4 @@
-"""A scheduler's side of the prefix index in Redis: one task writes what the scheduler's workers hold."""
+"""The scheduler's side of the prefix index in Redis: one task writes the cached prefixes of the scheduler's workers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from prefix_index.server import Availability, connect
 
 log = logging.getLogger(__name__)
 
-# `counter` of a key whose value may be anything: a decimal number, or nil.
+# Reads a key whose value may be anything. `counter` is the decimal number, or nil.
 READ_COUNTER = """
 local found = redis.pcall('GET', KEYS[1])
 local digits = type(found) == 'string' and #found < 17 and string.match(found, '^%d+$')
 local counter = digits and tonumber(digits)
 """
-# Increments a counter. For a value that is not one, returns that value as a string and leaves it.
+# Increments a counter. If the value is not a counter, returns the value as a string and leaves it unchanged.
 NEXT_EPOCH = f"""{READ_COUNTER}
 if not found or (counter and counter < {MAX_SCHEDULER_EPOCH}) then return redis.call('INCR', KEYS[1]) end
 return type(found) == 'string' and string.sub(found, 1, 64) or 'not a string'"""
-# Raises a counter to a value, never lowers it. A value that is not a counter is replaced.
+# Raises a counter to ARGV[1], but never lowers it. Replaces a value that is not a counter.
 RAISE_COUNTER = f"""{READ_COUNTER}
 if not counter or counter >= {MAX_SCHEDULER_EPOCH} or counter < tonumber(ARGV[1]) then
   redis.call('SET', KEYS[1], ARGV[1])
 end
 return 0"""
-# Deletes a worker's record unless another epoch or scheduler has taken it over.
+# Deletes a worker's record unless it belongs to another epoch or scheduler.
 FORGET_WORKER = """
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 if found[1] == ARGV[1] and found[2] == ARGV[2] then return redis.call('DEL', KEYS[1]) end
@@ -43,10 +43,10 @@ Entry = tuple[Holder, bytes]
 
 
 class RedisPrefixIndex:
-    """The index that several schedulers share. One task calls Redis; the methods here only fill its queue.
+    """The index that several schedulers share. One task calls Redis. `publish` and similar methods only fill its queue.
 
-    `snapshot` gives all that this scheduler's pools hold. It is published again after an outage that lost data, after a
-    flush, and before entries expire. Raises ValueError for a malformed URL.
+    `snapshot` returns all cached prefixes of this scheduler's workers. They are published again after an outage that
+    lost data, after a flush, and before entries expire. Raises ValueError for a malformed URL.
     """
 
     is_shared = True
@@ -92,25 +92,25 @@ class RedisPrefixIndex:
 
     @property
     def is_up(self) -> bool:
-        """The server answers."""
+        """Whether the server answers."""
         return self._server.is_up
 
     @property
     def num_errors(self) -> int:
-        """Calls that the server did not answer."""
+        """Number of calls that the server did not answer."""
         return self._server.num_errors
 
     @property
     def num_pending(self) -> int:
-        """Entries still to be written."""
+        """Number of entries that are not written yet."""
         return len(self._pending)
 
     def start(self) -> None:
-        """Begin to call the server. To be called once, on the event loop."""
+        """Start the task that calls the server. Call it once, on the event loop."""
         self._refresh_at = asyncio.get_running_loop().time() + self._entry_ttl_s / 3
         self._task = asyncio.create_task(self._run())
 
-    # -- what the scheduler calls: nothing here waits ------------------------------------------------------------------
+    # -- methods for the scheduler; only async methods wait ------------------------------------------------------------
 
     def publish(self, changes: Sequence[PrefixChanges]) -> None:
         for change in changes:
@@ -148,7 +148,7 @@ class RedisPrefixIndex:
         return "redis" if self._server.is_up else "redis (down)"
 
     async def close(self) -> None:
-        # The flag as well, because the client swallows a cancellation that reaches it while it connects.
+        # The flag is needed because the client swallows a cancellation while it connects.
         self._is_closed = True
         self._wake.set()
         if self._task is not None:
@@ -174,8 +174,8 @@ class RedisPrefixIndex:
             return
         self._has_warned_epoch = True
         log.error(
-            "redis key %s is %r, not a number from 0 to %d: it counts as 0 and is set by the next lease; find out what "
-            "else writes to this Redis, or use another --redis-namespace",
+            "redis key %s is %r, must be a number from 0 to %d; it counts as 0 and the next lease sets it; find out "
+            "what else writes to this Redis, or use another --redis-namespace",
             epoch_key(self._prefix), found.decode(errors="replace"), MAX_SCHEDULER_EPOCH,
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ class RedisPrefixIndex:
                     await self._wake.wait()
 
     async def _write_all(self) -> None:
-        """Write until nothing is left. At least one pass: it renews leases and detects a flush."""
+        """Write until nothing is left. Makes at least one pass, to renew leases and to detect a flush."""
         self._wake.clear()
         self._plan_renewals()
         while True:
@@ -218,7 +218,7 @@ class RedisPrefixIndex:
             self._needs_snapshot = True
 
     def _load_snapshot(self) -> None:
-        """Write everything again. The snapshot is newer than the pending entries."""
+        """Queue everything again. The snapshot is newer than the pending entries."""
         self._needs_snapshot = False
         cached = {(held.holder, digest): True for held in self._snapshot() for digest, _ in held.blocks}
         self._pending |= cached
@@ -227,7 +227,7 @@ class RedisPrefixIndex:
             self._dirty.setdefault(holder, True)
 
     async def _write_batch(self) -> None:
-        """One pipeline. If it fails, its content goes back to the queue; newer states of the same entries win."""
+        """Write one pipeline. If it fails, its entries return to the queue, unless the queue has newer states."""
         entries = dict(zip(self._pending, range(self._batch_size), strict=False))
         batch = {entry: self._pending.pop(entry) for entry in entries}
         records, self._dirty = self._dirty, {}
@@ -235,7 +235,7 @@ class RedisPrefixIndex:
             async with asyncio.timeout(self._timeout_s * 4):
                 generation = await self._execute(batch, records)
             self._server.came_up()
-            # Until this server's generation is known, a restart that loses the batch would go unnoticed.
+            # Until the server's generation is known, a restart that loses the batch would not be detected.
             await self._check_generation(generation)
         except BaseException:
             self._pending = batch | self._pending
@@ -278,7 +278,7 @@ class RedisPrefixIndex:
         pipeline.pexpire(key, int(self._lease_ttl_s * 1000))
 
     async def _check_generation(self, found: bytes | None) -> None:
-        """A generation that is gone or new means that the server has lost its data since the last write."""
+        """Detect data loss: a missing or new generation means that the server lost its data since the last write."""
         if found is not None and found == self._generation:
             return
         if found is None:

@@ -13,16 +13,16 @@ PROBES = 32  # positions per holder and round trip
 
 
 class PrefixSearch:
-    """Reads the index. Raises what the Redis client raises, and ValueError for a value that no scheduler wrote."""
+    """Reads the index. Raises the Redis client's errors, and ValueError for a value that no scheduler wrote."""
 
     def __init__(self, client: redis.asyncio.Redis, namespace: str) -> None:
         self._redis = client
         self._prefix = namespace
 
     async def leading_blocks(self, digests: Sequence[bytes]) -> dict[Holder, int]:
-        """How many leading blocks each holder has.
+        """The number of leading blocks that each holder has.
 
-        A holder of block i nearly always has those before it, so a few probes suffice: each round asks for `PROBES`
+        A holder of block i nearly always holds the blocks before it, so a few probes suffice: each round reads `PROBES`
         positions inside the open range of every holder, and the ranges shrink by that factor.
         """
         ranges: dict[Holder, tuple[int, int]] = {}  # holds [0, low), does not hold block high
@@ -45,7 +45,7 @@ class PrefixSearch:
         return {p: {holder_of(m) for m in members} for p, members in zip(probes, answers, strict=True)}
 
     async def owners(self, holders: Iterable[Holder]) -> dict[Holder, int]:
-        """The holders that are alive, each with the epoch of the scheduler that leases it (0: unknown)."""
+        """The live holders, each with the epoch of the scheduler that leases it (0: unknown)."""
         asked = list(holders)
         if not asked:
             return {}
@@ -61,13 +61,13 @@ class PrefixSearch:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Up to PROBES positions in [low, high), the first included."""
+    """Up to PROBES positions in [low, high), including `low`."""
     count = min(PROBES, high - low)
     return [low + (high - low) * i // count for i in range(count)]
 
 
 def _narrow(holder: Holder, span: tuple[int, int], probes: list[int], held: dict[int, set[Holder]]) -> tuple[int, int]:
-    """The part of `span` that the probes inside it leave open."""
+    """The range within `span` that the probes leave open."""
     low, high = span
     for probe in probes:
         if not low <= probe < high:

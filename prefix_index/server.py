@@ -1,4 +1,4 @@
-"""What both clients of the prefix index share: the connection to Redis, and whether it answers."""
+"""Shared by both clients of the prefix index: the connection to Redis, and whether it answers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
 
 
 class Availability:
-    """Whether the server answers. Logs each change once."""
+    """Tracks whether the server answers. Logs each change once. `effect` is logged when it answers."""
 
-    def __init__(self, news: str) -> None:
+    def __init__(self, effect: str) -> None:
         self.is_up = False
         self.num_errors = 0  # calls that the server did not answer
-        self._news = news  # what it means that the server answers
+        self._effect = effect
         self._has_warned = False
 
     def went_down(self, error: BaseException) -> None:
-        """A call failed."""
+        """Record a failed call."""
         self.num_errors += 1
         if self.is_up or not self._has_warned:
             log.warning("redis does not answer (%s); serving continues without it", str(error) or type(error).__name__)
         self.is_up, self._has_warned = False, True
 
     def came_up(self) -> None:
-        """A call succeeded."""
+        """Record a successful call."""
         if not self.is_up:
-            log.info("redis answers; %s", self._news)
+            log.info("redis answers; %s", self._effect)
         self.is_up = True

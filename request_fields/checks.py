@@ -1,4 +1,4 @@
-"""Checks and defaults that follow from the table of request fields."""
+"""Checks and defaults derived from the table of request fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVED_SAMPLING = served("sampling")
 
 
 class Message(Protocol):
-    """A protobuf message, as far as it is read here."""
+    """The methods of a protobuf message that are used here."""
 
     def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
 
@@ -80,7 +80,7 @@ def _check_list(field: Field, items: Sequence[Any]) -> None:
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Check what a worker is asked to sample with. Raises FieldError."""
+    """Check the sampling parameters that a worker gets. Raises FieldError."""
     for name, field in SAMPLER_FIELDS.items():
         _check_number(field, getattr(params, name))
 
@@ -102,12 +102,12 @@ def values_set(message: Message) -> dict[str, Any]:
 
 
 def defaults_of_model(params: SamplingParams) -> dict[str, Any]:
-    """What a worker announces of its checkpoint's defaults: the fields that a generation_config.json may hold."""
+    """The checkpoint defaults that a worker announces: only fields that generation_config.json may set."""
     return {name: getattr(params, name) for name, field in SAMPLER_FIELDS.items() if field.config_key}
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """A checkpoint's sampling defaults; do_sample = false means greedy. Raises ValueError for a bad value."""
+    """A checkpoint's sampling defaults. do_sample = false means greedy. Raises ValueError for an invalid value."""
     values = {
         name: _config_value(field, generation_config) for name, field in SAMPLER_FIELDS.items() if field.config_key
     }
@@ -131,7 +131,7 @@ def _config_value(field: Field, config: Mapping[str, Any]) -> Any:
 
 
 def unserved_settings(generation_config: Mapping[str, Any]) -> list[str]:
-    """Settings of a checkpoint that ask for a field that is not served: key=value."""
+    """Settings of a checkpoint, as key=value, that need a field which is not served."""
     fields = (field for field in FIELDS if field.config_key and not field.is_served)
     return [
         f"{field.config_key}={generation_config[field.config_key]}"

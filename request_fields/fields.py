@@ -1,4 +1,4 @@
-"""One row per request field: what validation, defaults, wire packing, docs, SDK options and flags derive from.
+"""One row per request field. Validation, defaults, wire packing, docs, SDK options and flags derive from these rows.
 
 To add a sampling parameter: the proto field, a row of `FIELDS` and an attribute of `SamplingParams` here, the sampler
 of each backend, and the SDK's `GenerateOptions`.
@@ -16,7 +16,7 @@ MAX_BANNED_IDS = 512  # token ids that one row may ban from being sampled
 
 
 class FieldError(ValueError):
-    """A field has a value that is refused. The message names field, value and limit."""
+    """A field has an invalid value. The message names field, value and limit."""
 
     def __init__(self, field: str, problem: str, *, is_unserved: bool = False) -> None:
         super().__init__(f"{field} {problem}")
@@ -53,7 +53,7 @@ class Side(Flag):
 
 
 class Resume(Enum):
-    """How a Continuation rebuilds the state that a field needs."""
+    """The way in which a Continuation rebuilds the state that a field needs."""
 
     STATELESS = "no state: a function of logits and output position"
     COUNTED = "from the number of output tokens"
@@ -63,29 +63,29 @@ class Resume(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One request field. Limits that are None do not exist."""
+    """One request field. A limit of None means no limit."""
 
-    path: str  # message and field in GenerateRequest: sampling.top_p
+    path: str  # path in GenerateRequest, such as sampling.top_p
     kind: Kind
     doc: str
     applied_by: Side = Side.NOWHERE
     resume: Resume = Resume.PER_REQUEST
-    default: Any = None  # used when neither the request nor the model sets it; None: `doc` says what happens
-    off: Any = None  # of a field that is not served: the value that asks for nothing
+    default: Any = None  # used if neither the request nor the model sets the field; None: see `doc`
+    off: Any = None  # for unsupported fields: the only value accepted, which disables the feature
     low: int | None = None
     high: int | None = None
     excludes_low: bool = False
     max_items: int | None = None
-    max_chars: int | None = None  # of each string of a list
+    max_chars: int | None = None  # limit of each string in a list
     max_bytes: int | None = None
-    config_key: str = ""  # of generation_config.json: its value is the model's default
-    config_off: Any = None  # the value that means "off" there; becomes `default`
+    config_key: str = ""  # key in generation_config.json; its value is the model's default
+    config_off: Any = None  # the value of this key that means "off"; it is replaced by `default`
     has_flag: bool = False  # `quire generate` and `quire chat` have a flag for it
-    sdk_option: str = ""  # keyword option of the SDK, where it is not the field's name
+    sdk_option: str = ""  # keyword option of the SDK, if it differs from the field's name
 
     @property
     def message(self) -> str:
-        """The field of GenerateRequest that holds it; empty for a field of GenerateRequest itself."""
+        """The message in GenerateRequest that has the field; empty for a field of GenerateRequest itself."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -94,7 +94,7 @@ class Field:
 
     @property
     def option(self) -> str:
-        """Its name as a keyword option of the SDK."""
+        """The field's keyword option in the SDK."""
         return self.sdk_option or self.name
 
     @property
@@ -103,7 +103,7 @@ class Field:
 
     @property
     def allowed(self) -> str:
-        """The range of a number, in words; empty without one."""
+        """The range of a number, in words; empty if there is none."""
         if self.high is None:
             return "" if self.low is None else f"at least {self.low}"
         return f"above {self.low} and at most {self.high}" if self.excludes_low else f"from {self.low} to {self.high}"
@@ -126,7 +126,7 @@ FIELDS = (
     ),
     Field(
         "sampling.min_p", Kind.FLOAT,
-        "Drop tokens less likely than min_p times the most likely one. Applied before top_k and top_p. 0 is off.",
+        "Drop tokens less likely than min_p times the most likely token. Applied before top_k and top_p. 0 is off.",
         Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1, config_key="min_p", has_flag=True,
     ),
     Field(
@@ -148,23 +148,23 @@ FIELDS = (
     Field("sampling.grammar", Kind.STRING, "", off=""),
     Field(
         "stop.max_tokens", Kind.UINT32,
-        "Output tokens at most. 0 computes the prompt and returns no token. Unset: the rest of the model's length.",
+        "Most output tokens. 0 computes the prompt and returns no token. Unset: as many as fit after the prompt.",
         Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True,
     ),
     Field(
         "stop.min_tokens", Kind.UINT32,
-        "Output tokens at least, up to max_tokens. Until these exist, EOS and stop_token_ids cannot be sampled, and "
-        "stop strings do not count.",
+        "Least output tokens, at most max_tokens. Before that, EOS and stop_token_ids cannot be sampled, and stop "
+        "strings are not matched.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, default=0, low=0, has_flag=True,
     ),
     Field(
         "stop.stop", Kind.STRINGS,
-        "A string that ends the output; several may be given. The text is cut before the match.",
+        "Strings that end the output. The text is cut before the match.",
         Side.GATEWAY, Resume.REPLAYED, max_items=16, max_chars=256, has_flag=True,
     ),
     Field(
         "stop.stop_token_ids", Kind.TOKEN_IDS,
-        "Token ids that end the output. The id stays in token_ids and is left out of the text.",
+        "Token ids that end the output. The id is in token_ids but not in the text.",
         Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, max_items=256,
     ),
     Field(
@@ -213,7 +213,7 @@ def served(message: str) -> dict[str, Field]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a worker's sampler reads of a row: the typed form of the `sampling` fields that Side.WORKER applies."""
+    """The sampling parameters of a row: the typed form of the `sampling` fields that Side.WORKER applies."""
 
     temperature: float
     top_k: int
@@ -222,17 +222,17 @@ class SamplingParams:
     seed: int
 
 
-# By attribute of SamplingParams, in that order: it is the order of columns and records that hold them.
+# Keyed by attribute of SamplingParams, in its order, which is also the order in columns and records.
 SAMPLER_FIELDS = {attribute.name: BY_PATH[f"sampling.{attribute.name}"] for attribute in fields(SamplingParams)}
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Values by field name; one that is missing takes the field's default, and seed 0."""
+    """Builds SamplingParams from values by field name. Missing fields take their defaults; the default seed is 0."""
     return SamplingParams(**{name: given.get(name, field.default or 0) for name, field in SAMPLER_FIELDS.items()})
 
 
 class End(Enum):
-    """Why a sequence ended by its own tokens; the names of FinishReason in the protocol."""
+    """Why a sequence ended by its own tokens, named as in FinishReason of the protocol."""
 
     EOS = "eos"
     STOP = "stop"
@@ -241,7 +241,7 @@ class End(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """When a sequence ends by its own tokens: the typed form of the `stop` fields that Side.SCHEDULER applies."""
+    """Conditions that end a sequence: the typed form of the `stop` fields that Side.SCHEDULER applies."""
 
     max_tokens: int  # output tokens; 0 computes the prompt and returns nothing
     stop_token_ids: frozenset[int] = frozenset()
@@ -249,7 +249,7 @@ class StopCondition:
     min_tokens: int = 0
 
     def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
-        """Why the sequence ends with its newest output token, of `num_output`; None: it continues."""
+        """Why the sequence ends with its newest output token, the `num_output`-th; None if it continues."""
         if num_output > self.min_tokens:
             if last_token in eos_token_ids and not self.ignore_eos:
                 return End.EOS
@@ -265,7 +265,9 @@ class StopCondition:
 
 
 def stop_condition(given: Mapping[str, Any]) -> StopCondition:
-    """Values by field name, max_tokens among them; one that is missing takes the field's default. Raises FieldError."""
+    """Builds a StopCondition from values by field name. max_tokens is required; other missing fields take their
+    defaults. Raises FieldError.
+    """
     values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
     stop = StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})
     if stop.min_tokens > stop.max_tokens:

@@ -17,23 +17,23 @@ class LengthError(FieldError):
 
 @dataclass(frozen=True, slots=True)
 class SizeLimits:
-    """What the workers of a model can hold of one sequence, in tokens."""
+    """The largest sequence that the workers of a model can hold, in tokens."""
 
     max_model_len: int
     pool_tokens: int  # slots of the largest KV pool
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output together. The last output token needs no slot."""
+        """The most tokens of prompt and output together. The last output token needs no slot."""
         return min(self.max_model_len, self.pool_tokens + 1)
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
-        """Some worker could run the sequence if nothing else ran there."""
+        """Whether some worker could run the sequence if it were idle."""
         num_slots = num_prompt + max(1, max_tokens) - 1
         return num_prompt + max_tokens <= self.max_model_len and num_slots <= self.pool_tokens
 
     def resolve(self, num_prompt: int, max_tokens: int | None) -> int:
-        """max_tokens, or all that fits if it is unset. Raises LengthError when prompt and output do not fit."""
+        """max_tokens, or the largest that fits if it is unset. Raises LengthError if prompt and output do not fit."""
         room = self.max_tokens - num_prompt
         is_model = self.max_model_len <= self.pool_tokens
         name = "max_model_len" if is_model else "the largest KV pool (max_num_blocks * block_size, plus 1)"

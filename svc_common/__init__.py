@@ -1,1 +1,1 @@
-"""What every service needs to run: serving and draining, settings, errors, logs, metrics. Nothing of the domain."""
+"""Shared by all services: serving and draining, settings, errors, logs, metrics. Knows nothing about inference."""

@@ -1,10 +1,10 @@
-"""The operators' ports of a service: metrics over HTTP and health for a kubelet, both without TLS and off by default.
+"""The ports of a service for operators: metrics over HTTP, health for a kubelet. Both without TLS and off by default.
 
     --metrics-listen   GET /metrics, /livez, /readyz
     --health-listen    grpc.health.v1: `liveness` and `readiness` ("" is readiness)
 
-`liveness` fails when only a restart can help; `readiness` fails while the service should get no requests. Both answer
-on the service's event loop, so any answer shows that the loop runs.
+`liveness` fails when only a restart can help. `readiness` fails while the service should get no requests. Both run on
+the service's event loop, so any answer shows that the loop is running.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class AdminServer:
-    """Owns both ports. `start` binds those that are not off; call `close` after everything else has stopped."""
+    """Owns both ports. `start` binds the ports that are not off. Call `close` after everything else has stopped."""
 
     def __init__(
         self, *, metrics_listen: str, health_listen: str, registry: CollectorRegistry, is_alive: Check, is_ready: Check
@@ -115,7 +115,7 @@ class AdminServer:
                 writer.write(self._respond(head.decode("latin-1")))
                 await writer.drain()
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
-            log.debug("a connection to the metrics port ended before its request")
+            log.debug("a connection to the metrics port ended before its request was complete")
         finally:
             writer.close()
 

@@ -45,7 +45,7 @@ class Kind(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A setting as written by the user, and where."""
+    """A setting as written by the user, and its source."""
 
     value: Any
     source: str
@@ -157,7 +157,7 @@ def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[st
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
     own = parser.prog.removeprefix("quire-")
-    # `scheduler` is the table of that service, or the list of addresses that gateways and workers have as a setting.
+    # `scheduler` is either the table of the scheduler or the setting of gateways and workers: a list of addresses.
     of_services = {name: value for name, value in tables.items() if name in SERVICES and isinstance(value, dict)}
     for_all = {name: value for name, value in tables.items() if name not in of_services}
     given: dict[str, Given] = {}
@@ -204,7 +204,7 @@ def _convert(parser: argparse.ArgumentParser, name: str, action: argparse.Action
 
 
 def _values(action: argparse.Action, value: Any) -> Any:
-    """The setting's value from an environment's text or a file's text, number, boolean or list. Raises ValueError."""
+    """Converts text of the environment, or text, number, boolean or list of a file. Raises ValueError."""
     if _is_list(action):
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [_one_value(action, part) for part in parts]
@@ -266,20 +266,20 @@ def _is_secret(name: str) -> bool:
 
 
 def without_password(value: Any) -> Any:
-    """A setting that is safe to show: in a URL `***` replaces the password, before the host and as a parameter."""
+    """Makes a setting safe to show: in a URL, `***` replaces the password before the host and in parameters."""
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = re.sub(r"(?<=[?&]password=)[^&#]*", "***", value, flags=re.IGNORECASE).partition("://")
-    # The last @ of all: with a bare / or ? in its password the URL is malformed, but the password is still secret.
+    # Split at the last @: a password with an unescaped / or ? makes the URL malformed, but must still be hidden.
     _, at, place = rest.rpartition("@")
     return f"{scheme}://{'***@' if at else ''}{place}"
 
 
 def bad_redis_url(url: str) -> str:
-    """The error for a malformed --redis. The URL parser's own message may quote a piece of the password."""
+    """The error for a malformed --redis. The URL parser's own message may quote part of the password."""
     return (
         f"--redis {without_password(url)!r} is not the URL of a Redis server; write redis://[:password@]host:port/db "
-        "or unix:///path, and in a password %2F for /, %3F for ?, %40 for @"
+        "or unix:///path; in the password write %2F for /, %3F for ?, %40 for @"
     )
 
 

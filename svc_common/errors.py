@@ -5,14 +5,14 @@
         ContextLengthError      INVALID_ARGUMENT     400  prompt and output exceed the model's length
       NotFoundError             NOT_FOUND            404  no such model or request
       AlreadyExistsError        ALREADY_EXISTS       409  the request id is in flight
-      OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; contains when to retry
-      UnavailableError          UNAVAILABLE          503  no process can serve it now
+      OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; has the retry delay
+      UnavailableError          UNAVAILABLE          503  no process can serve the request now
       TakenOverError            ABORTED              409  the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      401  no API key, or an unknown one
       UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
-A handler raises them; `ErrorInterceptor` turns them into statuses with google.rpc details.
+Handlers raise these errors. `ErrorInterceptor` converts them to statuses with google.rpc details.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from svc_common.field_counts import TooManyFieldsError, check_field_count, layou
 
 log = logging.getLogger(__name__)
 
-# gRPC refuses trailing metadata of more than 8 KB in total. It contains the message three times: as grpc-message, where
-# an escaped byte takes three, and twice in the details, as base64.
+# gRPC refuses trailing metadata of more than 8 KB in total. The message is in it three times: once in grpc-message,
+# where an escaped byte takes three bytes, and twice in the details, as base64.
 MAX_TRAILER_BYTES = 6000
 IN_DETAILS = 2 * 4 / 3
 TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
 
 class QuireError(Exception):
-    """Base of all errors that a client may see. `field` is the request field at fault, if there is one."""
+    """Base of all errors that a client may see. `field` is the invalid request field, if any."""
 
     code = grpc.StatusCode.INTERNAL
     http_status = 500
@@ -62,7 +62,7 @@ class InvalidRequestError(QuireError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """`limit`: tokens of prompt and output together."""
+    """`limit`: most tokens of prompt and output together."""
 
     def __init__(self, message: str, *, field: str, limit: int) -> None:
         super().__init__(message, field=field)
@@ -147,7 +147,7 @@ def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def _shortened(message: str) -> str:
-    """As many of its first characters as fit into the trailing metadata."""
+    """The longest prefix of the message that fits into the trailing metadata."""
     text = message.encode("utf-8", "replace")
     sizes = list(accumulate(TRAILER_BYTES[byte] for byte in text[:MAX_TRAILER_BYTES]))
     return text[: bisect_right(sizes, MAX_TRAILER_BYTES)].decode("utf-8", "ignore")
@@ -198,7 +198,7 @@ class RpcStats:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a QuireError into its status, and any other exception into INTERNAL and an error log. Counts in `stats`."""
+    """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`."""
 
     def __init__(self, stats: RpcStats | None = None) -> None:
         self.stats = stats or RpcStats()
@@ -263,21 +263,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Undecodable:
-    """A request whose bytes are not a valid message. Without it, grpc would answer UNKNOWN before any handler runs."""
+    """Stands for a request whose bytes are not a valid message: an exception in the deserializer would give UNKNOWN."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def refuse(self, method: str) -> NoReturn:
         if isinstance(self._error, TooManyFieldsError):
-            raise InvalidRequestError(f"the request of {method} is not decoded: {self._error}")
+            raise InvalidRequestError(f"the request of {method} has too many fields: {self._error}")
         raise InvalidRequestError(
             f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {self._error}"
         )
 
 
 def _tolerant(deserialize: Any) -> Any:
-    # The class of a generated FromString.
+    # `__self__` of a generated FromString is the message class.
     descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
     layout = {} if descriptor is None else layout_of(descriptor)
 
@@ -292,7 +292,7 @@ def _tolerant(deserialize: Any) -> Any:
 
 
 def shown_error(method: str, error: Exception) -> QuireError:
-    """The error that a client gets: a QuireError as it is; anything else becomes INTERNAL and an error log."""
+    """The error that a client gets: a QuireError unchanged; anything else becomes INTERNAL and an error log."""
     if isinstance(error, QuireError):
         return error
     if isinstance(error, DecodeError):  # of a message of a stream

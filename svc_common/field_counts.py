@@ -1,7 +1,7 @@
 """Refuses a serialized message with very many fields before it is decoded.
 
-An empty repeated message takes 2 bytes on the wire and about 50 decoded, and decoding blocks the event loop. Valid
-requests are large because of long texts and packed ids, not because of many fields.
+An empty repeated message takes 2 bytes on the wire but about 50 bytes decoded, and decoding blocks the event loop.
+Valid requests are large because of long texts and packed ids, not because of many fields.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-SMALL_BYTES = 64 << 10  # a message of this size decodes to 2 MB at most and is not counted
+SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decode to 2 MB at most
 MAX_FIELDS = 20_000  # above the largest valid request: a chat of 10,000 messages
 
 
 class TooManyFieldsError(ValueError):
-    """The message is refused."""
+    """The message has too many fields."""
 
 
-# By field number: the messages to look into, those in which a few bytes can decode to many objects.
+# Field number -> layout of a message in which a few bytes can decode to many objects. Other fields are not searched.
 Layout = Mapping[int, Any]
 TEXT_TYPES = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
@@ -50,11 +50,11 @@ def check_field_count(data: bytes, layout: Layout) -> None:
     try:
         _count(data, 0, len(data), layout, MAX_FIELDS)
     except IndexError:
-        return  # truncated: the decoder says so
+        return  # truncated: the decoder reports it
 
 
 def _count(data: bytes, position: int, end: int, layout: Layout, left: int) -> int:
-    """Walk over the fields of one message. Returns how many more are allowed."""
+    """Count the fields of one message. Returns the number of fields that are still allowed."""
     while position < end:
         left -= 1
         if left < 0:

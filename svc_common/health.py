@@ -1,4 +1,4 @@
-"""grpc.health.v1 on the port of a service, for load balancers and for gRPC's client-side health checking."""
+"""grpc.health.v1 on a service's main port, for load balancers and for gRPC's client-side health checking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._notify()
 
     def close(self) -> None:
-        """End all Watch streams once they have sent the status, so that they do not delay the end of the process."""
+        """End all Watch streams after they have sent the status, so that they do not delay the exit of the process."""
         self._is_closed = True
         self._notify()
 
@@ -42,7 +42,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        """The status now. Raises NotFoundError for a service that this process does not have."""
+        """The current status. Raises NotFoundError for a service that this process does not have."""
         if request.service not in self._names:
             known = ", ".join(sorted(name for name in self._names if name))
             raise NotFoundError(f"unknown service {request.service[:200]!r}; known services: {known}", field="service")
@@ -51,7 +51,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now and at each change; SERVICE_UNKNOWN for a service that this process does not have."""
+        """The current status and each change; SERVICE_UNKNOWN for a service that this process does not have."""
         last = None
         while True:
             changed = self._changed

@@ -56,7 +56,7 @@ class TextFormatter(logging.Formatter):
 
 
 class RequestIdFilter(logging.Filter):
-    """Gives a record the request_id of its task, unless it has its own."""
+    """Adds the request_id of the current task to a record without one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         request_id = current_request_id.get()

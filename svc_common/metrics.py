@@ -1,7 +1,7 @@
-"""Metrics of a service for Prometheus. Counting changes a plain number; names and text are produced at a scrape.
+"""Metrics of a service for Prometheus. An event changes a plain number; names and text are produced at a scrape.
 
 A service lists its metrics as `Spec`s, keeps ints, `Counter`s and `Buckets` where the events happen, and has one
-function that reads them all as rows. docs/metrics.md is generated from the lists.
+function that reads them all as rows. docs/metrics.md is generated from the lists of `Spec`s.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from svc_common.errors import RpcStats
 
 PREFIX = "quire_"
 
-# Upper bounds of buckets, in seconds: from a fast decode step to the longest wait of a person.
+# Upper bounds of buckets, in seconds: from a fast decode step to the longest time that a user may wait.
 LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 SHORT_TIMES_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10)
 TOKEN_COUNTS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
-# Label values that have another name in vLLM.
+# Label values that differ in vLLM.
 VLLM_VALUES = {
     "finished_reason": {"eos": "stop", "stop": "stop", "length": "length", "aborted": "abort", "cancelled": "abort"}
 }
@@ -47,7 +47,7 @@ class Spec:
 
 
 class Buckets:
-    """One series of a histogram. One thread observes; another thread may read at the same time."""
+    """One series of a histogram. One thread may write while another thread reads."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -62,7 +62,7 @@ class Buckets:
         self.total += value * weight
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """The pairs (le, count) of Prometheus' format."""
+        """The (le, count) pairs of the Prometheus format."""
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
@@ -76,11 +76,11 @@ def quire_version() -> str:
 
 
 Labels: TypeAlias = tuple[str, ...]
-Row: TypeAlias = tuple[str, Labels, "float | Buckets"]  # name, values of its labels, value
+Row: TypeAlias = tuple[str, Labels, "float | Buckets"]  # metric name, label values, value
 
 COMMON = (
     Spec(
-        "build_info", "gauge", "always 1; the labels name service and version, for joins", labels=("service", "version")
+        "build_info", "gauge", "always 1; the labels are service and version, for joins", labels=("service", "version")
     ),
     Spec(
         "rpc_errors_total",
@@ -95,7 +95,7 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceMetrics(Collector):
-    """All metrics of one service: its own and the common ones. `has_vllm`: under vLLM's names as well."""
+    """All metrics of one service: its own and the common ones. `has_vllm`: export them under vLLM's names as well."""
 
     service: str
     specs: tuple[Spec, ...]
@@ -124,7 +124,7 @@ class ServiceMetrics(Collector):
 
 
 def make_registry(metrics: ServiceMetrics) -> CollectorRegistry:
-    """What /metrics shows: the metrics of the service and of its process."""
+    """The registry behind /metrics: the metrics of the service and of its process."""
     registry = CollectorRegistry()
     registry.register(metrics)
     ProcessCollector(registry=registry)
@@ -147,7 +147,7 @@ def _family(name: str, spec: Spec, labels: Sequence[str], rows: Iterable[tuple[L
 
 
 def _as_vllm(spec: Spec, rows: Iterable[tuple[Labels, float | Buckets]]) -> list[tuple[Labels, float | Buckets]]:
-    """The same rows with vLLM's label values: values with the same name there are added, unknown ones are dropped."""
+    """The rows with vLLM's label values. Rows with equal labels are added; rows without a value in vLLM are dropped."""
     merged: dict[Labels, float | Buckets] = {}
     for labels, value in rows:
         pairs = zip(spec.labels, labels, strict=True)

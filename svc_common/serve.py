@@ -30,8 +30,8 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 << 20  # between our services: a step that opens 128 rows of 128 K tokens of 4 bytes
-ONLY_IDENTITY = 1 << 0  # of GRPC_COMPRESS_NONE, DEFLATE and GZIP
+MAX_MESSAGE_BYTES = 64 << 20  # between services: a step that opens 128 rows of 128 K tokens, 4 bytes each
+ONLY_IDENTITY = 1 << 0  # bit set of compression algorithms with only GRPC_COMPRESS_NONE
 OLDER_POLLER = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -52,28 +52,29 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is back soon: do not wait minutes before reconnecting.
+    # A restarted peer is back soon, so do not wait minutes before reconnecting.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel between our own services, with their keepalive and message limits."""
+    """A channel between Quire's services, with their keepalive and message limits."""
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
 class _Loop(uvloop.Loop):
-    """uvloop with asyncio's clock: uvloop's counts milliseconds and does not advance while callbacks run."""
+    """uvloop with asyncio's clock: uvloop's own clock counts milliseconds and does not advance while callbacks run."""
 
     def time(self) -> float:
         return time.monotonic()
 
 
 def run_service(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` for a whole service, with cheap messages (docs/adr/0014-fewer-wakes.md): uvloop, and gRPC's older
-    poller, which wakes one thread before the event loop where its event engine wakes four. To be called before the
-    first channel or server; $GRPC_EXPERIMENTS overrides the poller.
+    """`asyncio.run` for a service, tuned for cheap messages (docs/adr/0014-fewer-wakes.md).
+
+    Uses uvloop and gRPC's older poller: per message it wakes one thread before the event loop, while the event engine
+    wakes four. Call it before the first channel or server is made. $GRPC_EXPERIMENTS overrides the poller.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", OLDER_POLLER)
     with asyncio.Runner(loop_factory=_Loop) as runner:
@@ -81,7 +82,7 @@ def run_service(main: Coroutine[Any, Any, T]) -> T:
 
 
 def settle_gc() -> None:
-    """Make garbage collections rare and short; each one pauses every stream.
+    """Make garbage collections rare and short, because each one pauses every stream.
 
     Modules, code and a loaded model live as long as the process, so collections skip them. Most objects of requests and
     steps are freed by their reference counts.
@@ -103,17 +104,17 @@ def _server_options(shares_port: bool, max_connection_age_s: float) -> dict[str,
 
 
 class BindError(RuntimeError):
-    """The address cannot be listened on."""
+    """The server cannot listen on the address."""
 
 
 class GrpcServer:
     """A grpc.aio server with health and reflection. Owns the process's signal handlers while it runs.
 
     `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
-    `credentials`: TLS; None is plaintext. `max_connection_age_s`: after this time, give or take a tenth, a client must
-    reconnect; 0: never. `max_receive_bytes` limits a message, also after its decompression. `accepts_compression`:
-    else a compressed request is refused with UNIMPLEMENTED; our own services never compress. `interceptors` run after
-    the error interceptor and before the handlers.
+    `credentials`: TLS; None is plaintext. `max_connection_age_s`: clients must reconnect after about this time (10 %
+    jitter); 0: never. `max_receive_bytes` limits a message before and after decompression. Without
+    `accepts_compression` a compressed request is refused with UNIMPLEMENTED; Quire's own services never compress.
+    `interceptors` run after the error interceptor and before the handlers.
     """
 
     def __init__(

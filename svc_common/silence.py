@@ -1,7 +1,7 @@
-"""When a peer that sends nothing counts as lost.
+"""Decides when a silent peer counts as lost.
 
 Silence counts only while this process runs: after a SIGSTOP, a suspended machine or a long pause, the peer's messages
-may be there and unread. A timer that fires late shows such a gap, and the silence then counts from that moment.
+may have arrived but not been read. A timer that fires late shows such a gap, and silence then counts from that time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import math
 from typing import Any
 
-LATE_FRACTION = 0.25  # of the timeout: a timer that fires less late than this is late from load, not from a stop
+LATE_FRACTION = 0.25  # fraction of the timeout; a shorter delay of a timer is caused by load, not by a stop
 
 
 class SilenceWatch:
-    """Tells whether a peer has been silent for `timeout_s`. It reads no clock: times come in as `now`, in seconds.
+    """Checks whether a peer has been silent for `timeout_s`. Reads no clock: the caller passes `now`, in seconds.
 
     while not watch.is_silent(loop.time()):
         await asyncio.sleep(watch.pause_s(loop.time()))
@@ -28,25 +28,27 @@ class SilenceWatch:
 
     @property
     def deadline(self) -> float:
-        """When the peer counts as lost unless it is heard before."""
+        """When the peer counts as lost, unless it sends something earlier."""
         return self._heard_at + self.timeout_s
 
     def heard(self, now: float) -> None:
-        """The peer has sent something."""
+        """Record that the peer has sent something."""
         self._heard_at = now
 
     def is_silent(self, now: float) -> bool:
-        """The peer has been silent for `timeout_s`."""
+        """Whether the peer has been silent for `timeout_s`."""
         return now >= self.deadline
 
     def pause_s(self, now: float, at_most_s: float = math.inf) -> float:
-        """How long to sleep before the next check: until the deadline, but at most `at_most_s`."""
+        """Seconds to sleep before the next check: until the deadline, but at most `at_most_s`."""
         pause_s = min(at_most_s, max(0.0, self.deadline - now))
         self._wakes_at = now + pause_s
         return pause_s
 
     def woke(self, now: float) -> bool:
-        """Call it after each such sleep. True if this process was stopped meanwhile: silence then counts from `now`."""
+        """Call it after each such sleep. True if this process was stopped during the sleep: silence then counts from
+        `now`.
+        """
         was_stopped = now - self._wakes_at > LATE_FRACTION * self.timeout_s
         if was_stopped:
             self._heard_at = now

@@ -8,8 +8,8 @@ import socket
 def bind_tcp(listen: str, *, shares_port: bool = False) -> socket.socket:
     """A TCP socket bound to host:port, not yet listening. Raises OSError.
 
-    `shares_port`: other sockets with SO_REUSEPORT may have the port too, and the kernel spreads connections over them.
-    Otherwise the port must be free, also of such sockets.
+    `shares_port`: other sockets with SO_REUSEPORT may use the port too, and the kernel spreads connections over them.
+    Otherwise no other socket may use the port.
     """
     host, _, port = listen.rpartition(":")
     bare = host.strip("[]")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, in whatever way."""
+    """Cancel tasks and wait until they have ended. Their results and exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
