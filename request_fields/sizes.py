@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from request_fields.fields import FieldError
 
+# The largest KV pool that a scheduler accepts from one worker: far above real ones. The 141 GB of an H200 hold 6 M
+# tokens of a 135 M-parameter model.
+MAX_POOL_BLOCKS = 1 << 22
+MAX_POOL_TOKENS = 1 << 26
+
+
+def largest_pool(block_size: int) -> int:
+    """The most blocks of this size that a scheduler accepts from one worker."""
+    return min(MAX_POOL_BLOCKS, MAX_POOL_TOKENS // block_size)
+
 
 class LengthError(FieldError):
     """Prompt and output are longer than `limit` tokens together."""

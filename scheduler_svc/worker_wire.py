@@ -12,6 +12,7 @@ from operator import attrgetter
 from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 from prefix_index.hashing import model_salt
+from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
 from scheduler_svc.columns import WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import (
     CachedBlock,
@@ -114,11 +115,9 @@ class CapacityLimit:
 
 
 # The scheduler allocates memory by these sizes, so the limits keep one Register message from exhausting it. The largest
-# accepted pool costs the scheduler about 0.5 GB. The limits are above any real worker: an H200 (141 GB) fits 6 M tokens
-# of a 135 M-parameter model.
-MAX_POOL_TOKENS = 1 << 26
+# accepted pool costs the scheduler about 0.5 GB.
 CAPACITY_LIMITS = (
-    CapacityLimit("num_blocks", 1 << 22, "start the worker with a lower --num-blocks or --kv-cache-memory"),
+    CapacityLimit("num_blocks", MAX_POOL_BLOCKS, "start the worker with a lower --num-blocks or --kv-cache-memory"),
     CapacityLimit("block_size", 256, "start the worker with another --block-size"),
     CapacityLimit("max_num_seqs", 1 << 16, "start the worker with another --max-num-seqs"),
     CapacityLimit("max_num_batched_tokens", 1 << 22, "start the worker with another --max-num-batched-tokens"),

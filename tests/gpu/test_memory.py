@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from request_fields.sizes import largest_pool
 from tests.gpu.driver import load
 from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
@@ -76,6 +77,10 @@ def test_the_pool_gets_the_memory_that_weights_others_and_the_largest_step_leave
 def test_explicit_sizes_are_used_as_given(divide):
     assert divide(Device(), kv_cache_memory=64 * MIB) == 64 * MIB // BLOCK
     assert divide(Device(), kv_cache_memory=64 * MIB, num_blocks=7) == 7
+
+
+def test_a_pool_is_no_larger_than_a_scheduler_accepts(divide):
+    assert divide(Device(total=512 << 30), kv_cache_memory=300 << 30) == largest_pool(16)
 
 
 def test_too_little_memory_names_the_settings_to_change(divide):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
+from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
@@ -220,4 +221,4 @@ def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
         raise ValueError(
             f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"
         )
-    return memory // per_block
+    return min(memory // per_block, largest_pool(config.block_size))

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.compute import StepCompute
@@ -69,7 +70,7 @@ def divide_memory(
             f"{max(memory, 0)} bytes are left for the KV cache, but one block takes {per_block}; raise "
             "gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or cuda_graph_tokens"
         )
-    return Shares(memory // per_block, graph_bytes)
+    return Shares(min(memory // per_block, largest_pool(config.block_size)), graph_bytes)
 
 
 def _measure(config: EngineConfig, compute: StepCompute, device: torch.device) -> tuple[int, int]:
