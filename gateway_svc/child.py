@@ -27,7 +27,7 @@ def main() -> None:
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
     end_with_parent(parent)
-    # After a restart, other processes are serving already: accept connections only when this one is ready as well.
+    # After a restart, other processes are serving already: accept connections only when this process is ready as well.
     try:
         run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
     except SystemExit as end:

@@ -45,7 +45,7 @@ class Hints:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Where an open request runs: at `client`, or None while it waits for a scheduler."""
+    """The scheduler (`client`) of an open request; None while the request waits for a scheduler."""
 
     model: str
     revision: str
@@ -193,7 +193,7 @@ class Dispatcher:
         return True
 
     def _take_back(self, request: SchedulerRequest) -> None:
-        """The request has lost its scheduler: place it on another one, or wait for one."""
+        """The request has lost its scheduler: place it on another scheduler, or wait for one."""
         placement = self._open.get(request)
         if placement is None:
             return

@@ -141,7 +141,7 @@ class RequestMeter:
         self._reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
     def end(self, reason: str | None = None) -> None:
-        """The request ended. Default reason: that of the sample that ended last. Called once."""
+        """The request ended. Default reason: the finish reason of the last sample. Called once."""
         reason, times, now = reason or self._reason, self._times, self._now()
         times.ends[reason] += 1
         times.e2e.observe(now - self._started_at)

@@ -43,7 +43,7 @@ class SharedPort:
     def __init__(self, listen: str) -> None:
         host = listen.rpartition(":")[0]
         try:
-            # First bind without SO_REUSEPORT: with it, this gateway would silently share the port of another one.
+            # First bind without SO_REUSEPORT: with it, this gateway would silently share another gateway's port.
             with bind_tcp(listen) as probe:
                 self.address = f"{host}:{probe.getsockname()[1]}"
             self._socket = bind_tcp(self.address, shares_port=True)
@@ -96,7 +96,7 @@ class Supervisor:
         return EXIT_FAILED if any(isinstance(end, int) and end > 0 for end in ends) else 0
 
     def _stop(self) -> None:
-        """Pass the signal on: the first one drains all processes, a second one stops them at once."""
+        """Forward the signal: the first signal drains all processes, the second stops them at once."""
         self._stopping.set()
         for child in self._children:
             child.signal(signal.SIGTERM)

@@ -41,7 +41,7 @@ BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
 STABLE_AFTER_S = 5.0  # after a stream that lasted this long, the backoff starts at its minimum
 RETRY_AFTER_S = 1.0
-SILENT_INTERVALS = 3  # number of missed heartbeats after which the requests of a scheduler move to another one
+SILENT_INTERVALS = 3  # number of missed heartbeats after which the requests of a scheduler move to another
 MAX_HANDLE = 2**32
 # A message above gRPC's limit would end the stream, and all its requests would have to move.
 MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)

@@ -245,7 +245,7 @@ class InferenceServicer(InferenceServiceServicer):
         former.end(TakenOverError(f"request_id {request_id!r} was resumed in another stream"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End the caller's requests: those of this process, and those of other gateways through the schedulers."""
+        """End the caller's requests by id, in this process directly and on other gateways through the schedulers."""
         validation.check_abort(request.request_ids)
         asked = {scoped(request_id): request_id for request_id in request.request_ids}
         found = {scoped_id for scoped_id in asked if scoped_id in self._streams}

@@ -1,4 +1,4 @@
-"""The demo model: about 1 M parameters, 2 MB. It is part of the services' wheel and of a checkout."""
+"""The demo model: about 1 M parameters, 2 MB. The services' wheel and a checkout contain it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class AsyncGenerateStream:
 
     @property
     def resumes(self) -> int:
-        """How often the stream broke and was resumed."""
+        """Number of times that the stream broke and was resumed."""
         return self._assembler.num_resumes
 
     @property

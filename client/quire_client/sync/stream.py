@@ -98,7 +98,7 @@ class GenerateStream:
 
     @property
     def resumes(self) -> int:
-        """How often the stream broke and was resumed."""
+        """Number of times that the stream broke and was resumed."""
         return self._assembler.num_resumes
 
     @property

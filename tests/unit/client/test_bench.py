@@ -1,4 +1,4 @@
-"""The pure parts of `quire bench`: datasets, arrival times, figures and reports."""
+"""The modules of `quire bench` without I/O: datasets, arrival times, figures and reports."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from quire_client.demo import demo_model_dir
 
 TRACE_LINE = {"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}
 
-# Tokens at 1.0 (one), 1.2 (four at once) and 1.3 (one), sent at 0.5.
+# Sent at 0.5; receives one token at 1.0, four tokens at 1.2 and one token at 1.3.
 COALESCED = Record(
     sent_s=0.5, end_s=1.4, num_input=10, num_output=6, num_cached=4, chunk_times=(1.0, 1.2, 1.3), chunk_tokens=(1, 4, 1)
 )
@@ -49,7 +49,7 @@ def test_burstiness_keeps_the_rate_and_changes_the_spread():
     assert spread_of(4.0) == pytest.approx(0.5, rel=0.1)
 
 
-def test_an_infinite_rate_is_all_at_once():
+def test_an_infinite_rate_starts_all_at_once():
     assert arrival_times(3, math.inf, 1.0, random.Random(0)) == [0, 0, 0]
 
 

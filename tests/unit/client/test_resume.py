@@ -37,7 +37,7 @@ from quire_client.testing import FakeGateway
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
-# A gateway with different samples, several tokens per chunk, and text that lags behind the tokens
+# A gateway whose samples differ, with several tokens per chunk and text that lags behind the tokens
 
 
 def ids_of(seed, index):
@@ -47,7 +47,7 @@ def ids_of(seed, index):
 
 
 class ByteGateway(FakeGateway):
-    """One token is one byte of UTF-8. `breaks`: for each Generate call, the number of events and the way to break."""
+    """One token is one byte of UTF-8. `breaks`: (number of events, function that breaks it) per Generate call."""
 
     def __init__(self, *, stop="", max_chunk=3, breaks=()):
         super().__init__()
@@ -245,7 +245,7 @@ def test_the_continuation_has_all_tokens_so_far():
     ]
 
 
-def test_finished_samples_are_not_asked_for_again():
+def test_finished_samples_are_not_requested_again():
     with gateways(max_chunk=100) as (servers, client):
         result = play(servers, client, [(4, BREAKS["unavailable"])], n=2)
         resumed = next(s.requests[0] for s in servers if s.requests[0].HasField("continuation"))
@@ -430,7 +430,7 @@ def test_a_wrong_continuation_is_detected(change, complaint):
 
 
 class Proxy:
-    """A TCP link to a gateway that can be cut, frozen and refused."""
+    """A TCP proxy in front of a gateway. The connection can be cut and frozen."""
 
     def __init__(self, target):
         self._address = ("localhost", int(target.rpartition(":")[2]))
@@ -719,7 +719,7 @@ def test_ring_avoids_failed_gateways():
     ring.failed(2, 0.2, is_frozen=True)
     ring.failed(0, 0.2)
     assert not ring.has_working(0.3)
-    assert ring.next(0.3) == 1  # its avoid time ends first
+    assert ring.next(0.3) == 1  # the avoid time of gateway 1 ends first
     assert ring.next(0.2 + AVOID_S) == 0
     assert ring.frozen() == [2]
     assert {ring.next(3.0) for _ in range(4)} == {0, 1}

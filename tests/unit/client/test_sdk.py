@@ -111,7 +111,7 @@ def run_script(*plays, **options):
         return client.generate("hi", **options), gateway
 
 
-# The happy path
+# Successful calls
 
 
 def test_generate_returns_a_typed_result(client):
@@ -238,7 +238,7 @@ def test_a_request_for_too_many_samples_costs_nothing_before_the_server_refuses_
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert peak_bytes < 5_000_000  # one object per sample took 19 MB
+    assert peak_bytes < 5_000_000  # one object per sample would take 19 MB
 
 
 def test_unknown_option(client):

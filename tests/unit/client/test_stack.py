@@ -1,4 +1,4 @@
-"""Child processes are started, watched, restarted and stopped in order. The services are toys; signals are real."""
+"""Child processes are started, watched, restarted and stopped in order. The services are fake, the signals are real."""
 
 import asyncio
 import json
@@ -404,7 +404,7 @@ def astuple(spec):
 
 @pytest.fixture
 def output_of(capsys, tmp_path):
-    """A function that gives a reporter every event of a stack; returns what was printed."""
+    """A function that passes every event of a stack to a reporter and returns the printed text."""
     made = plans.Plan((), "127.0.0.1:50051", "demo", ("model      demo",), tmp_path)
 
     def report(reporter):
