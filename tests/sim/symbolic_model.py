@@ -45,7 +45,7 @@ def root(root_key: bytes) -> int:
 
 
 def term(token: int, position: int) -> int:
-    """What one token adds to the prefix digest."""
+    """The contribution of one token to the prefix digest."""
     return mix((token * _TOKEN + (position + 1) * _PLACE) & MASK)
 
 

@@ -29,7 +29,7 @@ POISON = np.uint64(0xDEAD)  # what a failed row leaves in its slots
 
 
 class Violation(AssertionError):
-    """The core asked for something that a real worker would compute wrongly or refuse."""
+    """The core sent a step that a real worker would compute wrongly or refuse."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class SymbolicWorker:
         self, capacity: WorkerCapacity, chains: Chains, vocab_size: int, *, next_step_id: int = 1, is_lazy: bool = False
     ) -> None:
         self.capacity, self.chains, self.vocab_size = capacity, chains, vocab_size
-        self.is_lazy = is_lazy  # execute when the answer is asked for, as a slow worker would
+        self.is_lazy = is_lazy  # execute a step only when its answer is read, like a slow worker
         self.queue: deque[Sent] = deque()
         self.num_acked = next_step_id - 1
         self.is_draining = False
@@ -355,7 +355,7 @@ class SymbolicWorker:
             raise Violation(f"writes into committed blocks {np.unique(blocks[self.is_committed[blocks]]).tolist()}")
 
     def _break_rows(self, rows: np.ndarray, starts: np.ndarray) -> list[int]:
-        """Rows that fail in this step: one now if asked for, and those that failed before.
+        """Rows that fail in this step: one new row if requested, and the rows that failed before.
 
         Real workers keep no record of failures: a row that failed inside its prompt computes on, and its tokens are
         garbage.

@@ -33,7 +33,7 @@ HALF_CLOSE = object()
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call ended. `is_torn`: its connection was reset, and unread messages may be lost."""
+    """The end of a call. `is_torn`: its connection was reset, and unread messages may be lost."""
 
     code: grpc.StatusCode
     details: str = ""

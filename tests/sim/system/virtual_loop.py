@@ -2,7 +2,7 @@
 
 When nothing is ready, the clock jumps to the next timer. Several simulated processes share the loop. Every callback
 carries its process in its context, which makes SIGSTOP and SIGKILL exact: the callbacks and timers of a frozen process
-wait until it is thawed, those of a killed process are dropped.
+wait until it is thawed; callbacks of a killed process are dropped.
 """
 
 from __future__ import annotations

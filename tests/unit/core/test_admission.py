@@ -94,7 +94,7 @@ def test_a_refused_sequence_is_asked_again_as_the_projected_peak_falls() -> None
     )
     for i in range(12):
         scheduler.add_group(make_group(range(100 * i, 100 * i + 4), f"r{i}", max_tokens=30, ignore_eos=True), 0.0)
-    assert run_to_end(scheduler) == 139  # 180 if it is asked only when a row ends
+    assert run_to_end(scheduler) == 139  # 180 if the sequence is retried only when a row ends
     assert scheduler.stats().counts.num_preemptions == 0
 
 

@@ -1,4 +1,4 @@
-"""Where requests go and in which order: on the real core, with steps answered by hand."""
+"""Placement and order of requests in the real core. The test answers the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(scheduler: Scheduler, name: str, prompt: list[int] | int, now: float = 0
 
 
 def opened(batches: list[StepBatch]) -> dict[str, list[str]]:
-    """Which requests got a row where."""
+    """The requests that got a row, by worker."""
     return {b.worker_id: [o.group.request_id for o in b.opens] for b in batches if b.opens}
 
 

@@ -1,4 +1,4 @@
-"""Which prompts and outputs fit, at the borders of model and pool."""
+"""Prompts and outputs at the limits of model and pool."""
 
 from __future__ import annotations
 
