@@ -56,7 +56,7 @@ def settings_rows() -> Iterator[list[str]]:
                     service,
                     _default_of(action),
                     allowed_values(action).replace("|", r"\|"),
-                    (action.help or "") + (" **Required.**" if action.required else ""),
+                    (action.help or "").replace("%%", "%") + (" **Required.**" if action.required else ""),
                 ]
 
 

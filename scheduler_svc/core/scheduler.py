@@ -238,17 +238,17 @@ class Scheduler:
         are refused without a check.
         """
         worker = planner.books
-        smallest = self._ask_for_room(planner, plan, candidates, now)
+        smallest = self._admit_while_fitting(planner, plan, candidates, now)
         if smallest is None:
             return
         for entry in islice(self._waiting, self.config.max_bypass + 1):
             if entry.num_needed_tokens >= smallest[0] and worker.refusal(entry) is None:
                 entry.refusals[worker.capacity.worker_id] = smallest[1]
 
-    def _ask_for_room(
+    def _admit_while_fitting(
         self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float
     ) -> tuple[int, Refusal] | None:
-        """Returns the number of tokens that the smallest refused sequence needs, and its refusal."""
+        """Admit candidates in order. Returns the tokens that the smallest refused sequence needs, and its refusal."""
         worker = planner.books
         smallest: tuple[int, Refusal] | None = None
         num_refused = 0

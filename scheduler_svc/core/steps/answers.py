@@ -37,11 +37,11 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
     reported = {failure.row: failure for failure in output.failures}
     computed = {*step.rows.tolist(), *(row for row, _ in step.forks)}
     in_order = expected[np.isin(expected, output.rows)]
-    if output.rows.tobytes() != in_order.tobytes() or not reported.keys() <= computed:
-        raise UnexpectedStepError(
-            f"worker {output.worker_id} answered step {step.step_id} with rows {output.rows.tolist()}, expected "
-            f"{expected.tolist()}, or reported the failure of a row that the step did not compute"
-        )
+    answered = f"worker {output.worker_id} answered step {step.step_id} with"
+    if output.rows.tobytes() != in_order.tobytes():
+        raise UnexpectedStepError(f"{answered} rows {output.rows.tolist()}, expected {expected.tolist()}")
+    if unknown := reported.keys() - computed:
+        raise UnexpectedStepError(f"{answered} the failure of row {min(unknown)}, which the step did not compute")
     missing = set(expected.tolist()) - set(output.rows.tolist()) - set(reported)
     return [*reported.values(), *(RowFailure(row, "the worker returned no token for this row") for row in missing)]
 

@@ -156,7 +156,7 @@ def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing
         with pytest.raises(UnexpectedStepError):
             scheduler.update(StepOutput("w", step_id, u32(row), u32(1)), 0.0)
     closed_row = RowFailure(5, "no such row in this step")
-    with pytest.raises(UnexpectedStepError):
+    with pytest.raises(UnexpectedStepError, match="failure of row 5, which the step did not compute"):
         scheduler.update(StepOutput("w", 1, u32(0), u32(1), [closed_row]), 0.0)
     deltas = scheduler.update(answer(batch), 0.0)
     assert deltas.token_ids.tolist() == [500]
