@@ -24,7 +24,7 @@ from quire_client.demo import demo_model_dir
 
 from tests.processes.ports import free_port
 from tests.processes.stack import ROOT, Service, Stack, is_ready, wait_idle
-from tests.processes.test_tls import API_KEY, NOBODY, Files
+from tests.processes.test_tls import API_KEY, NO_SCHEDULER, Files
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 MODEL = "demo"
@@ -276,7 +276,7 @@ async def test_a_second_signal_ends_streams_at_once(running: Running, grpc_clien
 async def test_tls_and_api_keys(tmp_path: Path) -> None:
     files = Files(tmp_path)
     http = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "gateway_svc.server", "--listen", "127.0.0.1:0", "--scheduler", NOBODY]
+    command = [sys.executable, "-m", "gateway_svc.server", "--listen", "127.0.0.1:0", "--scheduler", NO_SCHEDULER]
     command += [f"--http-listen={http}", f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}"]
     command += [f"--tls-client-ca-file={files.ca}", f"--api-keys={files.keys}"]
     service = Service("gateway", command, http, tmp_path / "log")
