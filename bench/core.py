@@ -28,7 +28,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 
 STEPS = 200
-FILLS_POOLS = 400  # number of prompts after which each further one evicts blocks
+FILLS_POOLS = 400  # number of prompts that fill the pools; every later prompt evicts blocks
 EOS = 2
 FENCE = worker_pb2.Fence(worker_epoch=1, scheduler_epoch=1)
 

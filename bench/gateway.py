@@ -75,7 +75,7 @@ class Reader:
 
 
 async def read_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all clients; their figures in the measured window."""
+    """Run all clients. Returns their figures for the measured period."""
     shared = [grpc.aio.insecure_channel(args.target, options=[("bench", i)]) for i in range(8)]
     readers = [Reader(i < args.slow) for i in range(args.clients)]
     request = pb.GenerateRequest(
@@ -169,8 +169,8 @@ def rss_mb(service: Service) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="measured time per pace")
-    parser.add_argument("--warm-up", type=float, default=12.0, help="seconds before the measured time")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds measured at each pace")
+    parser.add_argument("--warm-up", type=float, default=12.0, help="seconds before the measurement starts")
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--slow", type=int, default=32, help="number of slow clients")
     parser.add_argument("--steps-per-s", default="70,150", help="paces: tokens per second of each stream, one run each")

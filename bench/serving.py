@@ -45,7 +45,7 @@ INT8_WORKLOAD = "w2"  # its model is large enough for int8 weights to matter
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="w1,w2,w3")
-    parser.add_argument("--peers", default="vllm,transformers,llama", help="comma separated; none: no peers")
+    parser.add_argument("--peers", default="vllm,transformers,llama", help="peers, separated by commas; none: no peers")
     parser.add_argument("--cores", type=int, default=2, help="cores for all processes")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of worker, engine and peers")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="token budget of a step")

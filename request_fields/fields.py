@@ -148,7 +148,7 @@ FIELDS = (
     Field("sampling.grammar", Kind.STRING, "", off=""),
     Field(
         "stop.max_tokens", Kind.UINT32,
-        "Most output tokens. 0 computes the prompt and returns no token. Unset: as many as fit after the prompt.",
+        "Maximum output tokens. 0 computes the prompt and returns no token. Unset: as many as fit after the prompt.",
         Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True,
     ),
     Field(

@@ -34,7 +34,7 @@ class SizeLimits:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of prompt and output together. The last output token needs no slot."""
+        """The limit of tokens of prompt and output together. The last output token needs no slot."""
         return min(self.max_model_len, self.pool_tokens + 1)
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:

@@ -53,7 +53,7 @@ class Agreement:
         self._worker_id, self._info = worker_id, info
 
     def check(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
-        """Raise WorkerRefusedError, with the fact, if this worker differs from the first one."""
+        """Raise WorkerRefusedError, naming the first difference, if this worker differs from the first worker."""
         if self._info is None:
             return
         is_exact = info.determinism == types_pb2.DETERMINISM_EXACT

@@ -170,7 +170,7 @@ class LeasedWorker:
                 self._last_answer = self._loop.time()  # the answer may have arrived but not been read
 
     def _step_due(self) -> float:
-        """When the oldest step must be answered; inf while no step is in flight."""
+        """The deadline of the oldest step in flight; inf if no step is in flight."""
         if not self._in_flight:
             return math.inf
         # A step waits for the steps before it. Only the time after their answers counts.

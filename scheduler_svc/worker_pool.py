@@ -152,7 +152,7 @@ class WorkerPool:
         """
         registration.end(UnavailableError(f"no heartbeat for {self._heartbeat_timeout_s:g} s; register again"))
         if worker.link is None and worker.lease_task is not None and worker.registration is registration:
-            log.warning("worker %s is lost before it was ready: no heartbeat", worker.worker_id)
+            log.warning("worker %s was lost before it was ready: no heartbeat", worker.worker_id)
             worker.lease_task.cancel()
 
     def _admit(self, request: scheduler_pb2.RegisterRequest) -> WorkerRecord:

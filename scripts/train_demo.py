@@ -76,7 +76,7 @@ def train_tokenizer(pairs: list[Pair]) -> Any:
     corpus = [text for pair in pairs for text in (pair.answer, *pair.questions, "system\nuser\nassistant\n")]
     tokenizer.train_from_iterator([*corpus, *SYSTEM_PROMPTS], trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"the pairs only fill {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens; add pairs")
+        raise SystemExit(f"the pairs yield only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} vocabulary ids; add pairs")
     return tokenizer
 
 

@@ -295,7 +295,7 @@ def shown_error(method: str, error: Exception) -> QuireError:
     """The error that a client gets: a QuireError unchanged; anything else becomes INTERNAL and an error log."""
     if isinstance(error, QuireError):
         return error
-    if isinstance(error, DecodeError):  # of a message of a stream
+    if isinstance(error, DecodeError):  # a stream received an invalid message
         log.warning("%s: a message cannot be decoded: %s", method, error)
         return InvalidRequestError(f"a message of {method} is not a valid protobuf message: {error}")
     log.error("%s failed", method, exc_info=error)

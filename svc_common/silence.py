@@ -28,7 +28,7 @@ class SilenceWatch:
 
     @property
     def deadline(self) -> float:
-        """When the peer counts as lost, unless it sends something earlier."""
+        """The time at which the peer counts as lost if it sends nothing."""
         return self._heard_at + self.timeout_s
 
     def heard(self, now: float) -> None:

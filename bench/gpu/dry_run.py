@@ -46,7 +46,7 @@ SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
 
 
 class Device:
-    """A fake Triton driver. `loaded` are the kernels in the order of their first launch."""
+    """A fake Triton driver. `loaded` lists the kernels in the order of their first launch."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

@@ -44,7 +44,7 @@ def run_all(sections: list[Section], report: Report, budget_s: float, save: Call
 
 
 def run_section(section: Section, report: Report, limit_s: float, save: Callable[[], None]) -> None:
-    """Adds the rows of the section to the report, and a row if it was killed or died."""
+    """Adds the rows of the section to the report, and an error row if the section was killed or crashed."""
     print(f"\n== {section.name}", flush=True)
     started = time.monotonic()
     receiver, sender = CONTEXT.Pipe(duplex=False)

@@ -46,7 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     n: int  # samples of one prompt
     # Stopping
     max_tokens: int  # default: the rest of the model's length
-    min_tokens: int  # least number of output tokens; range [0, max_tokens]
+    min_tokens: int  # minimum number of output tokens; range [0, max_tokens]
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool

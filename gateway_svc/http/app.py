@@ -114,7 +114,7 @@ async def _read_body(receive: Receive) -> bytes:
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; retry") from None
     if size > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed: send it in parts")
+        raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed: send a smaller body")
     return bytes(body)
 
 

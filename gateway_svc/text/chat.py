@@ -25,7 +25,7 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether th
 
 
 class ChatTemplateError(ValueError):
-    """A conversation cannot be rendered. The message has the cause, in the template's words if it raised an error."""
+    """A conversation cannot be rendered. The message gives the cause; an error that the template raised is quoted."""
 
 
 class ChatTemplate:

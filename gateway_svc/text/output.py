@@ -44,7 +44,7 @@ class SampleText:
         return "".join(parts), len(ids)
 
     def flush(self) -> str:
-        """End the text. Returns all text held back, which may still complete a stop string."""
+        """End the text. Returns the text that was held back, cut before a stop string that it completes."""
         text = self._detokenizer.flush()
         if self._matcher is None:
             return text

@@ -26,7 +26,7 @@ class SequenceStatus(Enum):
 
 
 class SequenceStage(Enum):
-    """PREFILL while more than the newest token is still to be computed."""
+    """DECODE when only the newest token remains to be computed, else PREFILL."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -31,7 +31,7 @@ def test_flash_attention_matches_transformers(folder, monkeypatch):
     assert driver.runner.info.backend == "cuda/flash"
     assert driver.runner.info.block_size == 256
     with torch.inference_mode():
-        driver.runner._compute.warm_up(8)  # without rows, as on a GPU before the pool is sized
+        driver.runner._compute.warm_up(8)  # no rows are open, as on a GPU before the pool is sized
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 

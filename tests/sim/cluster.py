@@ -426,7 +426,7 @@ class Cluster:
             if num_idle > 3:
                 raise Violation(f"no progress, and {list(self.open)} are open")
             if self.num_steps > bound:
-                raise Violation(f"no end after {self.num_steps} steps")
+                raise Violation(f"the run did not end within {self.num_steps} steps")
 
     def can_finish(self) -> bool:
         """Every open request has a worker that admits sequences and could run it."""

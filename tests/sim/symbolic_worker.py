@@ -251,10 +251,10 @@ class SymbolicWorker:
             fresh.append((row, block))
 
     def _take_fresh(self, fresh: list[tuple[int, int]]) -> None:
-        """Only its new row may name an allocated block, and rows that begin to share it in the same step."""
+        """A newly allocated block is only in the tables of its row and of rows that share it from this step on."""
         for row, block in fresh:
             if self.refs[block] - self._claims[block] != 1:
-                raise Violation(f"row {row} gets block {block}, which another open row names")
+                raise Violation(f"row {row} gets new block {block}, which another open row has in its table")
             self._drop_content(block)
             self.committed.pop(block, None)
             self.is_committed[block] = False
@@ -309,9 +309,9 @@ class SymbolicWorker:
     def _check_shape(self, batch: StepBatch, rows: np.ndarray, lens: np.ndarray) -> None:
         c = self.capacity
         if len(rows) > c.max_num_seqs or int(lens.sum()) > c.max_num_batched_tokens:
-            raise Violation(f"{len(rows)} rows with {lens.sum()} tokens exceed {c.max_num_seqs} rows or the budget")
+            raise Violation(f"{len(rows)} rows with {lens.sum()} tokens exceed max_num_seqs or max_num_batched_tokens")
         if len(np.unique(rows)) != len(rows) or len(lens) != len(rows) or (len(lens) and lens.min() < 1):
-            raise Violation(f"rows {rows.tolist()} with query_lens {lens.tolist()}")
+            raise Violation(f"rows {rows.tolist()} must be distinct, with query_lens of at least 1: {lens.tolist()}")
         if not self.is_open[rows].all():
             raise Violation(f"computes rows {rows[~self.is_open[rows]].tolist()}, which are not open")
         if not np.array_equal(batch.context_lens, self.num_computed_tokens[rows]):

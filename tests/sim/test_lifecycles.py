@@ -224,7 +224,7 @@ class Life:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """No more requests: all open ones end, and the books must be empty."""
+        """Run without new requests until all open requests end. No state may be left over."""
         for _ in range(20_000):
             if not self.core.has_work and not any(worker.queue for worker in self.workers.values()):
                 break

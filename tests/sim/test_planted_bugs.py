@@ -91,7 +91,7 @@ def wrong_slot(patch: Patch) -> None:
     wrap(patch, RowTable, "slots", lambda slots, table, rows, positions: slots(table, rows, positions ^ 1))
 
 
-@bug("disagrees with the tables|which another open row names|opens with a bad table|reads something else")
+@bug("disagrees with the tables|which another open row has|opens with a bad table|reads something else")
 def wrong_table_sent(patch: Patch) -> None:
     def swap(batch: StepBatch) -> StepBatch:
         return replace(batch, opens=[replace(o, block_table=o.block_table[::-1]) for o in batch.opens])
@@ -118,7 +118,7 @@ def last_partial_block_not_allocated(patch: Patch) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@bug("which another open row names|which other rows share|reads something else")
+@bug("which another open row has|which other rows share|reads something else")
 def block_freed_while_one_user_is_left(patch: Patch) -> None:
     def free(original: Any, pool: BlockManager, blocks: Any) -> None:
         for block in blocks:
@@ -130,7 +130,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", free)
 
 
-@bug("which another open row names|writes into|evicts a block before")
+@bug("which another open row has|writes into|evicts a block before")
 def hit_stays_in_the_free_list(patch: Patch) -> None:
     def share(original: Any, pool: BlockManager, blocks: np.ndarray) -> None:
         pool.refs[blocks] += 1
@@ -138,7 +138,7 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
     wrap(patch, BlockManager, "share", share)
 
 
-@bug("which another open row names|which other rows share|written to one slot")
+@bug("which another open row has|which other rows share|written to one slot")
 def fork_takes_no_reference(patch: Patch) -> None:
     def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
@@ -302,7 +302,7 @@ def stale_epoch_accepted(patch: Patch) -> None:
     wrap(patch, Cluster, "answer", answer)
 
 
-@bug("opens row .* which is open|was not asked to close|which another open row names")
+@bug("opens row .* which is open|was not asked to close|which another open row has")
 def closed_row_not_reported(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, close_rows=b.close_rows[:0]))
 
@@ -344,7 +344,7 @@ def one_token_more_than_asked(patch: Patch) -> None:
     wrap(patch, RowTable, "open", open_row)
 
 
-@bug("exceed .* rows or the budget")
+@bug("exceed max_num_seqs or max_num_batched_tokens")
 def budget_ignored(patch: Patch) -> None:
     def begin(original: Any, planner: StepPlanner, now: float, **options: Any) -> StepPlan:
         return StepPlan(10**6, now, **options)

@@ -172,7 +172,7 @@ def _scale_linear(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _scale_llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Divides the frequencies of long wavelengths by `factor`, keeps those of short ones, interpolates between."""
+    """Divides the frequencies of long wavelengths by `factor`, keeps those of short ones, and interpolates the rest."""
     factor = _rope_number(rope, "factor")
     low = _rope_number(rope, "low_freq_factor")
     high = _rope_number(rope, "high_freq_factor")

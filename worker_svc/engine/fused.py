@@ -62,7 +62,7 @@ class FusedModel:
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
-        self._kept = (parts, pool)  # keeps the memory alive that the structs point to
+        self._kept = (parts, pool)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
             *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
         )

@@ -1,4 +1,4 @@
-"""Linear layers in torch: through oneDNN, in exact fixed point, and in int8. kernel_linear.py has the compiled one."""
+"""Linear layers in torch: through oneDNN, in exact fixed point and in int8. kernel_linear.py has the compiled layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from worker_svc.engine.exact_ops import FixedPoint, fixed_point_product, step_bits, to_fixed_point
 
 INT8_MAX = 127.0
-INT8_SMALLEST = 1e-35  # rows and weights up to this magnitude become 0, because its inverse overflows
+INT8_SMALLEST = 1e-35  # rows and weights up to this magnitude become 0, because the inverse overflows
 MAX_INT8_INPUTS = 65_536  # more products of 255 * 127 could overflow 32 bits
 WEIGHTS_AT_ONCE = 1 << 18  # weights widened to float64 at a time, so that they stay in the cache
 

@@ -21,6 +21,6 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
         chosen = model.sliding_window
     capacity = num_blocks * config.block_size
     if capacity >= chosen or config.max_model_len is not None:
-        return chosen  # workers of a model must agree in the configured length, but not in pool size
+        return chosen  # workers of a model must have the same configured length; their pool sizes may differ
     logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)
     return capacity

@@ -118,7 +118,7 @@ def _add_bench_dataset(group: argparse._ArgumentGroup) -> None:
         help="mean pause between two turns (default 0)",
     )
     add("--speed", type=positive, default=1.0, metavar="F", help="replay a trace faster by this factor (default 1)")
-    add("--length-scale", type=positive, default=1.0, metavar="F", help="factor for the lengths in a trace (default 1)")
+    add("--length-scale", type=positive, default=1.0, metavar="F", help="multiply lengths in a trace by F (default 1)")
     add(
         "--vocab-size",
         type=at_least(16),

@@ -111,7 +111,7 @@ class Stack:
                 await service.ready.wait()
 
     async def stop(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """Send SIGTERM phase by phase. Kill processes that run after `timeout_s`, or soon after `hurry` is set."""
+        """Send SIGTERM phase by phase. Kill processes still running after `timeout_s`, or soon after `hurry` is set."""
         self._is_stopping.set()
         for phase in sorted({service.spec.stop_phase for service in self.services}):
             members = [service for service in self.services if service.spec.stop_phase == phase]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 
-WINDOW = 64  # least number of entries that are read together
+WINDOW = 64  # minimum number of entries that are read at once
 
 
 class LruQueue:

@@ -37,7 +37,7 @@ class Placement:
 
     worker: WorkerBooks
     has_room: bool  # the worker has room in its next step
-    is_now: bool  # that step is being planned now
+    is_now: bool  # the step is being planned now
     is_held: bool  # other workers have room, but it is better to wait for this worker
 
 
@@ -97,7 +97,7 @@ class Fleet:
         self._load, self._free_rows, self._accepts = self._pending, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
-        self.changed = set(self._position)  # workers that may have work; the caller removes those without
+        self.changed = set(self._position)  # workers that may have work; the caller removes idle workers
 
     def mark_changed(self, worker: WorkerBooks) -> None:
         """Read the worker's values again at the next pass."""

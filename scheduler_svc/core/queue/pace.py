@@ -52,7 +52,7 @@ class Measures:
         self._num_admitted_tokens += num_tokens
 
     def observe_queue(self, now: float, *, is_served: bool) -> None:
-        """Record how fast the queue moved since the last call, if sequences waited then and a worker served them."""
+        """Record how fast the queue moved since the last call, if `is_served` was true in that call."""
         if self._waited_since is not None:
             self.queue.note(self._num_admitted_tokens, now - self._waited_since)
         self._num_admitted_tokens = 0

@@ -38,7 +38,7 @@ class Requests:
         self.groups: dict[str, SequenceGroup] = {}
         self.share = FairShare()
         self.waiting = WaitingQueue(self.share)
-        self.priorities: Counter[int] = Counter()  # of live groups
+        self.priorities: Counter[int] = Counter()  # number of live groups per priority
         self._config = config
         self._workers = workers
         self._fleet = fleet

@@ -158,12 +158,14 @@ class WaitingQueue:
         assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
         assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"
         assert sum(self._expected.values()) == self.expected_tokens, "expected tokens per tenant are wrong"
-        assert self._expected.keys() == self._by_tenant.keys(), "expected tokens of a tenant without sequences"
+        assert self._expected.keys() == self._by_tenant.keys(), "_expected and _by_tenant have different tenants"
         for slot, entries in self._by_tenant.items():
-            assert entries, "a tenant without entries"
+            assert entries, "a tenant has no entries but is listed"
             assert entries == sorted(entries, key=_key), "the queue is out of order"
-            assert all(entry.seq.group.tenant_slot == slot for entry in entries), "an entry of another tenant"
-            assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an outdated key"
+            assert all(entry.seq.group.tenant_slot == slot for entry in entries), (
+                "an entry is listed under another tenant"
+            )
+            assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an entry has an outdated key"
 
 
 def _rank(entry: QueueEntry, served: int) -> tuple[int, bool, int, float, int]:

@@ -40,7 +40,8 @@ def excess_blocks(
     tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
     limit = len(group.prompt) + group.stop.max_tokens
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
-    num_at_most = int(limits.sum()) // table.block_size + 2 * len(limits)  # each opens one block more, may copy one
+    # Each sequence may open one more block, and may copy a shared block.
+    num_at_most = int(limits.sum()) // table.block_size + 2 * len(limits)
     if pool.num_used + num_new * (seq.data.num_tokens // table.block_size + 1) + num_at_most <= max_blocks:
         return 0
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))

@@ -32,7 +32,7 @@ def taint_of(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> Taint
 
 
 def _lost_blocks(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
-    """Maps each block that a bad or ended row was to fill to its row, or to None if the row has ended."""
+    """The blocks that bad and ended rows would have filled, each with its row, or None if the row has ended."""
     return {
         block: None if _has_ended(worker, row, step) else row
         for step in steps

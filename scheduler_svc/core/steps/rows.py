@@ -42,7 +42,7 @@ class RowTable:
         self.pending = np.zeros(rows, dtype=np.int64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
-        self.compute_limit = np.zeros(rows, dtype=np.int64)  # most computed tokens: the last token needs no KV
+        self.compute_limit = np.zeros(rows, dtype=np.int64)  # limit of num_computed_tokens: the last token needs no KV
         self.owner = np.zeros(rows, dtype=np.uint32)
         self.handle = np.zeros(rows, dtype=np.uint32)
         self.sample_index = np.zeros(rows, dtype=np.uint32)

@@ -21,7 +21,7 @@ from scheduler_svc.core.steps.step_plan import (
 )
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
-MAX_BURST = 16  # most steps of one message
+MAX_BURST = 16  # maximum number of steps in one message
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
 
 

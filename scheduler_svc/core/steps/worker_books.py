@@ -223,7 +223,7 @@ class WorkerBooks:
             self._commit_decoded(rows, ends)
 
     def _commit_decoded(self, rows: I64, ends: U32) -> None:
-        """Commit the block just before position `ends` of each row: its tokens were mostly sampled."""
+        """Commit the block that ends before position `ends` of each row. Most of its tokens were sampled."""
         r, bs = self.rows, self.capacity.block_size
         tokens = r.last_tokens(rows, ends)
         indices = ends // bs - 1

@@ -113,7 +113,7 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
     wrap(patch, StepPlanner, "finish_plan", finish)
 
 
-@bug("another open row names|which is open|open rows|other rows share|not open")
+@bug("another open row has|which is open|open rows|other rows share|not open")
 def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> None:
     """Blocks are free at once, but the worker learns of the end of their row only with the step after next."""
     delayed: WeakKeyDictionary[StepPlanner, Any] = WeakKeyDictionary()

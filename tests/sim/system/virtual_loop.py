@@ -61,7 +61,7 @@ class Process:
         self.is_frozen = True
 
     def thaw(self, rng: Random) -> None:
-        """SIGCONT. Messages of the meantime run before or after overdue timers: code must not rely on either order."""
+        """SIGCONT. Messages that arrived meanwhile run before or after overdue timers, at random."""
         self.is_frozen = False
         held, self._held = self._held, []
         if rng.random() < 0.5:

@@ -8,7 +8,7 @@ import pytest
 
 
 def count_calls(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
-    """The arguments of every call from now on; the method itself is unchanged."""
+    """Returns a list that records the arguments of every later call. The method still works as before."""
     calls: list[tuple[Any, ...]] = []
     method = getattr(owner, name)
 

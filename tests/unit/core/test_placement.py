@@ -100,7 +100,7 @@ def test_a_request_waits_for_the_worker_that_holds_its_prefix_and_leaves_when_th
     home = batch.worker_id
     scheduler.update(answer(batch), 0.0)
     add(scheduler, "again", [*prefix, 1], now=0.0)  # 60 tokens more elsewhere: 0.6 s, worth a wait of 2 s
-    add(scheduler, "cold", list(range(300, 350)), now=0.0)  # may run there: no worker has its prefix
+    add(scheduler, "cold", list(range(300, 350)), now=0.0)  # may run on the other worker: no worker has its prefix
     batches = scheduler.schedule(0.0)
     assert "again" not in str(opened(batches))
     assert opened(batches) == {"w1" if home == "w0" else "w0": ["cold"]}

@@ -12,7 +12,7 @@ STEP_S = 0.05
 
 
 def first_steps(scheduler: Scheduler, arrivals: dict[int, list[str]]) -> dict[tuple[int, int], int]:
-    """The step that sampled the first token of each (handle, sample). Small requests arrive before some steps."""
+    """The step that sampled the first token of each (handle, sample). `arrivals`: requests to add before a step."""
     first: dict[tuple[int, int], int] = {}
     step = 0
     while scheduler.has_work:
@@ -38,7 +38,7 @@ def test_samples_are_admitted_as_rows_become_free_and_small_requests_run_beside_
 
 
 def answer_all(scheduler: Scheduler, num_steps: int = 1000) -> list[Finished]:
-    """Answer so many steps, or all; returns the samples that ended."""
+    """Answer the next `num_steps` steps, or all steps. Returns the samples that ended."""
     ended: list[Finished] = []
     for _ in range(num_steps):
         for batch in scheduler.schedule(0.0):

@@ -444,8 +444,8 @@ def test_a_gateway_that_resumes_late_does_not_take_back_a_request_that_moved() -
     assert send("f") == []
     assert send("g", takes_over=True) == [ord("f")]  # the client left f, which is frozen
     with pytest.raises(DuplicateRequestError):
-        send("f", takes_over=True)  # f wakes up: its stream has ended, it does not know about its client yet
-    assert send("g", takes_over=True) == [ord("g")]  # g lost its stream: it comes again on the next one
+        send("f", takes_over=True)  # f resumes: its stream has ended, but f does not know yet that its client left
+    assert send("g", takes_over=True) == [ord("g")]  # g lost its stream and sends it again on a new one
     scheduler.abort_group("a", FinishReason.ABORTED)
     assert send("f", takes_over=True) == []  # g is lost: no gateway has it
     scheduler.check_invariants()

@@ -35,7 +35,7 @@ def run(scheduler: Scheduler, now: float) -> dict[str, Finished]:
 
 
 def lose_the_big_one(num_streams: int) -> Scheduler:
-    """So many streams are under way on the one worker that could run them; then a small one is all there is."""
+    """Start `num_streams` streams on the only worker that can run them. Then remove it and keep a small worker."""
     scheduler = make_scheduler(BIG)
     for i in range(num_streams):
         add(scheduler, f"long{i}", 100 * i, 40, 20, 0.0, tenant_id="a")

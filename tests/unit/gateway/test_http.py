@@ -276,7 +276,7 @@ async def test_a_body_that_is_too_large(http: HttpGateway, monkeypatch: pytest.M
     status, _, answer = await http.post(CHAT, data=io.BytesIO(b"x" * 3_000_000))
     assert (status, answer["error"]["message"]) == (
         413,
-        "the body has 3000000 bytes; at most 1000 are allowed: send it in parts",
+        "the body has 3000000 bytes; at most 1000 are allowed: send a smaller body",
     )
 
 

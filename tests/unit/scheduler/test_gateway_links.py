@@ -108,7 +108,7 @@ async def test_a_gateway_that_stops_reading_does_not_stall_others(
     good = await stack.gateway()
     await until(lambda: good.welcomes and good.welcomes[-1].ready_workers)
     taken = outbox._take
-    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never came back
+    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never returned
     await slow.submit(1, [1, 2, 3], max_tokens=200)
     await slow.submit(2, [1, 2, 4], max_tokens=200)
     await slow.submit(3, [1, 2, 5], max_tokens=200)
@@ -332,7 +332,7 @@ async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_
     gateway = await stack.gateway()
     await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
     [outbox] = stack.parts.gateways._outboxes.values()
-    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never came back
+    outbox._take = lambda: None  # type: ignore[method-assign]  # as if the stream's write never returned
     await gateway.heartbeat()
     await gateway.submit(1, [1, 2, 3], max_tokens=200)
     await until(lambda: stack.parts.step_loop.has_work)

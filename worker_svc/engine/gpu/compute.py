@@ -58,7 +58,7 @@ class StepCompute:
         group: Group,
         graph_tokens: int,
     ) -> None:
-        """`graph_tokens`: the most tokens of a step with prompts that is captured as a CUDA graph."""
+        """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
         max_rows, device = len(state), state.device
         self._model = model
         self._attention = attention

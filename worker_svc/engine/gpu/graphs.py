@@ -56,7 +56,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # torch does not restore it if the capture fails to end
+            torch.cuda.set_stream(stream)  # torch does not restore the stream if ending the capture fails
             raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
         self._bytes_taken += free - self._free()
         return graph.replay

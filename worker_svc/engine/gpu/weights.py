@@ -18,9 +18,9 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
 from worker_svc.engine.model import EMBEDDING, HEAD, Layer, WeightLoader
 
-COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank computes a part of the output
+COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank computes a shard of the output
 KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may hold the same head
-ROW_PARALLEL = ("o_proj", "down_proj")  # each rank multiplies a part of the input; outputs are added
+ROW_PARALLEL = ("o_proj", "down_proj")  # each rank multiplies a shard of the input; outputs are added
 
 
 class DeviceLinears:

@@ -25,7 +25,7 @@ constexpr int kVectors = kPanel / kWidth;
 constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // with two or more vectors of outputs: kSums sums
 constexpr int kLine = 64;
 constexpr int64_t kBlockBytes = 512 << 10;  // bytes of packed x per block, which all panels reuse; half of an L2 cache
-constexpr int64_t kBlockTiles = 16;         // most tiles per block, so that threads finish together
+constexpr int64_t kBlockTiles = 16;         // limit of tiles per block, so that threads finish together
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return ceil_div(in, group_of(kind)) * kPanel * kGroupBytes; }

@@ -15,7 +15,7 @@ enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
 
 constexpr int kGroupBytes = 4;  // size of a weight's group, for every kind
 constexpr float kInt8Max = 127.f;
-constexpr float kInt8Smallest = 1e-35f;  // rows and weights up to this magnitude become 0: its inverse overflows
+constexpr float kInt8Smallest = 1e-35f;  // rows and weights up to this become 0: the inverse overflows
 
 INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -116,7 +116,7 @@ def find_fault(case: Case, whole: Outputs, parts: dict[tuple[int, int], Outputs]
 
 
 def _parts(num_rows: int) -> list[tuple[int, int]]:
-    """The first row alone, and the others without it."""
+    """Row ranges (first, end): the first row alone, then all other rows."""
     return [(0, 1), (1, num_rows)] if num_rows > 1 else []
 
 

@@ -35,7 +35,8 @@ class Tiles:
     split: int  # keys of a split; 0: all
     num_warps: int
     num_stages: int
-    one_loop: bool = False  # mask every key tile: half the code, and chunking a prompt does not change the instructions
+    # True: one loop masks every key tile. This halves the code, and all chunks of a prompt run the same instructions.
+    one_loop: bool = False
 
     def queries(self, shape: HeadShape) -> int:
         """Number of queries in a tile."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LARGEST = 448.0
-TYPICAL = 4.0  # scaled root mean square of a head; the largest value is 112 times that, the smallest normal one 1/256
+TYPICAL = 4.0  # scaled root mean square of a head; normal numbers range from 1/256 of this to 112 times this
 
 
 @triton.jit

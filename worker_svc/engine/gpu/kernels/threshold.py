@@ -199,8 +199,8 @@ def find_thresholds(
 ) -> torch.Tensor:
     """The smallest z that each of the S rows keeps, float32 [S]. `rows` are records of `state`, -1 is padding.
 
-    With several ranks the integer sums are all-reduced: every rank finds the result of a single rank, and no logits are
-    exchanged.
+    With several ranks the integer sums are all-reduced. Every rank then finds the same result as one rank with all
+    logits would, and no logits are exchanged.
     """
     num_samples, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
