@@ -130,7 +130,7 @@ def templates(seconds: float) -> Workload:
 
 
 def agents(seconds: float) -> Workload:
-    """Coding agents: long contexts that grow in many quick steps, from few system prompts."""
+    """Coding agents: a few system prompts; long contexts that grow in many quick steps."""
     rng = np.random.default_rng(3)
     systems = [tokens(rng, 2000) for _ in range(3)]
     arrivals = []

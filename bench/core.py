@@ -47,7 +47,7 @@ def add(scheduler: Scheduler, name: str, prompt: np.ndarray, max_tokens: int = 4
 
 
 class SteadyDecode:
-    """`num_seqs` sequences in steady decode with two steps in flight, of which `step` answers the oldest."""
+    """`num_seqs` sequences in steady decode with two steps in flight; `step` answers the older one."""
 
     def __init__(self, num_seqs: int, block_size: int) -> None:
         self._rng = np.random.default_rng(0)

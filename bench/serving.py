@@ -228,7 +228,7 @@ def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace)
 
 
 def vllm_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
-    """vLLM's CPU backend in-process: compiled for the small model, eager for the large one, which is as fast there."""
+    """vLLM's CPU backend in-process: compiled for the small model, eager for the large one (equally fast)."""
     flags = ["--repeats", str(args.repeats)] if model.name.endswith("256") else ["--repeats", "1", "--eager"]
     return _peer_script("vllm_offline.py", model, requests, args, *flags)
 

@@ -220,7 +220,7 @@ class SchedulerTimes:
 
 
 class Loop(Protocol):
-    """The attributes of the step loop that are read."""
+    """The attributes of the step loop that the metrics read."""
 
     times: SchedulerTimes
 

@@ -349,7 +349,7 @@ def _sampler(report: Report, num_rows: int, vocab: int) -> None:
 
 
 def invariance(report: Report) -> None:
-    """The basis of exact mode: a row gives the same bits alone and among others."""
+    """Checks what exact mode relies on: a row has the same bits alone and in a batch."""
     shapes = [(130, 64)] if report.is_smoke else [(4096, 1024), (1024, 3072), (VOCAB, 1024)]
     for out_size, in_size in shapes:
         x = torch.randn(256, in_size, device=report.device).to(report.dtype)

@@ -70,7 +70,7 @@ def _is_fast(report: Report, tok_s: float) -> bool | None:
 
 
 class Loop:
-    """Runs requests to their ends: each step has decodes first, then chunks of prompts, within the token budget."""
+    """Runs requests to completion. A step has decodes first, then prompt chunks, within the token budget."""
 
     def __init__(self, runner: DeviceRunner, workload: Workload) -> None:
         self.runner = runner

@@ -27,7 +27,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nothing between us and its engine
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # runs the engine in this process
     from vllm import LLM, SamplingParams, __version__
 
     requests = [json.loads(line) for line in args.requests.read_text().splitlines()]

@@ -273,7 +273,7 @@ def main() -> int:
     )
     is_check = parser.parse_args().check
     if update(chart_files(), is_check=is_check) and is_check:
-        return 1  # the base is rendered from these files
+        return 1  # the base is rendered from these files, so it cannot be checked
     base = base_files()
     num_stale = update(base, is_check=is_check)
     left = [path for path in BASE.glob("*.yaml") if path not in base]

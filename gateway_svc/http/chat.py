@@ -44,7 +44,7 @@ def _message_of(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def _text_of(where: str, content: Any) -> str:
-    """The text of a content: a string, or text parts joined by line breaks (as in vLLM)."""
+    """The text of a message's content: a string, or text parts joined by line breaks (as in vLLM)."""
     if content is None:
         return ""
     if isinstance(content, str):

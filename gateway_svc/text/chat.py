@@ -140,7 +140,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace` that refuses names with a leading underscore, which would give the same access."""
+    """`namespace` without names that begin with an underscore, which also give access outside of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]

@@ -75,7 +75,7 @@ def test_mixed_batches_match_transformers(tmp_path, name):
 
 
 def worst_error(driver, expected):
-    """The largest error of all logits against those of another driver with the same tokens."""
+    """The largest error of the logits relative to those of another driver with the same tokens."""
     assert [row.tokens for row in driver.rows.values()] == [row.tokens for row in expected.rows.values()]
     return max(relative_error(logits, expected.logits[place]) for place, logits in driver.logits.items())
 
@@ -257,7 +257,7 @@ def test_rows_of_a_step_that_runs_out_of_memory_fail(qwen3, monkeypatch):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_other_device_errors_are_not_treated_as_out_of_memory(qwen3, monkeypatch, num_ranks):
-    """They end the worker. With several ranks out-of-memory does too, because the other ranks have continued."""
+    """Other errors end the worker. With several ranks, out-of-memory also ends it: the other ranks have continued."""
     runner = load(qwen3)
     driver = DeviceDriver(runner)
     driver.open(0, small_prompts([5])[0])

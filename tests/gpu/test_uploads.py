@@ -10,7 +10,7 @@ from worker_svc.engine.gpu.uploads import NUM_BUFFERS, Uploader
 
 
 class SlowUploader(Uploader):
-    """Runs a copy only when a caller waits for it, the latest time that a device may choose."""
+    """Delays each copy until a caller waits for it: a device may copy that late, but no later."""
 
     def _send(self, piece, target):
         class Event:

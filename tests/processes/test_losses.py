@@ -1,4 +1,4 @@
-"""A worker or scheduler that is killed or drained under load loses, repeats and changes no token."""
+"""Killing or draining a worker or scheduler under load does not lose, repeat or change a token."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class Cluster:
         self.scheduler.drain_worker(worker.capacity.worker_id)
 
     def restart_scheduler(self, order: Iterable[Request]) -> None:
-        """kill -9: a new scheduler adopts the pools, then the gateways submit what is open, in this order."""
+        """kill -9: a new scheduler adopts the pools, then the gateways submit their open requests, in this order."""
         self.trace.append(("restart",))
         self.scheduler = self._make_scheduler(self.config)
         self.open, workers, self.workers = {}, self.workers, {}

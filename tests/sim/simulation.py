@@ -143,7 +143,7 @@ class Simulation:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Faults until all requests have arrived and longer, then none until all have ended; check for leaks."""
+        """Cause faults until after the last arrival. Then run to the end without faults and check for leaks."""
         for _ in range(self.rng.choice((0, 1, 1, 2, 3))):
             self._join()
         while self._num_arrived < self.setup.num_requests:

@@ -36,7 +36,7 @@ MAX_OPEN = 60
 
 
 class Worker:
-    """Answers with random tokens, in order; remembers commits, as a pool that is adopted later would."""
+    """Answers steps in order with random tokens. Remembers committed blocks for a scheduler that adopts its pool."""
 
     def __init__(self, capacity: WorkerCapacity, rng: Random) -> None:
         self.capacity = capacity

@@ -83,7 +83,7 @@ class Backend(Protocol):
     """
 
     name: str
-    arithmetic: str  # what its roundings depend on: a part of `numerics`
+    arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. The caller must not change it afterwards, because the result may refer to it."""

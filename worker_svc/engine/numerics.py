@@ -26,8 +26,8 @@ SOURCES = Path(__file__).parent
 
 
 def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
-    """The kind of a CPU worker. `arithmetic` names the instructions that its backend uses, because kernels can be
-    compiled for fewer than the processor has."""
+    """The numerics of a CPU worker. `arithmetic` names the instruction sets that its backend uses: kernels may be
+    compiled for fewer instruction sets than the processor has."""
     found = instruction_sets(cpuinfo)
     sets = [name for name in INSTRUCTION_SETS if name in found]
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))

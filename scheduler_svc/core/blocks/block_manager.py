@@ -219,8 +219,8 @@ class BlockManager:
         self.refs[blocks] = refs + 1
 
     def hit(self, blocks: I64) -> None:
-        """Count one more sequence that uses the blocks which `match` found. Forks call `share` instead: another block
-        may hold the prefix of their block, and the head of a chain would then be evicted before its tail.
+        """Count one more sequence that uses the blocks found by `match`. Forks call `share` instead. The prefix of a
+        forked block may be cached in a different block, which is not marked as hit: it would be evicted first.
         """
         self.share(blocks)
         self._was_hit[blocks] = True

@@ -19,8 +19,8 @@ DIGEST_BYTES = 72  # size of one digest: a bytes object of 16 bytes and its refe
 class PromptDigests:
     """Remembers, for each distinct first block, the newest prompt that begins with it, within `max_bytes` of memory.
 
-    Comparing tokens costs a hundredth of hashing them. Most prompts with cached blocks share their beginning with an
-    earlier prompt: the same system prompt, the same template, the same conversation one turn earlier.
+    Comparing tokens takes a hundredth of the time of hashing them. Most prompts with cached blocks share their
+    beginning with an earlier prompt: the same system prompt, the same template, the same conversation one turn earlier.
     """
 
     def __init__(self, root_salt: bytes, max_bytes: int = MAX_BYTES) -> None:

@@ -52,7 +52,7 @@ class InFlightStep:
     context_lens: U32
     query_lens: U32
     sampled: U32  # rows whose tokens the answer must contain, in this order
-    generation: I64  # `RowTable.generation` when the step was sent: the same array until a row is closed
+    generation: I64  # `RowTable.generation` when the step was sent: closing a row replaces the array
     full: I64  # indices of the decoding rows that fill a block (prompt chunks are in `fills`)
     run: DecodeRun | None  # the run that this step belongs to
     may_reach_limit: bool

@@ -204,7 +204,7 @@ class WorkerBooks:
         self.in_flight.append(step)
 
     def note_answered(self) -> None:
-        """Record that the oldest step is answered. After the last step of a message the pipeline has room for one."""
+        """Record that the oldest step is answered. The last step of a message frees its place in the pipeline."""
         step = self.in_flight.popleft()
         self._num_answered += 1
         self.num_messages -= step.burst_len > 0

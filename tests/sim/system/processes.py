@@ -204,7 +204,7 @@ class WorkerService(Service):
         self.world.loop.call_later(0.05, self.kill)
 
     def _make_shell(self) -> Worker:
-        """The part of the worker's process that drains, which needs no flags and no port."""
+        """A Worker with only the parts that a drain uses; it needs no flags and no port."""
         shell = Worker.__new__(Worker)
         shell._lifecycle, shell._executor, shell._servicer = self.lifecycle, self.executor, self.servicer
         shell._registration = self.registration

@@ -127,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        # No timer is due at once: code that sleeps for a rounding error would repeat forever.
+        # No timer is due at the current time: code that sleeps for a rounding error would loop forever.
         return super().call_at(max(when, self._now + RESOLUTION_S), callback, *args, context=context)
 
     def _run_once(self) -> None:

@@ -43,9 +43,9 @@ from tests.sim.system.processes import GatewayService, SchedulerService, Service
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
 
 MONITOR_S = 0.25
-FORGOTTEN_S = 4.0  # without faults: a request whose client has left must be gone from every scheduler
-# Without further faults: a stream must continue after a fault. Covers heartbeats and steps of a lost worker or
-# scheduler (3 s), the client's check of a silent gateway (5 + 2 s), and back-offs.
+FORGOTTEN_S = 4.0  # if no fault follows, every scheduler must drop a request this soon after its client left
+# A stream must continue within this time after a fault if no other fault follows. Covers heartbeats and steps of a lost
+# worker or scheduler (3 s), the client's check of a silent gateway (5 + 2 s), and back-offs.
 RECOVERY_S = 15.0
 SETTLE_S = 30.0
 RUN_LIMIT_S = 240.0

@@ -60,7 +60,7 @@ def test_the_server_wheel_has_the_services_and_needs_the_sdk(wheels):
 
 
 def test_the_sdk_wheel_works_without_the_services(wheels, tmp_path):
-    """In an interpreter that sees the wheel, grpc and protobuf, and nothing else besides the standard library."""
+    """Runs an interpreter that can import only the wheel, grpc, protobuf and the standard library."""
     wheels["quire_client"].extractall(tmp_path)
     installed = [Path(grpc.__file__).parent, Path(google.protobuf.__file__).parents[1]]
     try:

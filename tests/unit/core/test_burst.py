@@ -44,7 +44,7 @@ class Driver:
         return deltas
 
     def warm_up(self, num_answers: int = 3) -> None:
-        """Until it is known how long a step takes."""
+        """Answer steps until the scheduler knows how long a step takes."""
         self.schedule()
         for _ in range(num_answers):
             self.answer()

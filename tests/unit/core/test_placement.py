@@ -29,7 +29,7 @@ def opened(batches: list[StepBatch]) -> dict[str, list[str]]:
 
 
 def run(scheduler: Scheduler, now: float = 0.0) -> None:
-    """Until everything has ended."""
+    """Run until everything has ended."""
     while batches := scheduler.schedule(now):
         for batch in batches:
             scheduler.update(answer(batch), now)
@@ -75,7 +75,7 @@ def test_a_prefix_cached_or_evicted_meanwhile_changes_the_order() -> None:
     add(scheduler, "first", list(range(100, 150)))
     batches = scheduler.schedule(0.0)
     add(scheduler, "short", 12)
-    add(scheduler, "same", [*range(100, 150), 1])  # nothing is known to be cached of it yet: its prefix is in flight
+    add(scheduler, "same", [*range(100, 150), 1])  # the core knows of no cached block yet: its prefix is in flight
     for _ in range(2):
         for batch in batches:
             scheduler.update(answer(batch), 1.0)

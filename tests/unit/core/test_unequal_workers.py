@@ -1,4 +1,4 @@
-"""Workers of different sizes: a request that fits only some of them waits for these and delays no other one."""
+"""Workers of different sizes: a request that fits only some of them waits for these; others are not delayed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(scheduler: Scheduler, name: str, first: int, count: int, max_tokens: int
 
 
 def run(scheduler: Scheduler, now: float) -> dict[str, Finished]:
-    """Until no worker has anything to do."""
+    """Run until no worker has anything to do."""
     ended = []
     while batches := scheduler.schedule(now):
         ended += scheduler.take_expired().finished

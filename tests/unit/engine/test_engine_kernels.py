@@ -156,7 +156,7 @@ def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size
 
 
 def test_callers_share_no_threads(randn):
-    """Each calling thread has its own helpers, here more than cores, which end with it."""
+    """Each calling thread has its own helper threads, which end with it. Here there are more helpers than cores."""
     kernels = make_backend("cpu", 5, "exact")
     layer = kernels.make_linear(randn(512, 256), None)
     x = randn(200, 256)

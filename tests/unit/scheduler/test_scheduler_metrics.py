@@ -1,4 +1,4 @@
-"""The rows of the scheduler's metrics: derived counts, gauges, and one row at least for every metric of the core."""
+"""The rows of the scheduler's metrics: derived counts, gauges, and at least one row for every metric of the core."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 255
-# --short omits small kernels, which bench/gpu/dry_run.py compiles, and variants that resemble a variant it compiles.
+# --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
     "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "combine", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",

@@ -30,13 +30,13 @@ MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows of the decode buckets, closely spaced for short steps."""
+    """Row counts of the decode buckets, closely spaced for short steps."""
     sizes = [1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(288, max_rows + 1, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens of the buckets for steps with prompts: 2^n and 1.5 * 2^n, so at most a third is padding."""
+    """Token counts of the buckets for steps with prompts: 2^n and 1.5 * 2^n, so at most a third is padding."""
     sizes, size = [], MIN_MIXED
     while size < max_tokens:
         sizes += [size, size * 3 // 2]

@@ -20,7 +20,7 @@ PREFILL_TILES = Tiles(block_m=128, block_n=64, split=0, num_warps=8, num_stages=
 EXACT_TILES = Tiles(block_m=64, block_n=64, split=0, num_warps=4, num_stages=3, one_loop=True)
 
 WIDE_HEAD = 128
-WIDE_NUMBER = 4  # bytes; tensor cores do not multiply float32, so whole tiles are in registers
+WIDE_NUMBER = 4  # bytes; tensor cores do not multiply float32, so registers must hold whole tiles
 
 
 def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2) -> Tiles:

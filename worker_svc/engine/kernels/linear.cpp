@@ -99,8 +99,8 @@ void multiply_part(const char* w, const int32_t* x, int64_t groups, const char* 
     for (int v = 0; v < V; v++) memcpy(sums + r * kPanel + v * kWidth, &sum[r][v], sizeof sum[r][v]);
 }
 
-// R rows, tile number `tile` of `tiles`, times a panel. The first two passes over the panel fetch half of the next one
-// each; a single pass fetches all of it.
+// R rows, tile number `tile` of `tiles`, times a panel. The first two passes over the panel each prefetch half of
+// the next panel; a single pass prefetches all of it.
 template <typename K, int R>
 void multiply_tile(const char* w, const int32_t* x, int64_t groups, const char* ahead, int64_t tile, int64_t tiles,
                    int32_t* sums) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr float kMaxNoise = 22.9f;
 constexpr double kMassUnit = 1099511627776.0;  // 2^40
-constexpr double kMassFloor = -60.0;           // exp of this or less rounds to no mass
+constexpr double kMassFloor = -60.0;           // exp of this or less rounds to a mass of 0
 constexpr int64_t kSerialSampling = 1 << 19;   // logits below which waking other threads costs more than they save
 
 enum SampleStatus : uint8_t { kSampled = 0, kNotFinite = 1 };

@@ -19,7 +19,7 @@ PADDING = -1  # a token without a slot
 
 
 def linear_cases(setup: Setup) -> Iterator[Case]:
-    """Only in exact mode, because otherwise cuBLAS computes linear layers. Each case has all inputs of a weight and
+    """Cases of linear layers, in exact mode only: otherwise cuBLAS computes them. Each has all inputs of a weight and
     three tiles of its outputs; the last tile has the width of the last tile of the weight."""
     if not setup.is_exact:
         return
