@@ -174,8 +174,8 @@ class RedisPrefixIndex:
             return
         self._has_warned_epoch = True
         log.error(
-            "redis key %s is %r, must be a number from 0 to %d; it counts as 0 and the next lease sets it; find out "
-            "what else writes to this Redis, or use another --redis-namespace",
+            "redis key %s is %r; must be a number from 0 to %d. It is read as 0 and the next lease overwrites it. "
+            "Check which other program writes to this Redis, or use another --redis-namespace",
             epoch_key(self._prefix), found.decode(errors="replace"), MAX_SCHEDULER_EPOCH,
         )  # fmt: skip
 

@@ -153,8 +153,8 @@ FIELDS = (
     ),
     Field(
         "stop.min_tokens", Kind.UINT32,
-        "Least output tokens, at most max_tokens. Before that, EOS and stop_token_ids cannot be sampled, and stop "
-        "strings are not matched.",
+        "Minimum number of output tokens; at most max_tokens. Before that, EOS and stop_token_ids cannot be sampled, "
+        "and stop strings are not matched.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, default=0, low=0, has_flag=True,
     ),
     Field(

@@ -120,7 +120,7 @@ class Outbox:
 
     def cut_off(self, error: QuireError) -> None:
         """Drop the waiting messages and end `messages` with `error`."""
-        log.warning("gateway %s is cut off: %s", self._gateway_id, error.message)
+        log.warning("disconnecting gateway %s: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
         self._replies.clear()
         self._deltas.clear()

@@ -59,8 +59,8 @@ def _count(data: bytes, position: int, end: int, layout: Layout, left: int) -> i
         left -= 1
         if left < 0:
             raise TooManyFieldsError(
-                f"it has {len(data)} bytes and more than {MAX_FIELDS} fields; send fewer messages or texts, and "
-                "repeated numbers packed"
+                f"it has {len(data)} bytes and more than {MAX_FIELDS} fields; send fewer messages or strings, and "
+                "use packed encoding for repeated numbers"
             )
         tag, position = _varint(data, position)
         wire_type = tag & 7
@@ -86,4 +86,4 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise IndexError("a number of more than 10 bytes")
+    raise IndexError("varint longer than 10 bytes")

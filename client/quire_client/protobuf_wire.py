@@ -30,7 +30,7 @@ def _value(data: bytes, position: int, wire_type: int) -> tuple[int | bytes, int
     if wire_type in (1, 5):
         length = 8 if wire_type == 1 else 4
         return int.from_bytes(_take(data, position, length), "little"), position + length
-    raise ValueError(f"wire type {wire_type} at byte {position}")
+    raise ValueError(f"unsupported wire type {wire_type} at byte {position}")
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

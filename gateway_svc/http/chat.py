@@ -72,7 +72,7 @@ def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     if adds is chat.continue_final_message:
         raise invalid(
             "add_generation_prompt",
-            "must be the opposite of continue_final_message; remove add_generation_prompt to get that",
+            "must be the opposite of continue_final_message; remove add_generation_prompt to use that default",
         )
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):

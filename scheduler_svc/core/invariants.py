@@ -19,7 +19,7 @@ def check_worker(worker: WorkerBooks) -> None:
     assert worker.num_messages <= worker.capacity.pipeline_depth, "more messages in flight than pipeline_depth"
     num_messages = sum(step.burst_len > 0 for step in worker.in_flight)
     assert worker.num_messages == num_messages, "the number of messages in flight is wrong"
-    assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step does not end its message"
+    assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step is not the last step of its message"
     assert worker.pending_prefill == r.pending_prefill(), "pending_prefill is wrong"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():

@@ -462,4 +462,4 @@ class Cluster:
             raise Violation(f"worker {name}: published prefixes that it was not asked to commit")
         for block in worker.list_blocks():
             if worker.content[block.block_id] != block.digest:
-                raise Violation(f"worker {name}: committed block {block.block_id} holds something else")
+                raise Violation(f"worker {name}: committed block {block.block_id} holds the wrong content")

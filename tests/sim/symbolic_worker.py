@@ -393,7 +393,7 @@ class SymbolicWorker:
             if bad.any():
                 row, position = np.argwhere(bad)[0].tolist()
                 raise Violation(
-                    f"row {opened[row]} reads something else at position {position} "
+                    f"row {opened[row]} reads the wrong content at position {position} "
                     f"(block {self.table[opened[row], position // self.capacity.block_size]})"
                 )
             if not self._spread_poison(opened[wrong.any(axis=1)], rows, starts):

@@ -91,7 +91,7 @@ def wrong_slot(patch: Patch) -> None:
     wrap(patch, RowTable, "slots", lambda slots, table, rows, positions: slots(table, rows, positions ^ 1))
 
 
-@bug("disagrees with the tables|which another open row has|opens with a bad table|reads something else")
+@bug("disagrees with the tables|which another open row has|opens with a bad table|reads the wrong content")
 def wrong_table_sent(patch: Patch) -> None:
     def swap(batch: StepBatch) -> StepBatch:
         return replace(batch, opens=[replace(o, block_table=o.block_table[::-1]) for o in batch.opens])
@@ -118,7 +118,7 @@ def last_partial_block_not_allocated(patch: Patch) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@bug("which another open row has|which other rows share|reads something else")
+@bug("which another open row has|which other rows share|reads the wrong content")
 def block_freed_while_one_user_is_left(patch: Patch) -> None:
     def free(original: Any, pool: BlockManager, blocks: Any) -> None:
         for block in blocks:
@@ -187,7 +187,7 @@ def copy_in_the_wrong_direction(patch: Patch) -> None:
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
-@bug("reads something else|opens with a bad table")
+@bug("reads the wrong content|opens with a bad table")
 def digest_without_parent(patch: Patch) -> None:
     def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
         while (len(digests) + 1) * block_size <= len(tokens):
@@ -198,7 +198,7 @@ def digest_without_parent(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("reads something else")
+@bug("reads the wrong content")
 def salt_ignored(patch: Patch) -> None:
     for module in (prompt_digests, worker_books):
         wrap(patch, module, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
@@ -210,7 +210,7 @@ def wrong_digest_committed(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, commit_digests=[digest[::-1] for digest in b.commit_digests]))
 
 
-@bug("reads something else|the oracle has")
+@bug("reads the wrong content|the oracle has")
 def shared_before_its_step_was_sent(patch: Patch) -> None:
     def register(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         original(

@@ -153,7 +153,9 @@ class WaitingQueue:
         waiting = [entry for entries in self._by_tenant.values() for entry in entries]
         assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
         assert len(waiting) == len(self._entries), "a sequence waits twice"
-        assert self.unschedulable.keys().isdisjoint(self._entries), "a sequence is unschedulable and in the order"
+        assert self.unschedulable.keys().isdisjoint(self._entries), (
+            "an unschedulable sequence is also in the queue order"
+        )
         assert self.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
         assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
         assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"

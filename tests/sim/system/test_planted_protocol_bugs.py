@@ -128,7 +128,7 @@ def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> Non
     patch.setattr(WorkerBooks, "_release", lambda self, blocks: self.pool.free(blocks))
 
 
-@bug("reads something else|as cached, but it is not", "kill", "freeze", "tear_link")
+@bug("reads the wrong content|as cached, but it is not", "kill", "freeze", "tear_link")
 def adopted_blocks_mixed_up(patch: Patch) -> None:
     def rotate(original: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = original(*args, **kwargs)

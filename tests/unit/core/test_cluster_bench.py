@@ -23,7 +23,7 @@ def test_workloads_are_the_same_each_time_and_in_order() -> None:
         times = [a.at_s for a in first.arrivals]
         assert times == sorted(times)
         longest = max(len(a.prompt) + len(a.output) for a in first.arrivals)
-        assert longest < first.num_blocks * BLOCK_SIZE, f"one of {NUM_WORKERS} workers must hold any request"
+        assert longest < first.num_blocks * BLOCK_SIZE, f"every request must fit on one of {NUM_WORKERS} workers"
 
 
 def test_a_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_refused_sequence_is_not_placed_in_each_step(monkeypatch: pytest.Monke
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
         batches = scheduler.schedule(0.0)
-    assert len(choices) <= 2 * waiting, "once, and once more as the projected peak falls"
+    assert len(choices) <= 2 * waiting, "expected one placement, and a second after the projected peak falls"
     while scheduler.stats().num_waiting == waiting:
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
