@@ -11,6 +11,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,16 +229,24 @@ async def test_gateway_processes_share_the_port(running: Running, grpc_client: A
     gateway.wait_ready()
     assert gateway.process is not None
     port = int(url.rpartition(":")[2])
-    children = psutil.Process(gateway.process.pid).children()
-    assert len(children) == 2
-    for child in children:
-        listening = {c.laddr.port for c in child.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert port in listening
+    await asyncio.to_thread(_wait_until_both_listen, psutil.Process(gateway.process.pid), port)
     async with aiohttp.ClientSession(url, timeout=TIMEOUT) as session:
         for _ in range(20):  # new connections, which the kernel spreads
             async with session.get("/v1/models", headers={"connection": "close"}) as reply:
                 assert (await reply.json())["data"][0]["id"] == MODEL
     assert gateway.terminate() == 0
+
+
+def _wait_until_both_listen(parent: psutil.Process, port: int) -> None:
+    """One ready process makes the gateway ready, and the other one may still be starting."""
+    deadline = time.monotonic() + 60
+    while [_listens(child, port) for child in parent.children()] != [True, True]:
+        assert time.monotonic() < deadline, "the two gateway processes do not share the port"
+        time.sleep(0.05)
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    return any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp"))
 
 
 async def test_sigterm_lets_streams_finish(running: Running, grpc_client: AsyncClient) -> None:
