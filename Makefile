@@ -14,7 +14,7 @@ CHAOS_EXECUTOR ?= cpu
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev constraints-dev.txt $(wildcard protos/quire/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --upgrade pip

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 
 import numpy as np
-from quire.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import types_pb2 as types
-from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 from svc_common.serve import open_channel
 

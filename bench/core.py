@@ -19,7 +19,7 @@ import json
 import time
 
 import numpy as np
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from scheduler_svc import wire, worker_wire
 from scheduler_svc.core.config import SchedulerConfig

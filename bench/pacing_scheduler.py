@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quire.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from quire.v1 import types_pb2 as types
-from quire.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from quire_client.demo import demo_model_dir
 
 from svc_common.serve import GrpcServer

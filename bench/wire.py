@@ -30,7 +30,8 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 from quire_client.demo import demo_model_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

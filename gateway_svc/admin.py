@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
 from gateway_svc.directory import ModelDirectory
@@ -56,7 +57,7 @@ class AdminServicer(AdminServiceServicer):
         found = [(client, worker) for client, worker in workers if worker.worker_id == worker_id]
         if not found:
             raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")
-        return min(found, key=lambda pair: pair[1].state == "lost")
+        return min(found, key=lambda pair: pair[1].state == types_pb2.WORKER_STATE_LOST)
 
 
 def _not_found(worker_id: str, model: str, workers: list[Found]) -> str:

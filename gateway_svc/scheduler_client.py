@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import inference_pb2 as public
-from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 from gateway_svc.models import BundleCache, ServedModel, describe_model, size_limits_of
 from gateway_svc.replicas import REQUEST_TOKENS

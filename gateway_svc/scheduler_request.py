@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.pacing import WakePacer

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 
 import xxhash
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.metrics import RequestMeter

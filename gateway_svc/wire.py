@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 
-from quire.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.api_keys import current_caller

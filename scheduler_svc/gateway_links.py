@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from quire.v1 import scheduler_pb2, types_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2
 
 from scheduler_svc import wire
 from scheduler_svc.core.messages import Deltas

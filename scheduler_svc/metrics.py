@@ -22,7 +22,12 @@ from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
 
 MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")
-WORKER_STATES = ("loading", "ready", "draining", "lost")
+WORKER_STATES = {
+    types_pb2.WORKER_STATE_LOADING: "loading",
+    types_pb2.WORKER_STATE_READY: "ready",
+    types_pb2.WORKER_STATE_DRAINING: "draining",
+    types_pb2.WORKER_STATE_LOST: "lost",
+}
 
 Sample = tuple[int, int, int]  # owner, handle, sample index
 STEP_BYTES = tuple(64 * 4**power for power in range(10))  # bucket bounds from 64 bytes to 16 MiB
@@ -234,7 +239,7 @@ class Pool(Protocol):
 
     @property
     def info(self) -> types_pb2.ModelInfo | None: ...
-    def num_in_states(self) -> Counter[str]: ...
+    def num_in_states(self) -> Counter[types_pb2.WorkerState.ValueType]: ...
 
 
 class RedisFacts(Protocol):
@@ -270,8 +275,8 @@ class SchedulerReader:
 
     def _shell_rows(self, model: str) -> Iterator[Row]:
         states = self._pool.num_in_states()
-        for state in WORKER_STATES:
-            yield "workers", (model, state), states[state]
+        for state, text in WORKER_STATES.items():
+            yield "workers", (model, text), states[state]
         yield "gateways", (model,), self._num_gateways()
         yield "max_requests_waiting", (model,), self._loop.max_waiting
         for code, count in self._loop.times.refusals.items():

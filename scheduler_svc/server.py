@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from quire.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import inference_pb2
 
 from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
@@ -34,7 +35,7 @@ from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = "quire.v1.SchedulerService"
+SERVICE_NAME = "quire.internal.v1.SchedulerService"
 BUNDLE_PIECE_BYTES = 1 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]

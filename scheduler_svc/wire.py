@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from quire.v1 import scheduler_pb2, types_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2
 
 from request_fields import checks
 from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition

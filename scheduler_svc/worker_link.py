@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
-from quire.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
@@ -290,10 +290,3 @@ class Dialer:
         return worker_wire.cached_blocks_from_proto(
             messages, block_size=capacity.block_size, num_blocks=capacity.num_blocks
         )
-
-
-WORKER_STATE_TEXT = {
-    scheduler_pb2.WORKER_STATE_LOADING: "loading",
-    scheduler_pb2.WORKER_STATE_READY: "ready",
-    scheduler_pb2.WORKER_STATE_DRAINING: "draining",
-}

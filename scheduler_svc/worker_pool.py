@@ -15,14 +15,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.v1 import inference_pb2, scheduler_pb2, types_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import inference_pb2, types_pb2
 
 from scheduler_svc import worker_wire
 from scheduler_svc.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
-from scheduler_svc.worker_link import WORKER_STATE_TEXT, Dialer, LeasedWorker
+from scheduler_svc.worker_link import Dialer, LeasedWorker
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
 from svc_common.silence import wait_for_peer
 
@@ -33,9 +34,9 @@ LOST_SHOWN_S = 300.0  # how long status shows a lost worker
 DRAIN_REFUSED_S = 2.0  # time within which a worker reports that it cannot be drained
 MAX_RELEASE_S = 24 * 3600.0
 
-LOADING = scheduler_pb2.WORKER_STATE_LOADING
-READY = scheduler_pb2.WORKER_STATE_READY
-DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
+LOADING = types_pb2.WORKER_STATE_LOADING
+READY = types_pb2.WORKER_STATE_READY
+DRAINING = types_pb2.WORKER_STATE_DRAINING
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class WorkerRecord:
     worker_id: str
     worker_epoch: int
     address: str
-    state: scheduler_pb2.WorkerState.ValueType = LOADING
+    state: types_pb2.WorkerState.ValueType = LOADING
     load_progress: float = 0.0
     registration: RegisterStream | None = None
     link: LeasedWorker | None = None  # set while the worker accepts steps
@@ -345,7 +346,7 @@ class WorkerPool:
 
     # -- status -------------------------------------------------------------------------------------------------------
 
-    def num_in_states(self) -> Counter[str]:
+    def num_in_states(self) -> Counter[types_pb2.WorkerState.ValueType]:
         """Number of workers by state, including recently lost workers."""
         return Counter(_state_of(worker) for worker in self._known())
 
@@ -359,8 +360,8 @@ async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> schedul
     return await anext(stream, None)
 
 
-def _state_of(worker: WorkerRecord) -> str:
-    return "lost" if worker.lost_at is not None else WORKER_STATE_TEXT.get(worker.state, "loading")
+def _state_of(worker: WorkerRecord) -> types_pb2.WorkerState.ValueType:
+    return types_pb2.WORKER_STATE_LOST if worker.lost_at is not None else worker.state
 
 
 def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_pb2.WorkerInfo:

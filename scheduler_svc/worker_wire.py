@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS

@@ -18,7 +18,7 @@ PROTO_ROOT = ROOT / "protos"
 
 
 def proto_files() -> list[Path]:
-    return sorted(PROTO_ROOT.glob("quire/v1/*.proto"))
+    return sorted(PROTO_ROOT.glob("quire/**/*.proto"))
 
 
 def is_fresh() -> bool:

@@ -169,7 +169,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type check
 
 @dataclass(frozen=True, slots=True)
 class RpcStats:
-    """Counts of the RPCs that a server serves, by method (`quire.v1.WorkerService/StepStream`)."""
+    """Counts of the RPCs that a server serves, by method (`quire.internal.v1.WorkerService/StepStream`)."""
 
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)  # (method, code)
     received_bytes: Counter[str] = field(default_factory=Counter)

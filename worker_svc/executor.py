@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput

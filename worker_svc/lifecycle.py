@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from quire.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2
 
-LOADING = scheduler_pb2.WORKER_STATE_LOADING
-READY = scheduler_pb2.WORKER_STATE_READY
-DRAINING = scheduler_pb2.WORKER_STATE_DRAINING
+LOADING = types_pb2.WORKER_STATE_LOADING
+READY = types_pb2.WORKER_STATE_READY
+DRAINING = types_pb2.WORKER_STATE_DRAINING
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Lifecycle:
     `changed` is set on every update that a scheduler should get before the next heartbeat; its only waiter clears it.
     """
 
-    state: scheduler_pb2.WorkerState.ValueType = LOADING
+    state: types_pb2.WorkerState.ValueType = LOADING
     load_progress: float = 0.0
     capacity: scheduler_pb2.WorkerCapacity | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)

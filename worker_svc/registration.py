@@ -24,7 +24,8 @@ from typing import NoReturn, Protocol, TypeVar
 import grpc
 import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import types_pb2
 
 from svc_common.serve import open_channel
 from svc_common.silence import wait_for_peer
@@ -134,7 +135,7 @@ class Registration:
         self._refused_pause_s = refused_pause_s
         self._rng = rng or random.Random()
         self._acknowledgement = asyncio.Condition()
-        self._acknowledged_state: scheduler_pb2.WorkerState.ValueType = scheduler_pb2.WORKER_STATE_UNSPECIFIED
+        self._acknowledged_state: types_pb2.WorkerState.ValueType = types_pb2.WORKER_STATE_UNSPECIFIED
         self.scheduler: str | None = None  # where this worker is registered now
 
     @property
@@ -153,7 +154,7 @@ class Registration:
                 return
             candidate = outcome if isinstance(outcome, Candidate) else await self._next(candidate, outcome)
 
-    async def acknowledged(self, state: scheduler_pb2.WorkerState.ValueType, timeout_s: float) -> bool:
+    async def acknowledged(self, state: types_pb2.WorkerState.ValueType, timeout_s: float) -> bool:
         """Wait until the scheduler has acknowledged `state`. False after `timeout_s`, or without a scheduler."""
         if not self.is_connected:
             return False

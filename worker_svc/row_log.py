@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from worker_svc.engine.batch import StepBatch
 

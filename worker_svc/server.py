@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from quire.v1 import worker_pb2_grpc
+from quire.internal.v1 import worker_pb2_grpc
 
 from svc_common import config
 from svc_common.admin import AdminServer
@@ -34,7 +34,7 @@ from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = "quire.v1.WorkerService"
+SERVICE_NAME = "quire.internal.v1.WorkerService"
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
 DRAIN_ACK_TIMEOUT_S = 2.0

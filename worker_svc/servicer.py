@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 from worker_svc.bundle import Bundle

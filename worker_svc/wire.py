@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from request_fields import checks
 from request_fields.fields import sampling_params

@@ -27,6 +27,13 @@ FINISH_REASONS = {
     types_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
 
+WORKER_STATES = {
+    types_pb2.WORKER_STATE_LOADING: "loading",
+    types_pb2.WORKER_STATE_READY: "ready",
+    types_pb2.WORKER_STATE_DRAINING: "draining",
+    types_pb2.WORKER_STATE_LOST: "lost",
+}
+
 
 def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample:
     """A finished sample. A reason that this version does not know (newer server) becomes ERROR."""
@@ -117,7 +124,7 @@ def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
     return WorkerStatus(
         worker_id=message.worker_id,
         address=message.address,
-        state=message.state,
+        state=WORKER_STATES.get(message.state, "unknown"),
         rows_used=message.rows_used,
         rows_total=message.rows_total,
         blocks_free=message.blocks_free,

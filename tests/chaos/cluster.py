@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire.v1 import scheduler_pb2
-from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from quire.v1 import types_pb2
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
@@ -134,7 +135,7 @@ class Cluster:
             response = await stub.GetSchedulerStatus(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError:
             return set()
-        return {worker.worker_id for worker in response.status.workers if worker.state == "ready"}
+        return {worker.worker_id for worker in response.status.workers if worker.state == types_pb2.WORKER_STATE_READY}
 
     async def _is_serving(self, service: Service) -> bool:
         stub: Any = health_pb2_grpc.HealthStub(self._channels[service.address])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 from quire_client.demo import demo_model_dir
 
 from tests.contract.worker_fakes import (

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import xxhash
-from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
 from svc_common.serve import GrpcServer, open_channel
@@ -282,7 +283,7 @@ async def serve_worker(runner: Runner | None, *, pipeline_depth: int = 2) -> Asy
         drain=drain,
         pipeline_depth=pipeline_depth,
     )
-    server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.v1.WorkerService"])
+    server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.internal.v1.WorkerService"])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     channel = open_channel(await server.start())
     stub = worker_pb2_grpc.WorkerServiceStub(channel)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from worker_svc.engine.batch import EMPTY, BadBatchError, StepOutput
 from worker_svc.executor import StepExecutor

@@ -19,8 +19,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2 as types
 from quire_client import AsyncClient, InvalidRequest, Overloaded
 from quire_client.demo import demo_model_dir
@@ -359,8 +359,8 @@ async def check_errors_and_resumes(observed: Observed, client: AsyncClient) -> N
 async def check_internal_refusals(observed: Observed) -> None:
     """Scheduler and worker count their refusals too. Earlier service restarts may already have caused some refusals."""
     calls: list[tuple[Service, str, str, Callable[[grpc.aio.Channel], Any]]] = [
-        (observed.scheduler, "NOT_FOUND", "quire.v1.SchedulerService/GetBundle", no_such_bundle),
-        (observed.workers[1], "FAILED_PRECONDITION", "quire.v1.WorkerService/StepBatch", step_without_lease),
+        (observed.scheduler, "NOT_FOUND", "quire.internal.v1.SchedulerService/GetBundle", no_such_bundle),
+        (observed.workers[1], "FAILED_PRECONDITION", "quire.internal.v1.WorkerService/StepBatch", step_without_lease),
     ]
     for service, code, method, call in calls:
         where = {"pod": service.name, "code": code, "method": method}

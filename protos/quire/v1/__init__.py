@@ -1,1 +1,1 @@
-"""Version 1 of the wire protocol; stubs are generated beside the .proto files."""
+"""Version 1 of the public protocol, the contract with clients; stubs are generated beside the .proto files."""

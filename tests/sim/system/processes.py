@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.directory import ModelDirectory

@@ -6,7 +6,8 @@ import asyncio
 from array import array
 from random import Random
 
-from quire.v1 import scheduler_pb2, types_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2
 
 from gateway_svc.scheduler_request import SchedulerRequest
 from scheduler_svc.core.sequence import StopCondition

@@ -22,7 +22,8 @@ import quire_client.aio.stream
 import quire_client.retry
 import quire_client.watch
 import redis.asyncio
-from quire.v1 import types_pb2, worker_pb2
+from quire.internal.v1 import worker_pb2
+from quire.v1 import types_pb2
 from quire_client import AsyncClient
 from quire_client import errors as client_errors
 from quire_client.types import FinishReason as ClientReason
@@ -49,7 +50,7 @@ FORGOTTEN_S = 4.0  # if no fault follows, every scheduler must drop a request th
 RECOVERY_S = 15.0
 SETTLE_S = 30.0
 RUN_LIMIT_S = 240.0
-STEP_STREAM = "/quire.v1.WorkerService/StepStream"
+STEP_STREAM = "/quire.internal.v1.WorkerService/StepStream"
 # Raised before a stream was accepted: nothing is promised yet.
 NOT_YET = (
     client_errors.ConnectionFailed,

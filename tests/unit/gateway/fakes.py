@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from quire.v1 import inference_pb2 as public
-from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire.v1.inference_pb2_grpc import (
     AdminServiceStub,
@@ -20,7 +21,6 @@ from quire.v1.inference_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_InferenceServiceServicer_to_server,
 )
-from quire.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.directory import ModelDirectory

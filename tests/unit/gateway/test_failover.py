@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc import dispatcher
@@ -356,8 +356,11 @@ async def test_open_requests_are_limited_by_their_total_size(scheduler: FakeSche
 
 
 async def test_a_drain_is_sent_to_the_scheduler_of_the_worker(both: TestGateway, pair: list[FakeScheduler]) -> None:
-    pair[0].workers = [pb.WorkerInfo(worker_id="w0", state="ready"), pb.WorkerInfo(worker_id="w1", state="lost")]
-    pair[1].workers = [pb.WorkerInfo(worker_id="w1", state="ready")]
+    pair[0].workers = [
+        pb.WorkerInfo(worker_id="w0", state=types.WORKER_STATE_READY),
+        pb.WorkerInfo(worker_id="w1", state=types.WORKER_STATE_LOST),
+    ]
+    pair[1].workers = [pb.WorkerInfo(worker_id="w1", state=types.WORKER_STATE_READY)]
     response = await both.admin.DrainWorker(pb.DrainWorkerRequest(worker_id="w1", timeout_s=7.5))
     assert response.num_moved == 3
     assert (pair[0].released, [(r.worker_id, r.timeout_s) for r in pair[1].released]) == ([], [("w1", 7.5)])

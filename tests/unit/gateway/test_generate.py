@@ -6,8 +6,8 @@ import asyncio
 
 import grpc
 import pytest
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from tests.unit.gateway.fakes import (

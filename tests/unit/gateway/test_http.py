@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from quire.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.api_keys import ApiKeys

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc import scheduler_client
@@ -277,7 +277,7 @@ class GarblingScheduler:
         }
         self.server = grpc.aio.server()
         self.server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("quire.v1.SchedulerService", handlers),)
+            (grpc.method_handlers_generic_handler("quire.internal.v1.SchedulerService", handlers),)
         )
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 

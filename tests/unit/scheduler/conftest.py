@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from quire.v1 import scheduler_pb2_grpc
+from quire.internal.v1 import scheduler_pb2_grpc
 
 from scheduler_svc.server import SERVICE_NAME, Parts, SchedulerServicer, build, make_arguments
 from svc_common.config import parse

@@ -8,7 +8,8 @@ import time
 import grpc
 import numpy as np
 import pytest
-from quire.v1 import scheduler_pb2, types_pb2
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2
 
 from scheduler_svc import gateway_links
 from scheduler_svc.core.messages import Deltas

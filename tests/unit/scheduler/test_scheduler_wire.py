@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.v1 import scheduler_pb2, types_pb2, worker_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from scheduler_svc import columns, wire, worker_wire
 from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch

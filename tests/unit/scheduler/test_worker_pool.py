@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quire.v1 import scheduler_pb2, types_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 
 from scheduler_svc import worker_pool, worker_wire
 from svc_common.errors import InvalidRequestError
@@ -34,7 +35,7 @@ async def read_to_end(call: Any) -> None:
         pass
 
 
-def states(stack: Stack) -> dict[str, str]:
+def states(stack: Stack) -> dict[str, types_pb2.WorkerState]:
     return {w.worker_id: w.state for w in stack.parts.pool.describe(stack.parts.step_loop.stats())}
 
 
@@ -77,13 +78,13 @@ async def test_welcome_contains_the_model_and_the_ready_workers(make_stack: Make
 async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = ToyWorker(stack.address)
-    worker.state = scheduler_pb2.WORKER_STATE_LOADING
+    worker.state = types_pb2.WORKER_STATE_LOADING
     stack.cleanup.push_async_callback(worker.stop)
     await worker.start()
-    await until(lambda: states(stack) == {"w0": "loading"})
-    worker.state = scheduler_pb2.WORKER_STATE_READY
+    await until(lambda: states(stack) == {"w0": types_pb2.WORKER_STATE_LOADING})
+    worker.state = types_pb2.WORKER_STATE_READY
     await ready(stack)
-    assert states(stack) == {"w0": "ready"}
+    assert states(stack) == {"w0": types_pb2.WORKER_STATE_READY}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ async def test_a_killed_workers_sequences_resume_on_another(make_stack: MakeStac
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 200)
     assert gateway.finished[1, 0].preemptions == 1
     assert second.steps
-    assert states(stack) == {"w0": "lost", "w1": "ready"}
+    assert states(stack) == {"w0": types_pb2.WORKER_STATE_LOST, "w1": types_pb2.WORKER_STATE_READY}
 
 
 async def test_requests_wait_for_a_worker_that_returns(make_stack: MakeStack) -> None:
@@ -439,13 +440,13 @@ async def test_the_last_worker_finishes_its_rows_before_it_is_released(make_stac
     await gateway.submit(1, PROMPT, max_tokens=30)
     await until(lambda: gateway.tokens)
     leaving.gate.clear()
-    leaving.state = scheduler_pb2.WORKER_STATE_DRAINING
-    await until(lambda: states(stack)["w0"] == "draining")
+    leaving.state = types_pb2.WORKER_STATE_DRAINING
+    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_DRAINING)
     leaving.gate.set()
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 30)
     assert gateway.finished[1, 0].preemptions == 0
-    await until(lambda: states(stack)["w0"] == "lost")
+    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
 
 
 async def test_a_draining_workers_sequences_move_when_another_joins(make_stack: MakeStack) -> None:
@@ -457,8 +458,8 @@ async def test_a_draining_workers_sequences_move_when_another_joins(make_stack: 
         await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
     await until(lambda: len(gateway.replies) == 5)
     num_moved = stack.parts.step_loop.num_rows("w0")
-    leaving.state = scheduler_pb2.WORKER_STATE_DRAINING
-    await until(lambda: states(stack)["w0"] == "draining")
+    leaving.state = types_pb2.WORKER_STATE_DRAINING
+    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_DRAINING)
     staying = await stack.worker("w1", epoch=12)
     await finished(gateway, *range(5))
     for handle in range(5):
@@ -466,7 +467,7 @@ async def test_a_draining_workers_sequences_move_when_another_joins(make_stack: 
     assert sum(f.preemptions for f in gateway.finished.values()) == num_moved > 0
     assert staying.opens == 5
     leaving.gate.set()
-    await until(lambda: states(stack)["w0"] == "lost")
+    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
 
 
 async def test_release_drains_a_worker_and_moves_its_sequences(
@@ -491,7 +492,7 @@ async def test_release_drains_a_worker_and_moves_its_sequences(
     for handle in range(3):
         assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle + 1], 200)
     leaving.gate.set()
-    await until(lambda: states(stack)["w0"] == "lost")
+    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
 
 
 async def test_release_errors_name_the_cause(make_stack: MakeStack) -> None:
@@ -527,7 +528,7 @@ async def test_status_shows_model_queue_and_workers(make_stack: MakeStack) -> No
     status = answer.status
     assert (status.model, status.prefix_index, status.max_waiting, status.num_running) == ("toy", "memory", 7, 1)
     [info] = status.workers
-    assert (info.worker_id, info.state, info.rows_used, info.rows_total) == ("w0", "ready", 1, 8)
+    assert (info.worker_id, info.state, info.rows_used, info.rows_total) == ("w0", types_pb2.WORKER_STATE_READY, 1, 8)
     assert info.blocks_free + info.blocks_cached + info.blocks_used == 64
     assert info.worker_epoch == 11
     worker.gate.set()
@@ -559,7 +560,7 @@ async def test_a_registration_with_missing_fields_is_refused_with_their_names(ma
         (scheduler_pb2.RegisterRequest(worker_id="w"), "address"),
         (
             scheduler_pb2.RegisterRequest(
-                worker_id="w", address="a:1", state=scheduler_pb2.WORKER_STATE_READY, worker_epoch=1
+                worker_id="w", address="a:1", state=types_pb2.WORKER_STATE_READY, worker_epoch=1
             ),
             "capacity",
         ),
@@ -632,7 +633,7 @@ def make_registration() -> scheduler_pb2.RegisterRequest:
         pipeline_depth=2,
     )  # fmt: skip
     return scheduler_pb2.RegisterRequest(
-        worker_id="absurd", address="a:1", state=scheduler_pb2.WORKER_STATE_READY, worker_epoch=1, capacity=capacity
+        worker_id="absurd", address="a:1", state=types_pb2.WORKER_STATE_READY, worker_epoch=1, capacity=capacity
     )
 
 

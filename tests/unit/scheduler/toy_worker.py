@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 import numpy as np
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 from xxhash import xxh3_128_digest
 
 from svc_common.serve import open_channel
@@ -60,7 +61,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, scheduler: str, worker_id: str = "w0", *, epoch: int = 11, **info: Any) -> None:
         self.worker_id, self.epoch = worker_id, epoch
         self.info = make_info(**info)
-        self.state = scheduler_pb2.WORKER_STATE_READY
+        self.state = types_pb2.WORKER_STATE_READY
         self.scheduler_epoch = 0
         self.lease_epochs: list[int] = []
         self.num_blocks = 64
@@ -155,7 +156,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
             address=self.address,
             worker_epoch=self.epoch,
             state=self.state,
-            capacity=None if self.state == scheduler_pb2.WORKER_STATE_LOADING else capacity,
+            capacity=None if self.state == types_pb2.WORKER_STATE_LOADING else capacity,
         )
 
     # -- service ------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         if not self.drains:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no")
         self.drained_with.append(request.timeout_s)
-        self.state = scheduler_pb2.WORKER_STATE_DRAINING
+        self.state = types_pb2.WORKER_STATE_DRAINING
         await self.gate.wait()
         return worker_pb2.DrainResponse()
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 from quire_client.demo import demo_model_dir
 
 from tests.contract.worker_fakes import BLOCK_SIZE, NUM_BLOCKS, Row, WorkerUnderTest, sampled, serve_worker

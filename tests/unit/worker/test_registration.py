@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
 from worker_svc import registration as registration_module

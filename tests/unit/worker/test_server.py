@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire_client.demo import demo_model_dir
 
 from svc_common import config
@@ -60,7 +60,7 @@ class Process:
     async def health(self) -> int:
         assert self.channel is not None
         stub = health_pb2_grpc.HealthStub(self.channel)
-        request = health_pb2.HealthCheckRequest(service="quire.v1.WorkerService")
+        request = health_pb2.HealthCheckRequest(service="quire.internal.v1.WorkerService")
         return (await stub.Check(request, timeout=30)).status
 
     async def wait(self) -> int:

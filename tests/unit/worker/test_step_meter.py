@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from worker_svc.engine.batch import StepBatch
 from worker_svc.metrics import StepMeter

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.internal.v1 import worker_pb2
+from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
 from svc_common.errors import InvalidRequestError

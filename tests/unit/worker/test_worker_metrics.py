@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import worker_pb2
+from quire.internal.v1 import worker_pb2
 
 from worker_svc import metrics
 from worker_svc.engine.batch import StepBatch
