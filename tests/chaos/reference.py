@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from quire_client import AsyncClient, GenerateResult
 from tokenizers import Tokenizer
 
+from tests.chaos.parameters import Parameter, served_parameters
 from tests.chaos.workload import MIN_TOKENS, Answer, Request, make_requests, with_stop_string
 from worker_svc.sim_tokens import read_vocabulary, sim_output
 
@@ -20,11 +22,15 @@ AT_ONCE = 8
 class Source(Protocol):
     """Computes expected answers."""
 
+    parameters: Sequence[Parameter]  # those that it can compute, beside the common ones
+
     async def answers(self, request: Request) -> Answers: ...
 
 
 class UndisturbedStack:
     """The services themselves, while there are no faults."""
+
+    parameters: Sequence[Parameter] = served_parameters()
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -37,6 +43,8 @@ class UndisturbedStack:
 
 class SimRule:
     """Computes the answers of `--executor sim` from its specification. Only tokenization uses the gateway."""
+
+    parameters: Sequence[Parameter] = ()
 
     def __init__(self, client: AsyncClient, model_dir: Path) -> None:
         self._client = client
@@ -80,7 +88,7 @@ class Catalogue:
 
     @classmethod
     async def build(cls, source: Source, *, seed: int, count: int, vocab_size: int) -> Catalogue:
-        requests = make_requests(seed, count, vocab_size)
+        requests = make_requests(seed, count, vocab_size, source.parameters)
         answers = await asyncio.gather(*map(source.answers, requests))
         entries = list(zip(requests, answers, strict=True))
         rng = random.Random(seed)

@@ -55,7 +55,14 @@ class Report:
         }
 
     def text(self) -> str:
-        parts = [self._fault_table(), self._longest_pause(), self._exits(), self._memory(), *self._bad_streams()]
+        parts = [
+            self._fault_table(),
+            self.parameter_table(),
+            self._longest_pause(),
+            self._exits(),
+            self._memory(),
+            *self._bad_streams(),
+        ]
         parts += [f"PROBLEM: {problem}" for problem in self.problems]
         return "\n\n".join(filter(None, parts))
 
@@ -83,6 +90,25 @@ class Report:
             values = pauses.get(label, [])
             figures = "".join(f"{quantile(values, fraction):>8.2f}" for fraction in (0.5, 0.99, 1.0))
             lines.append(f"{label:<20}{counts[label] or '':>6}{len(values):>9}{figures if values else ''}")
+        return "\n".join(lines)
+
+    def parameter_table(self) -> str:
+        """By parameter and kind of process: the streams that ran while such a process was killed, and the bad ones."""
+        kills = [strike for strike in self.strikes if strike.fault.action == "kill"]
+        hit: Counter[tuple[str, str]] = Counter()
+        bad: Counter[tuple[str, str]] = Counter()
+        for record in self.records:
+            kinds = {
+                strike.fault.kind for strike in kills if record.began < strike.ended and record.ended > strike.began
+            }
+            cells = [(name, kind) for name in set(record.request.parameters) for kind in kinds]
+            hit.update(cells)
+            bad.update(cells if record.is_bad else ())
+        names = sorted({name for record in self.records for name in record.request.parameters})
+        lines = [f"{'parameter':<20}" + "".join(f"{kind:>14}" for kind in KINDS) + "   streams during a kill (bad)"]
+        for name in names:
+            cells = [(hit[name, kind], bad[name, kind]) for kind in KINDS]
+            lines.append(f"{name:<20}" + "".join(f"{f'{count} ({wrong})':>14}" for count, wrong in cells))
         return "\n".join(lines)
 
     def _longest_pause(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 from quire_client.types import Delta
 
 from tests.chaos.faults import ACTIONS, Fault, Strike, make_plan
+from tests.chaos.parameters import served_parameters
 from tests.chaos.report import TOGETHER, Report
 from tests.chaos.streams import StreamRecord
 from tests.chaos.workload import Answer, Request, make_requests, with_stop_string
@@ -65,6 +66,19 @@ def test_a_pause_is_attributed_to_the_fault_at_that_time() -> None:
     assert report(strike("worker", "kill", 5.0, 6.0)).summary()["pause_p99_s"] == 0.0
 
 
+def test_a_matrix_counts_streams_by_parameter_and_killed_process() -> None:
+    stream = record((0, (1, 9, 3, 4)))
+    stream.request = Request(0, {"token_ids": [5]}, {"top_p": 0.5, "max_tokens": 9})
+    kills = (
+        strike("worker", "kill", 0.2, 0.4),
+        strike("scheduler", "kill", 8.0, 9.0),
+        strike("redis", "flush", 0.2, 0.4),
+    )
+    rows = [line.split() for line in report(*kills, streams=(GOOD, stream)).parameter_table().splitlines()[1:]]
+    none = ["0", "(0)"]
+    assert rows == [["token_ids", *none, *none, "2", "(1)", *none], ["top_p", *none, *none, "1", "(1)", *none]]
+
+
 def test_the_last_line_is_json_with_the_documented_keys() -> None:
     kills = (strike("worker", "kill", 0.2, 0.4), strike("redis", "flush", 0.5, 0.6))
     summary = json.loads(report(*kills).json_line())
@@ -90,6 +104,8 @@ def test_plans_and_requests_are_seeded_and_cover_everything() -> None:
     requests = make_requests(3, 40, 2048)
     assert requests == make_requests(3, 40, 2048)
     assert {request.num_samples for request in requests} == {1, 2, 3}
+    names = {parameter.name for parameter in served_parameters()}
+    assert names <= {name for request in requests for name in request.options}
     assert {next(iter(request.prompt)) for request in requests} == {"token_ids", "messages", "prompt"}
 
 

@@ -1,0 +1,82 @@
+"""The request parameters that the workload draws, and how their values are drawn.
+
+A parameter takes part as soon as the table of request fields says that it is served.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from request_fields.fields import FIELDS
+
+# Long enough that a fault can strike while the answer is streamed.
+LONG_SCHEMA = {
+    "type": "array",
+    "minItems": 12,
+    "maxItems": 16,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 4, "maxLength": 12}, "size": {"type": "integer"}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+}
+LONG_REGEX = r"([a-z]{2,9} ){30,40}end"
+LONG_GRAMMAR = 'start: line{20,24}\nline: WORD "=" NUMBER "\\n"\nWORD: /[a-z]{3,8}/\nNUMBER: /[0-9]{1,4}/\n'
+CHOICES = tuple(f"{word} {'and so on ' * 20}" for word in ("alpha", "beta", "gamma"))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One keyword option of the SDK. `draw`: (random numbers, vocabulary size) to the options that use it."""
+
+    name: str
+    draw: Callable[[random.Random, int], dict[str, Any]]
+    is_alone: bool = False  # combines with max_tokens only
+
+
+def _ids(rng: random.Random, vocab_size: int, count: int) -> list[int]:
+    return sorted(rng.sample(range(3, vocab_size), count))  # the first three are special
+
+
+PARAMETERS = (
+    Parameter("top_p", lambda rng, _: {"top_p": rng.uniform(0.3, 0.95)}),
+    Parameter("top_k", lambda rng, _: {"top_k": rng.randint(2, 100)}),
+    Parameter("min_p", lambda rng, _: {"min_p": rng.uniform(0.01, 0.3)}),
+    Parameter("min_tokens", lambda rng, v: {"min_tokens": 60, "stop_token_ids": _ids(rng, v, 64)}),
+    Parameter("stop_token_ids", lambda rng, v: {"stop_token_ids": _ids(rng, v, 2)}),
+    Parameter("repetition_penalty", lambda rng, _: {"repetition_penalty": rng.uniform(0.8, 1.6)}),
+    Parameter("frequency_penalty", lambda rng, _: {"frequency_penalty": rng.uniform(-0.5, 1.5)}),
+    Parameter("presence_penalty", lambda rng, _: {"presence_penalty": rng.uniform(-0.5, 1.5)}),
+    Parameter("logit_bias", lambda rng, v: {"logit_bias": {i: rng.uniform(-8.0, 4.0) for i in _ids(rng, v, 12)}}),
+    Parameter("allowed_token_ids", lambda rng, v: {"allowed_token_ids": _ids(rng, v, v // 4)}),
+    Parameter("banned_token_ids", lambda rng, v: {"banned_token_ids": _ids(rng, v, 100)}),
+    Parameter("bad_words", lambda rng, _: {"bad_words": rng.sample(("the", "return", "string", "a new", "is"), 3)}),
+    Parameter("logprobs", lambda rng, _: {"logprobs": rng.randint(0, 5)}),
+    Parameter("prompt_logprobs", lambda rng, _: {"prompt_logprobs": rng.randint(0, 3)}),
+    Parameter("json_schema", lambda rng, _: {"json_schema": LONG_SCHEMA, "ignore_eos": False}),
+    Parameter("regex", lambda rng, _: {"regex": LONG_REGEX, "ignore_eos": False}),
+    Parameter("grammar", lambda rng, _: {"grammar": LONG_GRAMMAR, "ignore_eos": False}),
+    Parameter("choice", lambda rng, _: {"choice": list(CHOICES), "ignore_eos": False}),
+    Parameter("best_of", lambda rng, _: {"best_of": 3, "n": 2, "temperature": 1.0, "seed": rng.getrandbits(64)}, True),
+    Parameter("beam_width", lambda rng, _: {"beam_width": 3, "n": 2}, True),
+)
+GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
+CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}
+BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar may need the tokens that they ban
+
+
+def served_parameters() -> tuple[Parameter, ...]:
+    """The parameters that this version serves."""
+    served = {field.option for field in FIELDS if field.is_served}
+    return tuple(parameter for parameter in PARAMETERS if parameter.name in served)
+
+
+def fit_together(name: str, others: Iterable[str]) -> bool:
+    """Whether a request may have this parameter beside the others."""
+    rivals = set(CLASHES.get(name, ())) | (GRAMMARS | BANS if name in GRAMMARS else set())
+    rivals |= GRAMMARS if name in BANS else set()
+    return not rivals & set(others)
