@@ -51,13 +51,19 @@ def _split(entry: str) -> list[str]:
     return [part.strip() for part in entry.split(",") if part.strip()]
 
 
-def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call: the API key, if set, as a bearer token. Raises InvalidRequest."""
+def api_key_of(api_key: str | None) -> str:
+    """`api_key`, else QUIRE_API_KEY; empty if neither is set. Raises InvalidRequest."""
     key = (api_key if api_key is not None else os.environ.get(API_KEY_ENV, "")).strip()
     if not (key.isascii() and key.isprintable()):
         raise invalid(
             "api_key", "api_key contains a character that is not allowed in a header; use printable ASCII only"
         )
+    return key
+
+
+def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call: the API key, if set, as a bearer token. Raises InvalidRequest."""
+    key = api_key_of(api_key)
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from quire_client.channel import DEFAULT_TARGET
+from quire_client.cli.batch_arguments import BATCH_EXAMPLES, add_batch_flags
 from quire_client.cli.bench_arguments import BENCH_EXAMPLES, add_bench_flags
 from quire_client.cli.values import at_least, not_negative, number, port, positive, token_ids
 from request_fields.fields import FIELDS, Field, Kind
@@ -70,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspection(commands)
     _add_drain(commands)
     _add_doctor(commands)
+    _add_batch(commands)
     _add_bench(commands)
     return parser
 
@@ -250,6 +252,14 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(doctor)
+
+
+def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands, "batch", "batch", "run", "answer a file of requests in OpenAI's batch format", BATCH_EXAMPLES
+    )
+    add_batch_flags(parser)
+    _add_tls(parser)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from request_fields.fields import BY_PATH
+
 
 def at_least(low: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
@@ -26,6 +28,16 @@ def port(text: str) -> int:
     value = at_least(0)(text)
     if value > 65535:
         raise argparse.ArgumentTypeError(f"{text} is above 65535")
+    return value
+
+
+def priority(text: str) -> int:
+    """A value of the request field scheduling.priority."""
+    field = BY_PATH["scheduling.priority"]
+    assert field.low is not None and field.high is not None  # noqa: PT018
+    value = at_least(field.low)(text)
+    if value > field.high:
+        raise argparse.ArgumentTypeError(f"{text} is above {field.high}")
     return value
 
 
