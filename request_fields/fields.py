@@ -12,7 +12,13 @@ from enum import Enum, Flag, auto
 from typing import Any
 
 MAX_UINT32 = 2**32 - 1
-MAX_BANNED_IDS = 512  # token ids that one row may ban from being sampled
+MAX_BANNED_IDS = 512  # token ids that min_tokens may ban: EOS and stop_token_ids
+MAX_ALLOWED_IDS = 1 << 16  # allowed_token_ids of one request
+MAX_RULE_IDS = 1024  # banned_token_ids and entries of logit_bias of one request, each
+MAX_BAD_WORDS = 128  # strings of one request; each has up to two sequences of token ids
+MAX_BAD_WORD_CHARS = 128
+MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
+MAX_LOGIT_BIAS = 100.0
 
 
 class FieldError(ValueError):
@@ -72,8 +78,8 @@ class Field:
     resume: Resume = Resume.PER_REQUEST
     default: Any = None  # used if neither the request nor the model sets the field; None: see `doc`
     off: Any = None  # for unsupported fields: the only value accepted, which disables the feature
-    low: int | None = None
-    high: int | None = None
+    low: float | None = None
+    high: float | None = None
     excludes_low: bool = False
     max_items: int | None = None
     max_chars: int | None = None  # limit of each string in a list
@@ -138,9 +144,18 @@ FIELDS = (
         "sampling.n", Kind.UINT32, "Samples of one prompt; the prompt is computed once.",
         Side.GATEWAY | Side.SCHEDULER, default=1, low=1,
     ),
-    Field("sampling.repetition_penalty", Kind.FLOAT, "", off=1.0, config_key="repetition_penalty", config_off=1),
-    Field("sampling.frequency_penalty", Kind.FLOAT, "", off=0.0, config_key="frequency_penalty", config_off=0),
-    Field("sampling.presence_penalty", Kind.FLOAT, "", off=0.0, config_key="presence_penalty", config_off=0),
+    Field(
+        "sampling.repetition_penalty", Kind.FLOAT, "", default=1.0, off=1.0, low=0.01, high=100,
+        config_key="repetition_penalty",
+    ),
+    Field(
+        "sampling.frequency_penalty", Kind.FLOAT, "", default=0.0, off=0.0, low=-2, high=2,
+        config_key="frequency_penalty",
+    ),
+    Field(
+        "sampling.presence_penalty", Kind.FLOAT, "", default=0.0, off=0.0, low=-2, high=2,
+        config_key="presence_penalty",
+    ),
     Field("sampling.logit_bias", Kind.BIASES, ""),
     Field("sampling.beam_width", Kind.UINT32, "", off=0, config_key="num_beams", config_off=1),
     Field("sampling.json_schema", Kind.STRING, "", off=""),
@@ -220,6 +235,9 @@ class SamplingParams:
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
 
 # Keyed by attribute of SamplingParams, in its order, which is also the order in columns and records.

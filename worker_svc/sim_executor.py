@@ -20,10 +20,11 @@ import xxhash
 
 from request_fields.checks import default_sampling
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import U32, Bools, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import F32, U32, Bools, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
+from worker_svc.engine.processors import ProcessedRows
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary
 
@@ -198,32 +199,33 @@ class SimRunner:
         seeds, sample_indices = (np.where(is_greedy, 0, columns[name]) for name in ("seed", "sample_index"))
         keys = mix((columns.positions.astype(np.uint64) << np.uint64(32)) | sample_indices.astype(np.uint64))
         draws = mix(self._histories.digests[rows, positions] ^ mix(seeds.astype(np.uint64) ^ keys))
-        banned = _ids_by_line(columns.banned)
         token_ids: U32 = self._printable[draws % np.uint64(len(self._printable))]
-        for line, ids in banned.items():
-            token_ids[line] = self._draw_allowed(int(draws[line]), ids)
         eos = self._vocabulary.eos_token_id
-        if eos is None:
-            return token_ids
         ends = mix(draws) < np.uint64(self._vocabulary.eos_below)
-        ends[[line for line, ids in banned.items() if eos in ids]] = False
-        token_ids[ends] = eos
+        selected = self._rows.processed_rows(rows, positions)
+        for line, logits in self._processed(selected):
+            token_ids[line] = self._draw_highest(int(draws[line]), logits)
+            ends[line] &= eos is not None and logits[eos] > -np.inf
+        if eos is not None:
+            token_ids[ends] = eos
         return token_ids
 
-    def _draw_allowed(self, draw: int, banned: I64) -> int:
-        """A printable token that is not banned; any other token if all of them are banned."""
-        allowed = np.setdiff1d(self._printable, banned)
-        if not len(allowed):
-            allowed = np.setdiff1d(np.arange(self.info.vocab_size), banned)
-        return int(allowed[draw % len(allowed)])
+    def _processed(self, selected: ProcessedRows | None) -> Iterator[tuple[int, F32]]:
+        """Row of the batch and processed logits of each row that asks for processing. All logits are 1 before it."""
+        if selected is None:
+            return
+        for i, line in enumerate(selected.lines.tolist()):
+            logits = np.ones(self.info.vocab_size, np.float32)
+            selected.process_one(logits, i)
+            yield line, logits
 
-
-def _ids_by_line(banned: tuple[I64, I64] | None) -> dict[int, I64]:
-    """The banned ids of each row of logits that has banned ids."""
-    if banned is None:
-        return {}
-    lines, ids = banned
-    return {int(line): ids[lines == line] for line in np.unique(lines)}
+    def _draw_highest(self, draw: int, logits: F32) -> int:
+        """One of the printable tokens with the highest logit; of all tokens if no printable token is left."""
+        among = self._printable
+        if logits[among].max() == -np.inf:
+            among = np.arange(len(logits), dtype=np.uint32)
+        highest = among[logits[among] == logits[among].max()]
+        return int(highest[draw % len(highest)])
 
 
 class Histories:

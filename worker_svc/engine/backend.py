@@ -15,6 +15,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch  # rows and plans use these types even if torch is not installed
 
+    from worker_svc.engine.processors import ProcessedRows
+
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -45,7 +47,6 @@ class SamplingColumns:
     params: Mapping[str, npt.NDArray[Any]]  # one column per field of SamplingParams, and `sample_index`: [max_num_seqs]
     rows: I64  # [S] indices into these columns
     positions: U32  # [S] output positions
-    banned: tuple[I64, I64] | None = None  # row of the logits and token id of each ban
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """The values of one parameter for the S rows."""
@@ -129,7 +130,11 @@ class Backend(Protocol):
         """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
         ...
 
+    def process_logits(self, logits: torch.Tensor, selected: ProcessedRows) -> None:
+        """Changes float32 logits [S, vocab] of the selected rows in place, as processors.py specifies."""
+        ...
+
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
-        """Tokens [S] for logits [S, vocab] as noise.py specifies, and a mask of rows with NaN or no finite number.
-        Banned ids are already minus infinity in the logits."""
+        """Tokens [S] for processed logits [S, vocab] as noise.py specifies, and a mask of rows with NaN or no finite
+        number."""
         ...

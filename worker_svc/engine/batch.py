@@ -17,11 +17,28 @@ from request_fields.fields import SamplingParams
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
+F32 = npt.NDArray[np.float32]
+
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
+NO_BIASES: F32 = np.empty(0, dtype=np.float32)
 
 
 class BadBatchError(ValueError):
     """The columns contradict each other or the pool. The whole step is refused and nothing is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Rules of a row for single token ids; processors.py gives their effect. Empty: no rule."""
+
+    allowed_ids: U32 = field(default_factory=lambda: EMPTY)
+    banned_ids: U32 = field(default_factory=lambda: EMPTY)
+    bad_words: tuple[U32, ...] = ()  # sequences of token ids
+    bias_ids: U32 = field(default_factory=lambda: EMPTY)
+    biases: F32 = field(default_factory=lambda: NO_BIASES)  # one per item of bias_ids
+
+
+NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,7 @@ class RowOpen:
     fork_of_row: int | None = None
     banned_ids: U32 = field(default_factory=lambda: EMPTY)  # not sampled at output positions below `banned_before`
     banned_before: int = 0
+    rules: TokenRules = NO_RULES
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinea
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, check_int8_width
 from worker_svc.engine.machine import has_amx
+from worker_svc.engine.processors import ProcessedRows
 
 if TYPE_CHECKING:
     from worker_svc.engine.kv_cache import KVCachePool
@@ -42,6 +43,7 @@ _SIGNATURES = {
     "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
+    "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_forward": [_POINTER] * 4,
@@ -60,6 +62,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_forward_workspace.restype = _LONG
     library.quire_sampling_columns.argtypes = []
     library.quire_sampling_columns.restype = ctypes.c_char_p
+    library.quire_processor_row_bytes.argtypes = []
+    library.quire_processor_row_bytes.restype = _LONG
     library.quire_arithmetic.restype = ctypes.c_char_p
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
@@ -201,6 +205,18 @@ class CpuBackend:
         block_bytes = pool[0, 0].numel() * pool.element_size()
         self._kernels.quire_copy_blocks(
             pool.data_ptr(), address_of(src), address_of(dst), len(src), num_layers, num_blocks, block_bytes
+        )
+
+    def process_logits(self, logits: torch.Tensor, selected: ProcessedRows) -> None:
+        self._kernels.quire_process_logits(
+            logits.data_ptr(),
+            logits.shape[1],
+            selected.table.records.ctypes.data,
+            len(selected.lines),
+            address_of(selected.lines),
+            address_of(selected.rows),
+            address_of(selected.num_tokens),
+            self._threads,
         )
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:

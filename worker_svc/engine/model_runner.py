@@ -35,6 +35,10 @@ OUT_OF_MEMORY = (
     "not enough memory",
     "out of memory",
 )  # in the message of torch's RuntimeError
+NOTHING_TO_SAMPLE = (
+    "the logits hold NaN, infinity or no finite number; if the request has allowed_token_ids, banned_token_ids or "
+    "bad_words, they may exclude all token ids"
+)
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -185,17 +189,24 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor, errors: RowErrors) -> tuple[I64, U32]:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
-        if columns.banned is not None:
-            lines, ids = map(torch.from_numpy, columns.banned)
-            logits[lines, ids] = -torch.inf
+        logits = self._process_logits(plan, logits)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         if is_bad.any():
             for row in rows[is_bad]:
-                errors.add(int(row), "the logits hold NaN, infinity or no finite number", RowErrorCode.NAN)
+                errors.add(int(row), NOTHING_TO_SAMPLE, RowErrorCode.NAN)
             rows, positions, token_ids = rows[~is_bad], positions[~is_bad], token_ids[~is_bad]
         self._rows.append(rows, positions, token_ids)
         return rows, token_ids
+
+    def _process_logits(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocab] with the processing that rows ask for: float32 if any row does, else unchanged."""
+        selected = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
+        if selected is None:
+            return logits
+        logits = logits.float()
+        self._backend.process_logits(logits, selected)
+        return logits
 
 
 def is_out_of_memory(error: BaseException) -> bool:

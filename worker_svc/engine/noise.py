@@ -4,7 +4,7 @@ Random words: Philox4x32-10 with key = (seed low, seed high) and counter = (v >>
 vocabulary id v takes word v & 3. With u = (word + 0.5) / 2^32 in double, its noise is g = float32(-log(-log1p(-u))),
 and the token is the argmax of float32(z) + g over the ids that were kept, ties to the lowest id.
 
-The logits of token ids that a row bans at this output position are minus infinity before anything else.
+The logits are those of the model, after processing (processors.py) for rows that ask for it.
 z = logits / temperature in float32, and an id is kept when z passes, in this order,
   min_p:  z >= max(z) + float32(log(min_p));
   top_k:  z >= the k-th largest;

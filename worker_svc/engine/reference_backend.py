@@ -25,6 +25,7 @@ from worker_svc.engine.backend import (
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.linear import FixedPointLinear, Int8Linear, PackedLinear
 from worker_svc.engine.noise import sample_token
+from worker_svc.engine.processors import ProcessedRows
 
 KEY_TILE = 128
 TOKEN_TILE = 16
@@ -97,6 +98,10 @@ class ReferenceBackend:
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             pool[:, target] = pool[:, source]
+
+    def process_logits(self, logits: torch.Tensor, selected: ProcessedRows) -> None:
+        for index, line in enumerate(selected.lines.tolist()):
+            selected.process_one(logits[line].numpy(), index)
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
         tokens, is_bad = np.zeros(len(logits), np.uint32), np.zeros(len(logits), np.bool_)

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.checks import check_sampling
-from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, FieldError, Kind
+from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
 NO_BLOCK = -1
 COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
@@ -66,8 +67,7 @@ class RowTable:
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
-        self._banned: dict[int, I64] = {}  # by row: ids that it must not sample
-        self._banned_before: I64 = np.zeros(max_num_seqs, np.int64)  # output position
+        self._processors = ProcessorTable(self._tokens, vocab_size)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -78,14 +78,12 @@ class RowTable:
     def reset(self) -> None:
         """Closes all rows."""
         self.is_open[:] = False
-        self._banned.clear()
+        self._processors.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
         self.is_open[rows[rows < self._max_num_seqs]] = False
-        if self._banned:
-            for row in rows.tolist():
-                self._banned.pop(row, None)
+        self._processors.close(rows)
 
     # Opening
 
@@ -107,7 +105,7 @@ class RowTable:
         return (
             self._history_refusal(item)
             or self._table_refusal(item.block_table)
-            or self._banned_refusal(item.banned_ids)
+            or self._processors.refusal(item)
             or _sampling_refusal(item)
         )
 
@@ -139,14 +137,6 @@ class RowTable:
             return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
         return None
 
-    def _banned_refusal(self, ids: U32) -> str | None:
-        if len(ids) > MAX_BANNED_IDS or len(ids) >= self._vocab_size:
-            most = min(MAX_BANNED_IDS, self._vocab_size - 1)
-            return f"banned_ids has {len(ids)} ids, expected at most {most}"
-        if len(ids) and int(ids.max()) >= self._vocab_size:
-            return f"banned id {int(ids.max())} is not below the vocabulary size {self._vocab_size}"
-        return None
-
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
@@ -164,9 +154,7 @@ class RowTable:
         for name in SAMPLER_FIELDS:
             self._sampling[name][row] = getattr(item.sampling, name)
         self._sampling["sample_index"][row] = item.sample_index
-        if len(item.banned_ids):
-            self._banned[row] = item.banned_ids.astype(np.int64)
-            self._banned_before[row] = item.banned_before
+        self._processors.open(item)
 
     # Table changes
 
@@ -293,18 +281,12 @@ class RowTable:
 
     def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
         """Parameters for sampling the token at sequence position `positions` of each row."""
-        output_positions = positions - self._prompt_lens[rows]
-        banned = self._banned_pairs(rows, output_positions) if self._banned else None
-        return SamplingColumns(self._sampling, rows, output_positions.astype(np.uint32), banned)
+        return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
 
-    def _banned_pairs(self, rows: I64, output_positions: I64) -> tuple[I64, I64] | None:
-        """Every (index in `rows`, token id) that cannot be sampled; None if there is none."""
-        candidates = np.flatnonzero(output_positions < self._banned_before[rows]).tolist()
-        found = [(i, self._banned[int(rows[i])]) for i in candidates if int(rows[i]) in self._banned]
-        if not found:
-            return None
-        lines, ids = [i for i, _ in found], [ids for _, ids in found]
-        return np.repeat(np.array(lines, np.int64), [len(part) for part in ids]), np.concatenate(ids)
+    def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
+        """The rows whose logits are processed before the token at sequence position `positions` of each is sampled;
+        None if there are none."""
+        return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""

@@ -35,7 +35,7 @@ def priority(text: str) -> int:
     """A value of the request field scheduling.priority."""
     field = BY_PATH["scheduling.priority"]
     assert field.low is not None and field.high is not None  # noqa: PT018
-    value = at_least(field.low)(text)
+    value = at_least(int(field.low))(text)
     if value > field.high:
         raise argparse.ArgumentTypeError(f"{text} is above {field.high}")
     return value

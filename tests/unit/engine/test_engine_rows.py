@@ -9,8 +9,9 @@ import torch
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.processor_cases import f32
 from tests.unit.engine.test_engine_models import check_against, load, prompts
-from worker_svc.engine.batch import BadBatchError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.batch import BadBatchError, RowErrorCode, RowOpen, StepBatch, TokenRules
 
 TRUE, FALSE = np.array([True]), np.array([False])
 
@@ -68,7 +69,19 @@ BAD_OPENS = {
     "top_k": ({"sampling": seeded(0, top_k=-1)}, "top_k"),
     "min_p": ({"sampling": seeded(0, min_p=1.5)}, "min_p"),
     "seed": ({"sampling": seeded(2**64)}, "seed"),
-    "banned id": ({"banned_ids": u32(211), "banned_before": 1}, "banned id 211 is not below the vocabulary size 211"),
+    "banned id": ({"banned_ids": u32(211), "banned_before": 1}, "id 211, which is not below the vocabulary size 211"),
+    "allowed id": ({"rules": TokenRules(allowed_ids=u32(3, 211))}, "allowed_token_ids has id 211"),
+    "banned rule": ({"rules": TokenRules(banned_ids=u32(*range(1025)))}, "banned_token_ids has 1025 ids, expected at"),
+    "bias id": ({"rules": TokenRules(bias_ids=u32(300), biases=f32(1))}, "logit_bias has id 300"),
+    "bias": ({"rules": TokenRules(bias_ids=u32(3), biases=f32(101))}, "outside -100 to 100"),
+    "bias NaN": ({"rules": TokenRules(bias_ids=u32(3), biases=f32(float("nan")))}, "outside -100 to 100"),
+    "bias without id": ({"rules": TokenRules(biases=f32(1))}, "0 ids and 1 values"),
+    "bad word": ({"rules": TokenRules(bad_words=(u32(3, 211),))}, "bad_words has id 211"),
+    "empty bad word": ({"rules": TokenRules(bad_words=(u32(),))}, "bad_words has no ids"),
+    "bad words": ({"rules": TokenRules(bad_words=(u32(3),) * 257)}, "257 sequences, expected at most 256"),
+    "repetition_penalty": ({"sampling": seeded(0, repetition_penalty=0.0)}, "repetition_penalty"),
+    "frequency_penalty": ({"sampling": seeded(0, frequency_penalty=-2.5)}, "frequency_penalty"),
+    "presence_penalty": ({"sampling": seeded(0, presence_penalty=float("nan"))}, "presence_penalty"),
     "all banned": ({"banned_ids": u32(*range(211)), "banned_before": 1}, "211 ids, expected at most 210"),
     "many banned": ({"banned_ids": u32(*[5] * 513), "banned_before": 1}, "513 ids, expected at most 210"),
 }

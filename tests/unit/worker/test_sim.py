@@ -312,4 +312,7 @@ def test_banned_ids_are_not_drawn_before_their_position() -> None:
     tokens = generate(tuple(set(free)), 6)
     assert not set(tokens[:6]) & set(free)
     assert generate(tuple(set(free)), 6, output=tuple(tokens[:2])) == tokens
-    assert make_runner()._draw_allowed(5, np.array(VOCABULARY.printable_ids)) not in VOCABULARY.printable_ids
+    runner = make_runner()
+    logits = np.zeros(runner.info.vocab_size, np.float32)
+    logits[list(VOCABULARY.printable_ids)] = -np.inf
+    assert runner._draw_highest(5, logits) not in VOCABULARY.printable_ids

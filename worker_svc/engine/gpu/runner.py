@@ -321,7 +321,9 @@ class DeviceRunner:
 
     def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging) -> None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
-        bucket = self._compute.bucket_of(plan, is_filtered=columns.banned is not None or threshold.is_needed(columns))
+        processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
+        is_filtered = processed is not None or threshold.is_needed(columns)
+        bucket = self._compute.bucket_of(plan, is_filtered=is_filtered)
         known = np.where(token_ids == PENDING, -1, token_ids)
         deltas = self._buffer.upload(
             staging,
