@@ -1,0 +1,138 @@
+"""Splits the text of a chat answer into items: reasoning, content, tool calls.
+
+There is one parser, for streams and for whole answers:
+
+    parser = ChatParser(format, ...)
+    parser.push(text) -> parts          as often as there is new text
+    parser.finish() -> parts            the text is complete
+
+After any text, the parts so far add up to the same items, however the text was cut into pieces: `parse` of all text
+gives the same as a stream. So a parser that reads the output of a continuation again is in the same state as before.
+
+The items of an answer are numbered from 0 and each is complete before the next one begins. Text that is neither
+reasoning nor a call, such as a malformed call, is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from gateway_svc.text.answer import AnswerReader, Item, Kind, Part, Steps, items_of
+from gateway_svc.text.reasoning import ReasoningFormat
+from gateway_svc.text.tool_formats import ToolFormat
+
+__all__ = ["ChatFormat", "ChatParser", "Item", "Kind", "Part", "call_id", "items_of", "parse"]
+
+SHORT_ID_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+SHORT_ID_SIZE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """What to look for in an answer; None: nothing, it stays content."""
+
+    reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must reach the parser even if they are special tokens."""
+        return tuple(m for one in (self.reasoning, self.tools) if one is not None for m in one.markers)
+
+
+class ChatParser:
+    """Parses one answer.
+
+    `is_reasoning_begun`: the prompt ended with the start of reasoning. `tools`: the JSON schema of the parameters of
+    each tool, by name. With `is_parallel` false, everything after the first call is dropped.
+    """
+
+    def __init__(
+        self,
+        format: ChatFormat,
+        *,
+        is_reasoning_begun: bool = False,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        is_parallel: bool = True,
+    ) -> None:
+        self._reader = AnswerReader()
+        self._reader.is_reasoning = is_reasoning_begun and format.reasoning is not None
+        self._is_parallel = is_parallel
+        self._last_item: int | None = None  # nothing after this item is part of the answer
+        self._steps = _read(self._reader, format, tools or {}, is_reasoning_begun=is_reasoning_begun)
+        next(self._steps)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """The text so far ends inside of reasoning."""
+        return self._reader.is_reasoning
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that have begun."""
+        return self._reader.num_calls if self._is_parallel else min(1, self._reader.num_calls)
+
+    def push(self, text: str) -> list[Part]:
+        """Add text. Returns the new parts, at most one per item."""
+        if not text:
+            return []
+        self._reader.add(text)
+        next(self._steps)
+        return self._new_parts()
+
+    def finish(self) -> list[Part]:
+        """End the text. Returns the parts that were held back."""
+        self._reader.is_ended = True
+        next(self._steps)
+        return self._new_parts()
+
+    def _new_parts(self) -> list[Part]:
+        parts = self._reader.take_parts()
+        if self._is_parallel:
+            return parts
+        if self._last_item is None:
+            self._last_item = next((part.item for part in parts if part.kind is Kind.TOOL_CALL), None)
+        return [part for part in parts if self._last_item is None or part.item <= self._last_item]
+
+
+def _read(
+    reader: AnswerReader, format: ChatFormat, tools: Mapping[str, Mapping[str, Any]], *, is_reasoning_begun: bool
+) -> Steps:
+    yield
+    if format.reasoning is not None:
+        yield from format.reasoning.read(reader, is_begun=is_reasoning_begun)
+    if format.tools is not None:
+        yield from format.tools.read(reader, tools)
+    yield from reader.write_until(Kind.CONTENT, ())
+    yield
+
+
+def parse(
+    format: ChatFormat,
+    text: str,
+    *,
+    is_finished: bool = True,
+    is_reasoning_begun: bool = False,
+    tools: Mapping[str, Mapping[str, Any]] | None = None,
+    is_parallel: bool = True,
+) -> tuple[Item, ...]:
+    """The items of a text; `is_finished`: no more text will follow."""
+    parser = ChatParser(format, is_reasoning_begun=is_reasoning_begun, tools=tools, is_parallel=is_parallel)
+    parts = parser.push(text)
+    return items_of([*parts, *(parser.finish() if is_finished else [])])
+
+
+def call_id(request_id: str, sample: int, call: int, *, is_short: bool = False) -> str:
+    """The id of a tool call: the same after a resume, in streams and in whole answers."""
+    digest = xxhash.xxh3_128_intdigest(f"{request_id}/{sample}/{call}".encode())
+    if not is_short:
+        return f"call_{digest:032x}"
+    chars = []
+    for _ in range(SHORT_ID_SIZE):
+        digest, index = divmod(digest, len(SHORT_ID_CHARS))
+        chars.append(SHORT_ID_CHARS[index])
+    return "".join(chars)

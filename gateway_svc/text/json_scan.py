@@ -1,0 +1,148 @@
+"""Reads one JSON object in pieces, to find its end or its first error. Linear in the text, whatever the pieces are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+SPACE = re.compile(r"[ \t\r\n]*")
+STRING_BODY = re.compile(r'[^"\\]*')  # control characters are accepted: models write line breaks into strings
+LITERAL_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
+LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+ESCAPES = frozenset('"\\/bfnrtu')
+CLOSERS = {"{": "}", "[": "]"}
+
+
+class JsonScanner:
+    """A pushdown automaton for one JSON object. `is_complete`: its last brace was read. `is_invalid`: the character at
+    the position that `scan` returned cannot follow.
+    """
+
+    __slots__ = ("_expect", "_is_key", "_literal", "_stack", "is_complete", "is_invalid")
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []  # closing brackets that are still missing
+        self._literal = ""
+        self._is_key = False
+        self._expect: Callable[[str, int], int] = self._object
+        self.is_complete = False
+        self.is_invalid = False
+
+    @classmethod
+    def after_value(cls) -> JsonScanner:
+        """A scanner inside of an object, behind the value of one of its keys."""
+        scanner = cls()
+        scanner._stack.append("}")
+        scanner._expect = scanner._after_value
+        return scanner
+
+    def scan(self, text: str, start: int) -> int:
+        """Read from `start` to the end of the text, of the object, or to an error. Returns the position reached."""
+        position, end = start, len(text)
+        while position < end and not (self.is_complete or self.is_invalid):
+            position = self._expect(text, position)
+        return position
+
+    def _object(self, text: str, position: int) -> int:
+        return self._open(text, position) if text[position] == "{" else self._fail(position)
+
+    def _value(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position == len(text):
+            return position
+        char = text[position]
+        if char in CLOSERS:
+            return self._open(text, position)
+        if char == '"':
+            return self._begin_string(position, is_key=False)
+        self._literal, self._expect = "", self._in_literal
+        return position
+
+    def _first_item(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position < len(text) and text[position] == "]":
+            return self._close(position)
+        return self._value(text, position)
+
+    def _key(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position == len(text):
+            return position
+        return self._begin_string(position, is_key=True) if text[position] == '"' else self._fail(position)
+
+    def _first_key(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position < len(text) and text[position] == "}":
+            return self._close(position)
+        return self._key(text, position)
+
+    def _colon(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position == len(text):
+            return position
+        if text[position] != ":":
+            return self._fail(position)
+        self._expect = self._value
+        return position + 1
+
+    def _after_value(self, text: str, position: int) -> int:
+        position = self._skip_space(text, position)
+        if position == len(text):
+            return position
+        if text[position] == ",":
+            self._expect = self._key if self._stack[-1] == "}" else self._value
+            return position + 1
+        return self._close(position) if text[position] == self._stack[-1] else self._fail(position)
+
+    def _in_string(self, text: str, position: int) -> int:
+        position = _end(STRING_BODY, text, position)
+        if position == len(text):
+            return position
+        if text[position] == "\\":
+            self._expect = self._escaped
+        else:
+            self._expect = self._colon if self._is_key else self._after_value
+        return position + 1
+
+    def _escaped(self, text: str, position: int) -> int:
+        if text[position] not in ESCAPES:
+            return self._fail(position)
+        self._expect = self._in_string
+        return position + 1
+
+    def _in_literal(self, text: str, position: int) -> int:
+        end = _end(LITERAL_CHARS, text, position)
+        self._literal += text[position:end]
+        if end == len(text):
+            return end
+        self._expect = self._after_value
+        return end if LITERAL.fullmatch(self._literal) else self._fail(end)
+
+    def _skip_space(self, text: str, position: int) -> int:
+        return _end(SPACE, text, position)
+
+    def _begin_string(self, position: int, *, is_key: bool) -> int:
+        self._is_key = is_key
+        self._expect = self._in_string
+        return position + 1
+
+    def _open(self, text: str, position: int) -> int:
+        char = text[position]
+        self._stack.append(CLOSERS[char])
+        self._expect = self._first_key if char == "{" else self._first_item
+        return position + 1
+
+    def _close(self, position: int) -> int:
+        self._stack.pop()
+        self.is_complete = not self._stack
+        self._expect = self._after_value
+        return position + 1
+
+    def _fail(self, position: int) -> int:
+        self.is_invalid = True
+        return position
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return position if match is None else match.end()

@@ -1,0 +1,43 @@
+"""Reasoning: text between two markers at the start of an answer. The first marker may be the end of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway_svc.text.answer import AnswerReader, Kind, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around reasoning."""
+
+    name: str
+    start: str
+    end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.start, self.end
+
+    def read(self, reader: AnswerReader, *, is_begun: bool) -> Steps:
+        """Read the reasoning, if the answer starts with it. `is_begun`: the prompt ended with the start marker."""
+        at = yield from reader.space_end()
+        has_start = yield from reader.has(self.start, at)
+        if not (has_start or is_begun):
+            return
+        reader.is_reasoning = True
+        reader.skip(at + len(self.start) if has_start else at)
+        yield from reader.skip_space()
+        if (yield from reader.write_until(Kind.REASONING, (self.end,))):
+            reader.skip((yield from reader.space_end()) + len(self.end))
+            reader.is_reasoning = False
+            yield from reader.skip_space()
+
+    def is_open_in(self, text: str) -> bool:
+        """The text ends inside of reasoning."""
+        return text.rfind(self.start) > text.rfind(self.end)
+
+
+THINK = ReasoningFormat("think", "<think>", "</think>")  # Qwen3, DeepSeek R1 and others
+MAGISTRAL = ReasoningFormat("magistral", "[THINK]", "[/THINK]")
+REASONING_FORMATS = {one.name: one for one in (THINK, MAGISTRAL)}

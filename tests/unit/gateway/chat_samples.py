@@ -1,0 +1,85 @@
+# ruff: noqa: E501
+"""Answers of models, as text, for the parser's tests: well formed, malformed and cut off."""
+
+from __future__ import annotations
+
+THINKING = "<think>\nThe user wants the weather. Is 3 < 4?\n</think>\n\n"
+
+HERMES = (
+    "Hello, world.\n",
+    "  leading and trailing space \n\n",
+    'I look it up.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5e1, null]}}\n</tool_call>',
+    '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b", "arguments": {"x": "}\\"{"}}\n</tool_call>\n',
+    '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call> and then text <tool_call>{"name":"b","arguments":{}}</tool_call>',
+    '<tool_call>{"arguments": {"x": {"y": true}}, "name": "late"}</tool_call>',
+    '<tool_call>{"name": "text", "arguments": "{\\"x\\": 1}"}</tool_call>',
+    '<tool_call>{"name": "none"}</tool_call>',
+    '<tool_call>{"type": "function", "id": "1", "name": "typed", "arguments": {"x": 1}, "more": [1]}</tool_call>tail',
+    '<tool_call>{"name": "broken", "arguments": {"x": oops}}</tool_call>after',
+    '<tool_call>{"name": "quotes", "arguments": {"x": "say "hi" now"}}</tool_call>after',
+    '<tool_call>{"name": "open", "arguments": {"x": 1}\n</tool_call>after',
+    '<tool_call>{"name": "extra", "arguments": {"x": 1}}}\n</tool_call>after',
+    "text <tool_call> is not a call </tool_call> here",
+    'text <tool_call>{"nam": 1}</tool_call> here',
+    '<tool_call><tool_call>{"name": "twice", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "cut", "arguments": {"x": "abc',
+    '<tool_call>{"name": "cut", "arg',
+    '<tool_call>{"name": "cut", "arguments": {}}\n</tool_c',
+    '<tool_call>{"name": "bad name!", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "s", "arguments": "\\ud800"}</tool_call>',
+    "a <tool_ca b <tool_call",
+    "the end: <",
+    f'{THINKING}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>',
+    f"{THINKING}The answer.",
+    "<think></think>none",
+    "<think>never ends <tool_call> </thin",
+    "text, then <think>not reasoning</think>",
+    "reasoning without its start</think>\n\nThe answer.",
+)
+
+QWEN3_CODER = (
+    "Plain.",
+    "I call.\n<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>\nDone.",
+    '<tool_call><function=a></function></tool_call>\n<tool_call><function=b><parameter=x>{"y": 1}</parameter></function></tool_call>',
+    '<tool_call>\n<function=f>\n<parameter=code>\nif a < b:\n    print("x")\n</parameter>\n</function>\n</tool_call>',
+    "<tool_call>\n<function=f>\n<parameter=x>\ncut",
+    "<tool_call>\n<function=f>\n<para",
+    "<tool_call>\n<function=f>\n</func",
+    "<tool_call>\n<function=f>\noops</tool_call>rest",
+    "<tool_call>\n<function",
+    "<tool_call>not a function</tool_call>",
+    "<tool_call><function=bad name></function></tool_call>",
+)
+
+LLAMA3 = (
+    "Plain.",
+    '{"name": "weather", "parameters": {"city": "Paris"}}',
+    ' {"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "parameters": {}} tail',
+    '{"type": "function", "name": "weather", "parameters": {"city": "Paris"}}',
+    '{"name": "unknown", "parameters": {"city": "Paris"}}',
+    '{"parameters": {"city": "Paris"}, "name": "weather"}',
+    '{"answer": {"name": "weather", "parameters": {}}}',
+    "{not json}",
+    '<|python_tag|>{"name": "anything", "parameters": {"x": "<|python_tag|>"}}',
+    "<|python_tag|>print(1)",
+    'Text. <|python_tag|>{"name": "weather", "parameters": {}};{"oops"',
+    '{"name": "weather", "parameters": {"city": ',
+)
+
+MISTRAL = (
+    "Plain.",
+    '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]',
+    'Text [TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": "]"}}]',
+    '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]b[CALL_ID]abc123def[ARGS]{"x": [1]}',
+    '[TOOL_CALLS]weather{"city": "Paris"}',
+    '[TOOL_CALLS]weather[ARGS]{"city": oops}[TOOL_CALLS]b[ARGS]{}',
+    "[TOOL_CALLS]hello there",
+    "[TOOL_CALLS]",
+    '[TOOL_CALLS][{"name": "a", "arguments": {}}, oops',
+    "[TOOL_CALLS][1, 2]",
+    "[TOOL_CALLS]weather[AR",
+    '[THINK]Hm.[/THINK]So: [TOOL_CALLS]weather[ARGS]{"city"',
+)
+
+SAMPLES = {"hermes": HERMES, "qwen3_coder": QWEN3_CODER, "llama3": LLAMA3, "mistral": MISTRAL}

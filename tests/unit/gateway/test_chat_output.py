@@ -1,0 +1,256 @@
+"""The parser of chat answers: what it finds, and that it does not depend on how the text was cut into pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway_svc.text.answer import Item, Kind, Part, items_of
+from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse
+from gateway_svc.text.reasoning import MAGISTRAL, THINK
+from gateway_svc.text.tool_formats import TOOL_FORMATS
+from tests.unit.gateway.chat_samples import SAMPLES
+
+TOOLS = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "f": {"type": "object", "properties": {"code": {"type": "string"}, "x": {}}},
+}
+FORMATS = {name: ChatFormat(MAGISTRAL if name == "mistral" else THINK, tools) for name, tools in TOOL_FORMATS.items()}
+CASES = [(name, text) for name, texts in SAMPLES.items() for text in texts]
+
+
+def content(text: str) -> Item:
+    return Item(Kind.CONTENT, text)
+
+
+def reasoning(text: str) -> Item:
+    return Item(Kind.REASONING, text)
+
+
+def call(name: str, arguments: str) -> Item:
+    return Item(Kind.TOOL_CALL, arguments, name)
+
+
+def read(name: str, text: str, **options: bool) -> tuple[Item, ...]:
+    return parse(FORMATS[name], text, tools=TOOLS, **options)
+
+
+def streamed(name: str, pieces: Sequence[str], **options: bool) -> tuple[Item, ...]:
+    """The items of a text that arrives in pieces; checks the positions of the parts."""
+    parser = ChatParser(FORMATS[name], tools=TOOLS, **options)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    check_positions(parts)
+    return items_of(parts)
+
+
+def check_positions(parts: Sequence[Part]) -> None:
+    """Items and calls are numbered without gaps, and each part continues its item."""
+    sizes: list[int] = []
+    calls: list[int] = []
+    for part in parts:
+        assert part.text
+        if part.item == len(sizes):
+            sizes.append(0)
+            if part.kind is Kind.TOOL_CALL:
+                calls.append(part.item)
+        assert part.item == len(sizes) - 1
+        assert part.offset == sizes[-1]
+        assert part.kind is not Kind.TOOL_CALL or part.call == len(calls) - 1
+        sizes[-1] += len(part.text.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "items"),
+    [
+        ("hermes", "Hello, world.\n", [content("Hello, world.\n")]),
+        (
+            "hermes",
+            'Wait.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n',
+            [content("Wait."), call("weather", '{"city": "Zürich"}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "a", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"name": "b", "arguments": {"x": 1}}</tool_call>',
+            [call("a", "{}"), call("b", '{"x": 1}')],
+        ),
+        ("hermes", '<tool_call>{"arguments": {"x": [1]}, "name": "late"}</tool_call>', [call("late", '{"x": [1]}')]),
+        ("hermes", '<tool_call>{"name": "s", "arguments": "{\\"x\\": 1}"}</tool_call>', [call("s", '{"x": 1}')]),
+        ("hermes", '<tool_call>{"name": "none"}</tool_call>', [call("none", "{}")]),
+        # Malformed before the arguments: content, with all markers and space.
+        ("hermes", 'a <tool_call> {"nam": 1}</tool_call> b', [content('a <tool_call> {"nam": 1}</tool_call> b')]),
+        ("hermes", '<tool_call>{"name": "cut", "arg', [content('<tool_call>{"name": "cut", "arg')]),
+        # Malformed or cut off in the arguments: a call with the text as it is.
+        (
+            "hermes",
+            '<tool_call>{"name": "q", "arguments": {"x": "a "b" c"}}</tool_call>z',
+            [call("q", '{"x": "a "b" c"}}'), content("z")],
+        ),
+        ("hermes", '<tool_call>{"name": "cut", "arguments": {"x": "ab', [call("cut", '{"x": "ab')]),
+        ("hermes", '<tool_call>{"name": "c", "arguments": {}}\n</tool_c', [call("c", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"name": "o", "arguments": {"x": 1}\n</tool_call>z',
+            [call("o", '{"x": 1}'), content("z")],
+        ),
+        ("hermes", "<think>\nHm.\n</think>\n\nYes.", [reasoning("Hm."), content("Yes.")]),
+        ("hermes", "Yes <think>no</think>", [content("Yes <think>no</think>")]),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+            "</function>\n</tool_call>\nDone.",
+            [call("weather", '{"city": "12", "days": 3}'), content("Done.")],
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\ncut", [call("f", "{")]),
+        (
+            "llama3",
+            '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "f", "parameters": {}}',
+            [call("weather", '{"city": "Paris"}'), call("f", "{}")],
+        ),
+        ("llama3", '{"name": "other", "parameters": {}}', [content('{"name": "other", "parameters": {}}')]),
+        ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', [call("other", "{}")]),
+        ("llama3", "<|python_tag|>print(1)", [content("<|python_tag|>print(1)")]),
+        (
+            "mistral",
+            'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}]',
+            [content("Hm."), call("a", "{}"), call("b", '{"x": 1}')],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]b{"x": 1}',
+            [call("weather", '{"city": "Paris"}'), call("b", '{"x": 1}')],
+        ),
+        ("mistral", "[THINK]Hm.[/THINK]Yes.", [reasoning("Hm."), content("Yes.")]),
+    ],
+)
+def test_items(name: str, text: str, items: list[Item]) -> None:
+    assert list(read(name, text)) == items
+
+
+def test_the_prompt_may_begin_the_reasoning() -> None:
+    text = "Hm.\n</think>\n\nYes."
+    assert read("hermes", text, is_reasoning_begun=True) == (reasoning("Hm."), content("Yes."))
+    assert read("hermes", text) == (content(text),)
+    assert read("hermes", "<think>" + text, is_reasoning_begun=True) == (reasoning("Hm."), content("Yes."))
+
+
+def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
+    second = '<tool_call>{"name": "d", "arguments": {}}</tool_call>'
+    text = f'a <tool_call>{{"name": "b", "arguments": {{}}}}</tool_call> c {second}'
+    assert read("hermes", text, is_parallel=False) == (content("a"), call("b", "{}"))
+
+
+def test_without_formats_everything_is_content() -> None:
+    text = '<think>a</think> <tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    assert parse(ChatFormat(), text) == (content(text),)
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+@pytest.mark.parametrize("is_reasoning_begun", [False, True])
+def test_every_split_gives_the_unary_answer(name: str, text: str, is_reasoning_begun: bool) -> None:
+    """All splits into one, two and three pieces, single characters, and random pieces."""
+    options = {"is_reasoning_begun": is_reasoning_begun}
+    whole = read(name, text, **options)
+    assert streamed(name, list(text), **options) == whole
+    cuts = range(len(text) + 1)
+    for i in cuts:
+        assert streamed(name, [text[:i], text[i:]], **options) == whole
+    for i in cuts[:: max(1, len(text) // 24)]:
+        for j in range(i, len(text) + 1, max(1, len(text) // 24)):
+            assert streamed(name, [text[:i], text[i:j], text[j:]], **options) == whole
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_parts_after_any_text_depend_on_this_text_only(name: str, text: str) -> None:
+    """A stream is the difference between the parses of the text now and before."""
+    parser = ChatParser(FORMATS[name], tools=TOOLS)
+    parts: list[Part] = []
+    for i in range(len(text)):
+        parts += parser.push(text[i])
+        assert items_of(parts) == read(name, text[: i + 1], is_finished=False)
+
+
+FRAGMENTS = {
+    "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "qwen3_coder": [
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "</function>",
+        "<parameter=x>",
+        "</parameter>",
+        "<think>",
+    ],
+    "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
+}
+COMMON = [
+    '{"name": "weather", "arguments": {',
+    '{"name": "f", "parameters": {"x": "',
+    '"arguments": {"x": 1}',
+    '{"arguments": [], "name": "f"}',
+    '"', "{", "}", "}}", ",", ":", "\\", " ", "\n", "é", "1", "null", "x",
+]  # fmt: skip
+
+
+@given(st.data())
+def test_random_text_in_random_pieces(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name] + COMMON), max_size=14)))
+    is_begun = data.draw(st.booleans())
+    seed = data.draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    pieces, parser = [], ChatParser(FORMATS[name], tools=TOOLS, is_reasoning_begun=is_begun)
+    parts: list[Part] = []
+    position = 0
+    while position < len(text):
+        size = rng.choice((1, 2, 5, 20))
+        pieces.append(text[position : position + size])
+        position += size
+        parts += parser.push(pieces[-1])
+        before = read(name, text[:position], is_finished=False, is_reasoning_begun=is_begun)
+        assert items_of(parts) == before
+    parts += parser.finish()
+    check_positions(parts)
+    assert items_of(parts) == read(name, text, is_reasoning_begun=is_begun)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "body"),
+    [
+        ("hermes", "", "some words "),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "', "some words "),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": oops', "some words "),
+        ("hermes", "<think>", "some words "),
+        ("llama3", '{"name": "f", "parameters": {"x": [', '{"y": 1}, '),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "some words "),
+    ],
+)
+def test_long_text_is_not_read_again(name: str, start: str, body: str) -> None:
+    """What a parser may read again at the next piece stays short."""
+    parser = ChatParser(FORMATS[name], tools=TOOLS)
+    parser.push(start)
+    for _ in range(5000):
+        parser.push(body)
+        assert parser._reader.num_pending < 64
+
+
+def test_call_ids_are_a_function_of_request_sample_and_call() -> None:
+    ids = {call_id(request, sample, call) for request in ("a", "b") for sample in (0, 1) for call in (0, 1)}
+    assert len(ids) == 8
+    assert call_id("a", 0, 0) == call_id("a", 0, 0)
+    assert call_id("a", 0, 0).startswith("call_")
+    short = call_id("a", 0, 0, is_short=True)
+    assert len(short) == 9
+    assert short.isalnum()
+
+
+def test_streamed_arguments_are_valid_json() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Z\\u00fcrich\\n", "days": 2}}</tool_call>'
+    (item,) = streamed("hermes", list(text))
+    assert json.loads(item.text) == {"city": "Zürich\n", "days": 2}
