@@ -93,6 +93,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="address of the OpenAI-compatible HTTP API (docs/http.md), with the same API keys and TLS files",
     )
     parser.add_argument(
+        "--http-max-connections",
+        type=config.in_range(int, 1, 1_000_000),
+        default=8192,
+        help="limit of open HTTP connections; further ones are answered with 503 and closed",
+    )
+    parser.add_argument(
+        "--http-allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin whose web pages may call the HTTP API (CORS), such as https://chat.example.com, or * for all; "
+        "repeat the flag for several (in the environment variable, separate them by commas). Unset: none",
+    )
+    parser.add_argument(
         "--scheduler",
         type=config.address,
         action="append",
@@ -308,14 +322,16 @@ def make_http(
     """The HTTP API, if it is on. Its packages are imported only then. Raises TlsError."""
     if args.http_listen == config.OFF:
         return None
-    from gateway_svc.http.app import HttpApp
+    from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
     from gateway_svc.http.server import HttpServer
 
     handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
-    app = HttpApp(handlers.routes(), keys=keys, stats=server.rpc)
+    app = with_cors(HttpApp(handlers.routes(), keys=keys, stats=server.rpc), args.http_allow_origin)
     context = None if tls is None else ssl_context(tls)
-    return HttpServer(app, args.http_listen, shares_port=shares_port, tls=context)
+    return HttpServer(
+        app, args.http_listen, max_connections=args.http_max_connections, shares_port=shares_port, tls=context
+    )
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:

@@ -7,6 +7,7 @@
       AlreadyExistsError        ALREADY_EXISTS       409  the request id is in flight
       OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; has the retry delay
       UnavailableError          UNAVAILABLE          503  no process can serve the request now
+      DeadlineError             DEADLINE_EXCEEDED    504  the time limit that the client set has passed
       TakenOverError            ABORTED              409  the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      401  no API key, or an unknown one
       UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
@@ -89,6 +90,11 @@ class UnavailableError(QuireError):
     http_status = 503
 
 
+class DeadlineError(QuireError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
 class TakenOverError(QuireError):
     code = grpc.StatusCode.ABORTED
     http_status = 409
@@ -118,6 +124,7 @@ BY_CODE: dict[int, type[QuireError]] = {
         AlreadyExistsError,
         OverloadedError,
         UnavailableError,
+        DeadlineError,
         TakenOverError,
         UnimplementedError,
         StaleEpochError,

@@ -3,5 +3,6 @@
 fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
 answers.py, errors.py           events, errors -> JSON       pure
 handlers.py                     one method per endpoint; calls the same servicer as gRPC
-app.py, server.py               routes, keys, body limit, disconnects; uvicorn in the gateway's event loop
+app.py                          routes, keys, body limit, disconnects, CORS
+server.py, protocol.py          uvicorn in the gateway's event loop; limits of connections
 """

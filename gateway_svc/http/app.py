@@ -9,8 +9,9 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.api_keys import ApiKeys
 from gateway_svc.http.answers import encode
@@ -29,6 +30,27 @@ MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = ("/health",)  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
+IGNORED_HEADER = "x-ignored-fields"
+
+
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "x-should-retry", "retry-after", "retry-after-ms")
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The app, for web pages of these origins too; `*` is any origin. Without origins, the app itself.
+
+    Browsers send a preflight request without the API key, which is answered here.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+        max_age=3600,
+    )
 
 
 class ClientGoneError(Exception):
@@ -54,6 +76,8 @@ class HttpApp:
             await _until_hang_up(self._router(scope, _replay(body), answer), receive)
         except ClientGoneError:
             return
+        except HTTPException as error:
+            await self._answer_unrouted(scope, error, answer)
         except Exception as error:
             await self._answer_error(scope, error, answer)
 
@@ -62,10 +86,20 @@ class HttpApp:
             return
         self._keys.authenticate(headers.get("authorization"))
 
+    async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
+        """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""
+        shown = _unrouted(scope, error)
+        if not isinstance(shown, MethodNotAllowedError) or scope["method"] != "OPTIONS":
+            await self._answer_error(scope, shown, answer)
+            return
+        headers = [(b"allow", shown.allowed.encode())]
+        await answer({"type": "http.response.start", "status": 204, "headers": headers})
+        await answer({"type": "http.response.body", "body": b""})
+
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
             raise error
-        shown = shown_error(f"HTTP {scope['path']}", _from_router(scope, error))
+        shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1
         body = encode(error_body(shown, scope.get("names")))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(shown)}
@@ -145,12 +179,14 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-def _from_router(scope: Scope, error: Exception) -> Exception:
-    if not isinstance(error, HTTPException):
-        return error
-    if error.status_code == MethodNotAllowedError.http_status:
-        return MethodNotAllowedError(f"{scope['path']} does not accept {scope['method']}; docs/http.md has its method")
-    return NotFoundError(f"there is no endpoint {scope['path']}; docs/http.md lists the endpoints")
+def _unrouted(scope: Scope, error: HTTPException) -> NotFoundError | MethodNotAllowedError:
+    path = scope["path"]
+    if error.status_code != MethodNotAllowedError.http_status:
+        return NotFoundError(f"there is no endpoint {path}; docs/http.md lists the endpoints")
+    methods = (error.headers or {}).get("Allow", "").split(", ")
+    allowed = ", ".join(sorted({*methods, "OPTIONS"}))
+    words = f"{path} does not accept {scope['method']}; send one of {allowed}"
+    return MethodNotAllowedError(words, allowed=allowed)
 
 
 def _method(scope: Scope) -> str:

@@ -17,6 +17,7 @@ from gateway_svc.http.fields import BodyField, ignored_names, invalid, path_name
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
+MAX_TIMEOUT_S = 86400
 MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
@@ -32,6 +33,7 @@ class Generation:
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
+    timeout_s: float | None
     ignored: tuple[str, ...]  # names of fields that have no effect here
     names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
 
@@ -136,6 +138,7 @@ def _generation(
         is_stream=is_stream,
         includes_usage=includes_usage,
         has_continuous_usage=is_continuous,
+        timeout_s=_timeout_of(body),
         ignored=(*ignored_names(rows, body), *ignored),
         names=path_names(rows, body),
     )
@@ -158,6 +161,15 @@ def _stream_options(body: Mapping[str, Any], *, is_stream: bool) -> tuple[bool, 
         raise invalid("stream_options", "is set, but stream is not true; remove stream_options or set stream to true")
     includes_usage = flag(options, "include_usage", default=False)
     return includes_usage, includes_usage and flag(options, "continuous_usage_stats", default=False)
+
+
+def _timeout_of(body: Mapping[str, Any]) -> float | None:
+    value = body.get("timeout")
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
+        raise invalid("timeout", f"is {shown(value)}; must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}")
+    return float(value)
 
 
 def _model_of(body: Mapping[str, Any]) -> str:

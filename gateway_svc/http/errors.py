@@ -8,6 +8,7 @@ from typing import Any
 
 from svc_common.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -21,16 +22,19 @@ TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    504: "timeout_error",
 }
 CODES: dict[type[QuireError], str] = {
     ContextLengthError: "context_length_exceeded",
+    DeadlineError: "deadline_exceeded",
     UnauthenticatedError: "invalid_api_key",
     OverloadedError: "rate_limit_exceeded",
 }
-RETRYABLE = (OverloadedError, UnavailableError)
+RETRY_AFTER_S = 1.0  # for errors that a later attempt may not have, if the error has no delay of its own
 # Field path in the protocol -> field name in a body, for fields that are not in the table of parameters.
 PROMPT_NAMES = {
     "prompt.chat.template_kwargs_json": "chat_template_kwargs",
@@ -51,7 +55,16 @@ class BodyTimeoutError(InvalidRequestError):
 
 
 class MethodNotAllowedError(InvalidRequestError):
+    """`allowed`: the methods of the path."""
+
     http_status = 405
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+RETRYABLE = (OverloadedError, UnavailableError, BodyTimeoutError)
 
 
 def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -65,10 +78,14 @@ def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dic
 
 def error_headers(error: QuireError) -> dict[str, str]:
     """Headers that say whether and when a client should retry."""
-    headers = {"x-should-retry": "true" if isinstance(error, RETRYABLE) else "false"}
-    if error.retry_after_s is not None:
-        headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_after_s))
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    is_retryable = isinstance(error, RETRYABLE)
+    headers = {"x-should-retry": "true" if is_retryable else "false"}
+    if is_retryable:
+        delay_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        headers["retry-after-ms"] = str(math.ceil(1000 * delay_s))
+        headers["retry-after"] = str(math.ceil(delay_s))
+    if isinstance(error, MethodNotAllowedError):
+        headers["allow"] = error.allowed
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -77,6 +77,9 @@ STREAMING = (
         doc="`include_usage`: a last chunk with the usage. `continuous_usage_stats`: also usage in every chunk.",
     ),
 )
+TIMEOUT = BodyField(
+    "timeout", doc="Seconds until the request is cancelled and ends with error 504; above 0 and at most 86400."
+)
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
     BodyField("logit_bias", only=({},)),
@@ -110,6 +113,7 @@ CHAT = (
     *TOOLS,
     *SAMPLING,
     *STREAMING,
+    TIMEOUT,
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("top_logprobs", only=(0,)),
@@ -127,6 +131,7 @@ COMPLETION = (
     BodyField("best_of", doc="Must equal n."),
     *SAMPLING,
     *STREAMING,
+    TIMEOUT,
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("suffix", only=("",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -18,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies
 from gateway_svc.http.answers import Shape, StreamAnswer, WholeAnswer, encode, model_of, sse
+from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.bodies import Generation, ignored_header
 from gateway_svc.http.errors import error_body
-from gateway_svc.http.merge import Numbered, merged
+from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import UnavailableError, shown_error
@@ -28,8 +30,8 @@ from svc_common.metrics import quire_version
 
 log = logging.getLogger(__name__)
 
+DEADLINE_MARGIN_S = 0.5
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
-IGNORED_HEADER = "x-ignored-fields"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -122,7 +124,7 @@ class Handlers:
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         requests = _with_ids(asked.requests, answer_id)
-        events = merged([self._servicer.generate(one) for one in requests])
+        events = self._events(requests, asked.timeout_s)
         headers = _ignored(asked.ignored)
         if asked.is_stream:
             stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time())), events, request.scope)
@@ -132,6 +134,14 @@ class Handlers:
             async for prompt, event in events:
                 answer.take(prompt, event)
         return _json(answer.whole(), asked.ignored)
+
+    def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None) -> Numbered:
+        if timeout_s is None:
+            return merged([self._servicer.generate(one) for one in requests])
+        # The scheduler refuses requests that cannot meet their deadline. Its own deadline is a little later, so that
+        # the error is always that of `within`.
+        deadline = asyncio.get_running_loop().time() + timeout_s + DEADLINE_MARGIN_S
+        return within(timeout_s, merged([self._servicer.generate(one, deadline=deadline) for one in requests]))
 
 
 class EventStream:

@@ -1,12 +1,14 @@
-"""Merges the events of several generations into one stream."""
+"""Merges the events of several generations into one stream, and limits its time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from quire.v1 import inference_pb2 as pb
 
+from svc_common.errors import DeadlineError
 from svc_common.tasks import cancel
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
@@ -42,6 +44,23 @@ async def merged(streams: Sequence[Events]) -> Numbered:
     finally:
         for stream in streams:
             await stream.aclose()
+
+
+async def within(timeout_s: float, events: Numbered) -> Numbered:
+    """The events of a stream. Raises DeadlineError when `timeout_s` has passed since the first call."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    async with aclosing(events):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    event = await anext(events)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineError(
+                    f"timeout is {timeout_s:g} s, and the answer is not complete", field="timeout"
+                ) from None
+            yield event
 
 
 async def _first_events(streams: Sequence[Events]) -> list[pb.GenerateResponse]:

@@ -9,11 +9,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from gateway_svc.http.app import HttpApp
+from gateway_svc.http.protocol import HttpProtocol
 from svc_common.serve import BindError
 from svc_common.sockets import bind_tcp
 
+MAX_CONNECTIONS = 8192
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 75.0  # longer than in most clients, so that the client closes an idle connection first
 STOP_TIMEOUT_S = 2.0  # for unfinished answers; generations have been drained before
@@ -23,14 +25,20 @@ class HttpServer:
     """Serves an app at an address. `shares_port`: other processes of this gateway listen on the same port."""
 
     def __init__(
-        self, app: HttpApp, listen: str, *, shares_port: bool = False, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        listen: str,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        shares_port: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listen = listen
         self._shares_port = shares_port
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="h11",  # limits the size of headers
+                http=HttpProtocol.limited(max_connections),  # h11 limits the size of headers
                 ws="none",
                 lifespan="off",
                 log_config=None,

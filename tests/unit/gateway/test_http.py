@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.api_keys import ApiKeys
 from gateway_svc.http import app as http_app
-from gateway_svc.http.app import HttpApp
+from gateway_svc.http.app import HttpApp, with_cors
 from gateway_svc.http.handlers import Handlers
-from gateway_svc.http.server import HttpServer
+from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from svc_common.errors import RpcStats
 from svc_common.serve import BindError
 from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, until
@@ -33,11 +33,19 @@ TIMEOUT = aiohttp.ClientTimeout(total=60)
 class HttpGateway:
     """The HTTP API of a gateway, and a client of it."""
 
-    def __init__(self, gateway: TestGateway, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self,
+        gateway: TestGateway,
+        keys: ApiKeys | None = None,
+        *,
+        origins: Sequence[str] = (),
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self.is_serving = True
         self.stats = RpcStats()
         handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
-        self.server = HttpServer(HttpApp(handlers.routes(), keys=keys, stats=self.stats), "127.0.0.1:0")
+        app = with_cors(HttpApp(handlers.routes(), keys=keys, stats=self.stats), origins)
+        self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
     async def __aenter__(self) -> HttpGateway:
         self.session = aiohttp.ClientSession(await self.server.start(), timeout=TIMEOUT)

@@ -243,6 +243,12 @@ def test_streaming() -> None:
     assert refusal(stream=1)[0] == "stream"
 
 
+def test_timeout() -> None:
+    assert (chat().timeout_s, chat(timeout=1.5).timeout_s) == (None, 1.5)
+    for wrong in (0, -1, 86401, "1", True):
+        assert refusal(timeout=wrong)[0] == "timeout"
+
+
 def test_unknown_fields_are_listed_as_ignored() -> None:
     asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "name": "b"}])
     assert asked.ignored == ("user", "num_ctx", "messages.name")
