@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENT_EXTRAS = {"bench"}
+CLIENT_EXTRAS = {"bench", "hub"}
 
 
 class RequirementsOfCheckout(MetadataHookInterface):

@@ -22,6 +22,7 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
+from worker_svc.check_model import check_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import Runner, StepExecutor
 from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
@@ -203,6 +204,7 @@ def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Cal
     if args.executor == "sim":
         return SimRunner(settings, sim_config(args))
     # After the flags are checked and the port is bound: importing torch takes seconds.
+    log.info("starting: importing torch")  # `quire up` shows these lines
     from worker_svc.engine.backend import BackendUnavailableError
     from worker_svc.engine.load import load_runner
 
@@ -280,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_thread_environment(args.threads)
     try:
         settings, bundle = engine_config(args), read_bundle(args.model)
+        if args.executor == "model":
+            check_model(args.model)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
         sys.exit(run_service(_run(args, settings, bundle)))

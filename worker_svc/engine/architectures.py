@@ -1,8 +1,4 @@
-"""The supported architectures, and the fields of config.json that each one needs.
-
-All share one decoder: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads. The table
-lists their differences.
-"""
+"""The fields of config.json that the decoder needs, checked."""
 
 from __future__ import annotations
 
@@ -13,26 +9,8 @@ from typing import Any
 import torch
 
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.checkpoint import CheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The differences of one family from the common decoder. None: config.json decides."""
-
-    has_qk_norm: bool = False
-    has_qkv_bias: bool | None = None  # None: `attention_bias`
-    has_o_bias: bool | None = None  # None: `attention_bias`
-    has_mlp_bias: bool | None = False  # None: `mlp_bias`
-    is_window_opt_in: bool = True  # the window applies only with `use_sliding_window`
-
-
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture(has_qk_norm=True),
-    "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, has_o_bias=False),
-    "LlamaForCausalLM": Architecture(has_mlp_bias=None),
-    "MistralForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, is_window_opt_in=False),
-}
+from worker_svc.engine.families import Architecture, architecture_of
+from worker_svc.engine.model_folder import CheckpointError
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 DEFAULT_WINDOW = 4096  # if config.json has no sliding_window, as in transformers
@@ -68,9 +46,7 @@ class ModelConfig:
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
-    architecture = _architecture(config)
-    if config.get("quantization_config"):
-        raise CheckpointError("quantization_config: quantized checkpoints are not supported; use the original weights")
+    architecture = architecture_of(config)
     attention_bias = bool(config.get("attention_bias", False))
     heads = _heads(config)
     return ModelConfig(
@@ -89,17 +65,6 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)) if architecture.has_mlp_bias is None else False,
         inv_freq=_inverse_frequencies(config, heads.head_dim),
-    )
-
-
-def _architecture(config: dict[str, Any]) -> Architecture:
-    names = config.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    raise CheckpointError(
-        f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
-        f"use one of {', '.join(ARCHITECTURES)}"
     )
 
 

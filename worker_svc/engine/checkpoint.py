@@ -11,15 +11,10 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from worker_svc.engine.model_folder import INDEX_FILE, CheckpointError, read_object, read_weight_map, weight_files
 from worker_svc.engine.weights_digest import WeightsDigest
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class CheckpointError(ValueError):
-    """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
 
 
 class Checkpoint:
@@ -32,13 +27,12 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
         self.folder = folder
-        self.config = self._read_json("config.json")
+        self.config = read_object(folder / "config.json")
         self.generation_config = (
-            self._read_json("generation_config.json") if (folder / "generation_config.json").exists() else {}
+            read_object(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
         )
-        self._weight_map = self._read_index()
-        names = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
-        self._files = {name: _open(folder / name) for name in names}
+        self._weight_map = read_weight_map(folder)
+        self._files = {name: _open(folder / name) for name in weight_files(self._weight_map)}
         self._file_of = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
         self._digest: WeightsDigest | None = None
         self._check_index()
@@ -124,32 +118,6 @@ class Checkpoint:
     def _require(self, name: str) -> None:
         if name not in self._file_of:
             raise CheckpointError(f"tensor {name} is missing from {self.folder}; download the model again")
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; give a Hugging Face model folder") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} must hold a JSON object")
-        return content
-
-    def _read_index(self) -> dict[str, str]:
-        """The file of each tensor of a sharded checkpoint; empty for a single file."""
-        if (self.folder / SINGLE_FILE).exists():
-            return {}  # the single file has precedence over an index, as in transformers
-        if (self.folder / INDEX_FILE).exists():
-            weight_map = self._read_json(INDEX_FILE).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{self.folder / INDEX_FILE} has no weight_map; download it again")
-            return {str(tensor): str(file) for tensor, file in weight_map.items()}
-        raise CheckpointError(
-            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-            "only safetensors checkpoints are supported, convert the model with save_pretrained"
-        )
 
     def _check_index(self) -> None:
         for tensor, file in self._weight_map.items():

@@ -10,9 +10,10 @@ import torch
 
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Backend, ForwardBatch, Linear, RotaryTable
-from worker_svc.engine.checkpoint import Checkpoint, CheckpointError
+from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.exact_ops import cos_sin
 from worker_svc.engine.kv_cache import KVCachePool
+from worker_svc.engine.model_folder import CheckpointError
 
 Progress = Callable[[float], None]
 

@@ -22,10 +22,19 @@ The gateway is --target, else $QUIRE_TARGET, else localhost:50051. For several g
 one dies, its answers continue on the next. For TLS set --tls or QUIRE_TLS=1.
 """
 
+MODEL_HELP = "Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or demo: the bundled model"
+
+SERVE_EXAMPLES = """\
+examples:
+  quire serve Qwen/Qwen3-0.6B                from the local cache of the Hub, else downloaded
+  quire serve ./Qwen3-0.6B --workers 2 --dtype bfloat16
+"""
+
 UP_EXAMPLES = """\
 examples:
   quire up                                   the bundled demo model on one worker
   quire up --model ./Qwen3-0.6B --workers 2  a Hugging Face folder on two workers
+  quire up --model Qwen/Qwen3-0.6B@main      a model of the Hugging Face Hub: cached, else downloaded
   quire up --gateways 2 --schedulers 2 --workers 2   two replicas of every service
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
   quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: trusted networks only)
@@ -92,12 +101,18 @@ def _command(
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _command(
-        commands, "up", "up", "run", "start gateway, scheduler and workers as processes on this machine", UP_EXAMPLES
-    )
+    summary = "start gateway, scheduler and workers as processes on this machine"
+    up = _command(commands, "up", "up", "run", summary, UP_EXAMPLES)
+    up.add_argument("--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    _add_up_flags(up)
+    serve = _command(commands, "serve", "up", "run", "like `quire up`, with the model as an argument", SERVE_EXAMPLES)
+    serve.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_up_flags(serve)
+
+
+def _add_up_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="demo", metavar="DIR", help="Hugging Face folder, or demo: the bundled model (default)")
-    add("--model-name", metavar="NAME", help="name of the model in requests (default: the folder's name)")
+    add("--model-name", metavar="NAME", help="name of the model in requests (default: ORG/NAME or the folder's name)")
     add("--workers", type=at_least(1), default=1, metavar="N", help="worker processes (default 1)")
     add(
         "--gateways",

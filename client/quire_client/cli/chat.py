@@ -8,7 +8,14 @@ import sys
 import time
 
 from quire_client.cli import describe
-from quire_client.cli.generate import connect, result_fields, sampling_options, show_cost, show_stream
+from quire_client.cli.generate import (
+    connect,
+    result_fields,
+    sampling_options,
+    show_cost,
+    show_stream,
+    wait_for_model,
+)
 from quire_client.cli.output import complain, to_json, write
 from quire_client.errors import QuireError
 from quire_client.sync import Client
@@ -23,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         complain('--json needs a question: quire chat "..." --json')
         return 2
     with connect(args) as client:
+        wait_for_model(client, args)
         if args.question is not None:
             return _ask_once(client, args)
         return Conversation(client, args).run()

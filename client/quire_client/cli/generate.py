@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
 from quire_client.cli.security import tls_option
 from quire_client.requests import GenerateOptions
 from quire_client.sync import Client, GenerateStream
-from quire_client.types import GenerateResult, Sample
+from quire_client.types import GenerateResult, ModelInfo, Sample, Status
 from request_fields.fields import FIELDS
 
 CONNECT_TIMEOUT_S = 2.0
+MODEL_TIMEOUT_S = 120.0
+POLL_S = 0.2
 OPTIONS = ("model", "n", *(field.option for field in FIELDS if field.has_flag))
 
 
@@ -27,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     prompt = read_stdin() if args.prompt is None and args.tokens is None else args.prompt
     with connect(args) as client:
+        wait_for_model(client, args)
         started = time.monotonic()
         with client.stream(prompt, token_ids=args.tokens, **sampling_options(args)) as stream:
             result = stream.result() if args.json else show_stream(stream, is_single=args.n in (None, 1))
@@ -45,6 +49,30 @@ def connect(args: argparse.Namespace) -> Client:
     return Client.connect(
         args.target, tls=tls, connect_timeout_s=min(CONNECT_TIMEOUT_S, args.timeout_s), timeout_s=args.timeout_s
     )
+
+
+def wait_for_model(client: Client, args: argparse.Namespace) -> None:
+    """Wait until a worker serves the model, and say so. After the time limit, the request itself reports the error."""
+    end = time.monotonic() + (args.timeout_s or MODEL_TIMEOUT_S)
+    has_said = False
+    while not _is_served(client.models(), args.model) and time.monotonic() < end:
+        if not has_said:
+            print(f"waiting for the model: {_workers_text(client.status())}", file=sys.stderr, flush=True)
+            has_said = True
+        time.sleep(POLL_S)
+
+
+def _is_served(models: Sequence[ModelInfo], name: str) -> bool:
+    """Whether a request for `name` gets an answer now: a result, or an error that waiting does not change."""
+    asked = [model for model in models if model.name == name] if name else models
+    return any(model.ready_workers for model in asked) if asked else bool(models)
+
+
+def _workers_text(status: Status) -> str:
+    workers = [worker for scheduler in status.schedulers for worker in scheduler.workers]
+    if not workers:
+        return "no worker has registered yet"
+    return ", ".join(f"{worker.worker_id} is {worker.state}" for worker in workers)
 
 
 def sampling_options(args: argparse.Namespace) -> GenerateOptions:

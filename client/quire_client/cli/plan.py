@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from quire_client.cli.hub import HubError, find_model, parse_name
 from quire_client.cli.install import SERVICES, install_command, is_installed
 from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
 
@@ -50,14 +53,18 @@ class Plan:
     http_urls: tuple[str, ...] = ()  # URLs of the OpenAI-compatible API, one per gateway
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Choose ports, folders and flags. Raises SetupError."""
+def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> Plan:
+    """Choose ports, folders and flags. Downloads a model of the Hub that is not cached; `say` prints where it is.
+
+    Raises SetupError.
+    """
     _check_installed()
     _check_environment()
+    _check_device(args)
     args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler also reads the variable
-    folder, name = resolve_model(args.model, args.model_name)
     ports = _gateway_ports(args.host, args.port, args.gateways)
     http_ports = _http_ports(args, excluded=ports)
+    folder, name = resolve_model(args.model, args.model_name, say)
     others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     threads = threads_each(args.workers, args.threads)
@@ -111,21 +118,34 @@ def _with_metrics(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> l
     ]
 
 
-def resolve_model(model: str, name: str | None) -> tuple[Path, str]:
-    """The model folder to serve, and its public name."""
+def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> tuple[Path, str]:
+    """The model folder to serve, and its public name. A folder has precedence over a model of the Hub."""
     if model == "demo":
         from quire_client.demo import demo_model_dir
 
         return Path(demo_model_dir()), name or "demo"
     folder = Path(model).expanduser().resolve()
-    if not folder.is_dir():
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(f"--model {model}: the folder has no config.json; give a Hugging Face model folder")
+        return folder, name or folder.name
+    on_hub = parse_name(model)
+    if on_hub is None:
         raise SetupError(
-            f"--model {model}: no such folder; download a checkpoint first "
-            f"(e.g. `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`) or use --model demo"
+            f"--model {model}: no such folder; give a Hugging Face model folder, ORG/NAME of the Hub, or demo"
         )
-    if not (folder / "config.json").is_file():
-        raise SetupError(f"--model {model}: the folder has no config.json; give a Hugging Face model folder")
-    return folder, name or folder.name
+    try:
+        return find_model(on_hub, say=say, check_config=_check_architecture), name or on_hub.repo
+    except HubError as error:
+        raise SetupError(f"--model {model}: there is no such folder, and {error}") from None
+
+
+def _check_architecture(folder: Path) -> None:
+    """Ask the worker's code whether it supports the architecture: services are never imported here."""
+    command = [sys.executable, "-m", "worker_svc.check_model", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HubError(f"its weights were not downloaded: {done.stderr.strip()}")
 
 
 def _check_installed() -> None:
@@ -143,6 +163,14 @@ def _check_environment() -> None:
             "QUIRE_TLS_CERT_FILE is set, but `quire up` starts its services without TLS; unset it, or start the "
             "services one by one (docs/deployment.md)"
         )
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    """Refuse --backend cuda on a machine without any sign of a GPU, before torch is imported."""
+    if args.backend != "cuda" or visible_gpus() or shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
+        return
+    hidden = "CUDA_VISIBLE_DEVICES is empty" if "CUDA_VISIBLE_DEVICES" in os.environ else "no /dev/nvidia* exists"
+    raise SetupError(f"--backend cuda: no GPU is visible ({hidden}); use --backend cpu, or check the driver")
 
 
 def _gateway_ports(host: str, port: int, count: int) -> list[int]:

@@ -21,6 +21,7 @@ SAMPLE_QUESTION = "What does os.path.join do?"
 class Reporter(Protocol):
     """Prints the events of a stack."""
 
+    def note(self, text: str) -> None: ...
     def begin(self, plan: Plan) -> None: ...
     def report(self, event: str, service: str, facts: dict[str, Any]) -> None: ...
     def serving(self, plan: Plan, facts: dict[str, Any]) -> None: ...
@@ -31,6 +32,9 @@ class Reporter(Protocol):
 
 class JsonReporter:
     """One JSON line per event on stdout."""
+
+    def note(self, text: str) -> None:
+        self._line("model", message=text)
 
     def begin(self, plan: Plan) -> None:
         self._line("starting", model=plan.model, log_dir=str(plan.log_dir))
@@ -64,6 +68,9 @@ class TextReporter:
         self._is_serving = False
         self._started = time.monotonic()
 
+    def note(self, text: str) -> None:
+        self._line(f"model      {text}")
+
     def begin(self, plan: Plan) -> None:
         for note in (*plan.notes, f"logs       {plan.log_dir}"):
             self._line(note)
@@ -72,6 +79,7 @@ class TextReporter:
     def report(self, event: str, service: str, facts: dict[str, Any]) -> None:
         handlers: dict[str, Callable[[str, dict[str, Any]], None]] = {
             "progress": self._progress,
+            "step": lambda name, facts: self._line(f"{name:<10} {facts['step']}"),
             "waiting": lambda name, facts: self._line(
                 f"{name:<10} still starting: {''.join(facts['log_tail']) or '...'}"
             ),

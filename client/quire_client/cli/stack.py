@@ -149,13 +149,17 @@ class Stack:
     async def _watch(self, service: Service, log_start: int) -> None:
         """Report progress, or the last log line without progress, until the service is SERVING."""
         started = reported = time.monotonic()
-        last_percent = None
+        last_percent = last_step = None
         async with grpc.aio.insecure_channel(
             service.spec.address, options=channel_options(service.spec.address)
         ) as channel:
             while not await _is_serving(channel):
+                step = starting_step(service.log_path, log_start)
                 percent = loading_percent(service.log_path, log_start)
-                if percent not in (None, last_percent):
+                if step not in (None, last_step):
+                    self._report("step", service.spec.name, {"step": step})
+                    last_step, reported = step, time.monotonic()
+                elif percent not in (None, last_percent):
                     self._report("progress", service.spec.name, {"percent": percent})
                     last_percent, reported = percent, time.monotonic()
                 elif time.monotonic() - reported > QUIET_S:
@@ -243,6 +247,12 @@ def loading_percent(path: Path, start: int) -> int | None:
     """The last percentage in a log after byte `start`: the loaded part of the weights."""
     found = re.findall(rb"(\d{1,3}) ?%", _read_end(path, start))
     return min(100, int(found[-1])) if found else None
+
+
+def starting_step(path: Path, start: int) -> str | None:
+    """The last step of the start in a log after byte `start`, such as "importing torch"."""
+    found = re.findall(rb"starting: ([^\n\"]+)", _read_end(path, start))
+    return found[-1].decode("utf-8", "replace").strip() if found else None
 
 
 def _read_end(path: Path, start: int) -> bytes:

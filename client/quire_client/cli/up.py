@@ -1,4 +1,4 @@
-"""`quire up`: the whole stack as local processes."""
+"""`quire up` and `quire serve`: the whole stack as local processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire_client.cli.stack import Service, Stack, StartFailedError
 def run(args: argparse.Namespace) -> int:
     reporter = JsonReporter() if args.json else TextReporter()
     try:
-        plan = make_plan(args)
+        plan = make_plan(args, reporter.note)
         return asyncio.run(_serve(plan, args, reporter))
     except (SetupError, OSError) as error:
         complain(str(error))

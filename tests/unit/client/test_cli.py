@@ -85,6 +85,30 @@ def test_chat_once(gateway, capsys):
     assert json.loads(run(capsys, "chat", "hi", "--json")[1])["text"] == "hello"
 
 
+class Loading(FakeGateway):
+    """Has no ready worker at first."""
+
+    num_polls = 2
+
+    def ListModels(self, request, context):
+        if self.num_polls:
+            self.num_polls -= 1
+            return pb.ListModelsResponse()
+        return super().ListModels(request, context)
+
+
+def test_chat_and_generate_wait_for_the_model(capsys, monkeypatch):
+    for command in ("chat", "generate"):
+        with Loading({"hi": "hello"}) as gateway:
+            code, out, err = run(capsys, command, "hi", "--target", gateway.target)
+        assert (code, out, err) == (0, "hello\n", "waiting for the model: w0 is ready\n")
+        assert gateway.num_polls == 0
+
+
+def test_a_wrong_model_name_does_not_wait(gateway, capsys):
+    assert run(capsys, "chat", "hi", "--model", "other")[2] == ""  # the fake gateway ignores the name
+
+
 def test_conversation_keeps_its_history(gateway, capsys, monkeypatch):
     type_in(monkeypatch, "hi\n\nhow\n/new\nagain\n")
     assert run(capsys, "chat")[1] == "hello\nhow\n(a new conversation)\nagain\n"

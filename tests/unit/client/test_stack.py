@@ -318,6 +318,10 @@ def test_each_worker_gets_its_own_gpus(model, monkeypatch):
         devices("--workers", "3", "--tensor-parallel-size", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(plans, "visible_gpus", list)
+    monkeypatch.setattr(plans.shutil, "which", lambda name: None)
+    with pytest.raises(plans.SetupError, match="--backend cuda: no GPU is visible"):
+        devices()
+    monkeypatch.setattr(plans.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert devices("--tensor-parallel-size", "2") == [None]
     made = plan("--model", model, "--port", "0", "--backend", "cuda", "--tensor-parallel-size", "2")
     assert flags_of(made, "worker-0")["--tensor-parallel-size"] == "2"
@@ -338,8 +342,8 @@ def test_workers_share_the_cores(monkeypatch):
 
 
 def test_plan_refuses_impossible_options(tmp_path, model):
-    with pytest.raises(plans.SetupError, match="no such folder; download a checkpoint first"):
-        plan("--model", "Qwen/Qwen3-0.6B")
+    with pytest.raises(plans.SetupError, match="no such folder; give a Hugging Face model folder, ORG/NAME of the Hub"):
+        plan("--model", "./Qwen3-0.6B")
     with pytest.raises(plans.SetupError, match=r"no config\.json"):
         plan("--model", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -367,6 +371,13 @@ def test_loading_percent(tmp_path):
     assert stack.loading_percent(log, log.stat().st_size) is None
 
 
+def test_the_step_of_a_start(tmp_path):
+    log = tmp_path / "w.log"
+    log.write_text('INFO starting: importing torch\n{"message": "starting: compiling", "x": 1}\n')
+    assert stack.starting_step(log, 0) == "compiling"
+    assert stack.starting_step(log, log.stat().st_size) is None
+
+
 def test_up_as_a_process_drains_on_sigterm(toy, tmp_path, model, monkeypatch):
     """The whole command with toy services instead of the real ones."""
     driver = f"""
@@ -374,7 +385,7 @@ import pathlib, sys
 from quire_client import cli
 from quire_client.cli import up
 from quire_client.cli.stack import ServiceSpec
-def toys(args):
+def toys(args, say):
     specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
     return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), pathlib.Path({str(tmp_path)!r}))
 up.make_plan = toys
@@ -411,6 +422,8 @@ def output_of(capsys, tmp_path):
         reporter.begin(made)
         for percent in (10, 30, 40, 100):
             reporter.report("progress", "worker-0", {"percent": percent})
+        reporter.note("acme/tiny is in the local cache")
+        reporter.report("step", "worker-0", {"step": "importing torch"})
         reporter.report("waiting", "worker-0", {"log_tail": ["compiling"]})
         reporter.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
         reporter.serving(made, {})
@@ -428,6 +441,8 @@ def test_text_of_every_event(output_of):
     lines = [line.split() for line in out.splitlines()]
     assert ["worker-0", "loading", "weights:", "30", "%"] in lines
     assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
+    assert ["worker-0", "importing", "torch"] in lines
+    assert "model      acme/tiny is in the local cache" in out.splitlines()
     assert ["worker-0", "still", "starting:", "compiling"] in lines
     assert ["worker-0", "ready", "127.0.0.1:7", "1.2", "s"] in lines
     assert ["worker-0", "ready", "again", "127.0.0.1:7", "1.2", "s"] in lines

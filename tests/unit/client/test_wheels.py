@@ -45,7 +45,7 @@ def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     assert not [name for name in sdk.namelist() if "demo_model" in name]
     needed, extras = requirements(sdk)
     assert {line.partition(">")[0] for line in needed} == {"grpcio", "protobuf"}
-    assert extras == {"bench"}
+    assert extras == {"bench", "hub"}
 
 
 def test_the_server_wheel_has_the_services_and_needs_the_sdk(wheels):

@@ -126,7 +126,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], scratch: Path, target: Path) -> None:
-    logger.info("compiling CPU kernels with %s into %s", compiler, target)
+    logger.info("starting: compiling the CPU kernels, once per machine, with %s into %s", compiler, target)
     library = scratch / "cpu.so"
     objects = [(scratch / source.name).with_suffix(".o") for source in SOURCES]
     with ThreadPoolExecutor(available_cores()) as pool:

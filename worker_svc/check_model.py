@@ -1,0 +1,36 @@
+"""Checks a model folder without torch.
+
+`python -m worker_svc.check_model DIR` checks config.json only: `quire up` runs it before it downloads weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from worker_svc.engine.families import architecture_of
+from worker_svc.engine.model_folder import CheckpointError, check_weight_files, read_object
+
+
+def check_model(folder: Path) -> None:
+    """Raises CheckpointError if the architecture is not supported or a weight file is missing or damaged."""
+    check_architecture(folder)
+    check_weight_files(folder)
+
+
+def check_architecture(folder: Path) -> None:
+    """Raises CheckpointError if the architecture in config.json is not supported."""
+    architecture_of(read_object(folder / "config.json"))
+
+
+def main(argv: list[str]) -> int:
+    try:
+        check_architecture(Path(argv[0]))
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""Files of a Hugging Face model folder, read without torch: unusable folders are refused before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little endian
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a sharded checkpoint; empty for a single file. Raises CheckpointError."""
+    if (folder / SINGLE_FILE).exists():
+        return {}  # the single file has precedence over an index, as in transformers
+    if (folder / INDEX_FILE).exists():
+        weight_map = read_object(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; download it again")
+        return {str(tensor): str(file) for tensor, file in weight_map.items()}
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+        "only safetensors checkpoints are supported, convert the model with save_pretrained"
+    )
+
+
+def weight_files(weight_map: dict[str, str]) -> list[str]:
+    """The names of the weight files."""
+    return sorted(set(weight_map.values())) or [SINGLE_FILE]
+
+
+def check_weight_files(folder: Path) -> None:
+    """Compare the size of every weight file with its header. Raises CheckpointError. Reads no weights."""
+    for name in weight_files(read_weight_map(folder)):
+        try:
+            _check_file(folder / name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder / name} is missing; download the model again") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+
+
+def _check_file(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} is damaged (it has no safetensors header); download it again")
+        if LENGTH_BYTES + length > size:
+            raise CheckpointError(f"{path} is damaged (its header is truncated at {size} bytes); download it again")
+        header = _header(path, file.read(length))
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    expected = LENGTH_BYTES + length + max(ends, default=0)
+    if size != expected:
+        problem = "truncated" if size < expected else "too long"
+        raise CheckpointError(
+            f"{path} is damaged ({problem}: it has {size} bytes, its header requires {expected}); download it again"
+        )
+    for tensor, entry in header.items():
+        if tensor.endswith(".weight") and entry["dtype"] not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"tensor {tensor} is stored as {entry['dtype']}; quantized checkpoints are not supported, "
+                "convert the model to bfloat16 or float32"
+            )
+
+
+def _header(path: Path, data: bytes) -> dict[str, Any]:
+    """The entries of the tensors. Raises CheckpointError if they are not valid."""
+    try:
+        entries = {name: entry for name, entry in json.loads(data).items() if name != "__metadata__"}
+        if all(isinstance(e["dtype"], str) and isinstance(e["data_offsets"][1], int) for e in entries.values()):
+            return entries
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError):
+        pass
+    raise CheckpointError(f"{path} is damaged (its header is not valid JSON of safetensors); download it again")
