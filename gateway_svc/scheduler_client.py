@@ -25,7 +25,7 @@ from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
-from svc_common.serve import MAX_MESSAGE_BYTES, open_channel
+from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
@@ -74,7 +74,15 @@ class SchedulerClient:
 
     events: SchedulerEvents
 
-    def __init__(self, address: str, *, gateway_id: str, bundles: BundleCache, deltas_interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        gateway_id: str,
+        bundles: BundleCache,
+        deltas_interval_s: float = 0.0,
+        open_channel: OpenChannel = open_channel,
+    ) -> None:
         self.address = address
         self.model: ServedModel | None = None
         self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
@@ -88,8 +96,9 @@ class SchedulerClient:
             deltas_interval_ms=round(1000 * deltas_interval_s),
         )
         self._bundles = bundles
-        self._channel = open_channel(address)
-        self._stub = SchedulerServiceStub(self._channel)
+        self._open_channel = open_channel
+        self._closing: set[asyncio.Task[None]] = set()
+        self._connect()
         self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
         self._limit: asyncio.Timeout | None = None  # ends the current stream
         self._watcher: asyncio.Task[None] | None = None
@@ -178,9 +187,22 @@ class SchedulerClient:
                 is_stable = loop.time() - started > STABLE_AFTER_S
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                self._reconnect()
         finally:
             self._stop_loading()
-            await self._channel.close()
+            await asyncio.gather(self._channel.close(), cancel(*self._closing))
+
+    def _connect(self) -> None:
+        """Make a new channel, with the newest certificate and token."""
+        self._channel = self._open_channel(self.address)
+        self._stub = SchedulerServiceStub(self._channel)
+
+    def _reconnect(self) -> None:
+        """Replace the channel. Calls on the old one may finish: closing it at once would cancel them."""
+        closing = asyncio.create_task(self._channel.close(RELEASE_TIMEOUT_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._connect()
 
     async def _attach(self) -> str:
         """Run one stream from start to end. Returns why it ended."""

@@ -28,7 +28,6 @@ from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import MIN_PRIORITY, InferenceServicer
-from gateway_svc.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
@@ -36,6 +35,8 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
+from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
+from svc_common.trust import TrustError, add_flags, make_trust
 
 if TYPE_CHECKING:
     from gateway_svc.http.server import HttpServer
@@ -75,7 +76,7 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
-    except (BindError, RedisUrlError, TlsError, ApiKeysError) as error:
+    except (BindError, RedisUrlError, TlsError, TrustError, ApiKeysError) as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -194,6 +195,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="CA certificates (PEM); clients need a certificate signed by one of them. Unset: clients need none",
     )
+    add_flags(parser)
     parser.add_argument(
         "--scheduler-patience-s",
         type=config.in_range(float, 0.0, 3600.0),
@@ -238,7 +240,8 @@ async def serve(
 
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
-    reader, tls = make_reader(args), tls_files(args)
+    reader, tls = make_reader(args), tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
+    trust = make_trust(args, "gateway")
     keys = None if args.api_keys is None else ApiKeys(args.api_keys)
     credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
@@ -255,7 +258,13 @@ async def serve(
     bundles = BundleCache()
     chunk_interval_s = args.chunk_interval_ms / 1000
     clients = [
-        SchedulerClient(address, gateway_id=gateway_id, bundles=bundles, deltas_interval_s=chunk_interval_s)
+        SchedulerClient(
+            address,
+            gateway_id=gateway_id,
+            bundles=bundles,
+            deltas_interval_s=chunk_interval_s,
+            open_channel=trust.channels_to("scheduler"),
+        )
         for address in dict.fromkeys(args.scheduler)
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)

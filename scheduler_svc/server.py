@@ -32,10 +32,23 @@ from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
+from svc_common.tls import TlsError
+from svc_common.trust import Trust, add_flags, check_reach, make_trust
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "quire.internal.v1.SchedulerService"
+CALLERS = {
+    f"/{SERVICE_NAME}/{method}": {role}
+    for method, role in {
+        "Attach": "gateway",
+        "GetBundle": "gateway",
+        "AbortRequests": "gateway",
+        "GetSchedulerStatus": "gateway",
+        "ReleaseWorker": "gateway",
+        "Register": "worker",
+    }.items()
+}
 BUNDLE_PIECE_BYTES = 1 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -46,8 +59,8 @@ Workers register here (quire-worker --scheduler HOST:PORT); gateways attach here
 All workers of one scheduler serve one model: the model of the first worker that becomes ready."""
 
 EPILOG = """examples:
-  quire-scheduler --listen 0.0.0.0:50052
-  quire-scheduler --listen 0.0.0.0:50052 --redis redis://cache:6379/0 --log-format json
+  quire-scheduler
+  quire-scheduler --listen 0.0.0.0:50052 --token-file tokens --redis redis://cache:6379/0 --log-format json
 """
 
 
@@ -216,10 +229,11 @@ def make_arguments() -> argparse.ArgumentParser:
         default=30.0,
         help="seconds that running requests have to finish after SIGTERM",
     )
+    add_flags(parser)
     return parser
 
 
-def build(args: argparse.Namespace) -> Parts:
+def build(args: argparse.Namespace, trust: Trust) -> Parts:
     """Make all components. Raises ValueError for an invalid setting."""
     config = SchedulerConfig(
         max_waiting=args.max_waiting,
@@ -236,7 +250,7 @@ def build(args: argparse.Namespace) -> Parts:
     step_loop = StepLoop(config, index)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps)
+    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.channels_to("worker"))
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 
@@ -251,9 +265,15 @@ def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iter
         raise ValueError(bad_redis_url(args.redis)) from None
 
 
-async def serve(args: argparse.Namespace, parts: Parts) -> int:
-    """Run until SIGTERM or SIGINT. Returns the process's exit status. Raises BindError."""
-    server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
+async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
+    """Run until SIGTERM or SIGINT. Returns the process's exit status. Raises BindError or TlsError."""
+    server = GrpcServer(
+        listen=args.listen,
+        service_names=[SERVICE_NAME],
+        credentials=trust.server_credentials(),
+        has_reflection=not trust.is_on,
+        interceptors=trust.interceptors(CALLERS),
+    )
     servicer = SchedulerServicer(parts)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     admin = make_admin(args, parts, server)
@@ -265,7 +285,8 @@ async def serve(args: argparse.Namespace, parts: Parts) -> int:
     loop_task.add_done_callback(lambda _: server.stopping.set())
     server.set_serving(True)
     settle_gc()
-    log.info("listening on %s, prefix index in %s", servicer.address, "redis" if args.redis else "memory")
+    index = "redis" if args.redis else "memory"
+    log.info("listening on %s, %s, prefix index in %s", servicer.address, trust, index)
     await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))
     exit_code = await _finish(parts, loop_task)
     await admin.close()
@@ -315,12 +336,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv)
     setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:
-        parts = build(args)
+        trust = make_trust(args, "scheduler")
+        check_reach(args, trust, args.listen)
+        parts = build(args, trust)
     except ValueError as error:
         parser.error(str(error))
     try:
-        return run_service(serve(args, parts))
-    except BindError as error:
+        return run_service(serve(args, parts, trust))
+    except (BindError, TlsError) as error:
         parser.error(str(error))
 
 

@@ -24,7 +24,7 @@ from scheduler_svc import columns, worker_wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.metrics import StepMeter
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
-from svc_common.serve import open_channel
+from svc_common.serve import OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
@@ -194,13 +194,19 @@ class Dialer:
     """Takes leases of workers. Keeps the bundle of every digest. `meter` measures all steps."""
 
     def __init__(
-        self, index: PrefixIndex, scheduler_id: str, timeouts: LinkTimeouts, meter: StepMeter | None = None
+        self,
+        index: PrefixIndex,
+        scheduler_id: str,
+        timeouts: LinkTimeouts,
+        meter: StepMeter | None = None,
+        open_channel: OpenChannel = open_channel,
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
         self._index = index
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
         self._meter = meter or StepMeter()
+        self._open_channel = open_channel
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -210,7 +216,7 @@ class Dialer:
 
         Raises QuireError with a message for the worker's log if the worker cannot be leased.
         """
-        async with open_channel(address) as channel:
+        async with self._open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 granted = await self._take_lease(stub)
@@ -234,7 +240,7 @@ class Dialer:
 
         Raises QuireError if the worker refuses. Uses its own channel, because the lease may end before the answer.
         """
-        async with open_channel(address) as channel:
+        async with self._open_channel(address) as channel:
             try:
                 response = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
                     worker_pb2.DrainRequest(timeout_s=timeout_s)

@@ -9,7 +9,8 @@
       UnavailableError          UNAVAILABLE          503  no process can serve the request now
       DeadlineError             DEADLINE_EXCEEDED    504  the time limit that the client set has passed
       TakenOverError            ABORTED              409  the same request continues in another stream
-      UnauthenticatedError      UNAUTHENTICATED      401  no API key, or an unknown one
+      UnauthenticatedError      UNAUTHENTICATED      401  no API key or token, or an unknown one
+      PermissionDeniedError     PERMISSION_DENIED    403  the caller is known and may not make this call
       UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
@@ -103,6 +104,11 @@ class TakenOverError(QuireError):
 class UnauthenticatedError(QuireError):
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
+
+
+class PermissionDeniedError(QuireError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
 
 
 class UnimplementedError(QuireError):
@@ -222,7 +228,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         serializers = {
             "request_deserializer": self.stats.counting_deserializer(
-                deserialize if is_streamed or deserialize is None else _tolerant(deserialize), method
+                deserialize if is_streamed or deserialize is None else _tolerant(deserialize, method), method
             ),
             "response_serializer": self.stats.counting_serializer(handler.response_serializer, method),
         }
@@ -238,7 +244,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 if isinstance(request, _Undecodable):
-                    request.refuse(method)
+                    request.refuse()
                 return await behaviour(request, context)
             except Exception as error:
                 await self._abort(context, method, error)
@@ -249,7 +255,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
                 if isinstance(request, _Undecodable):
-                    request.refuse(method)
+                    request.refuse()
                 responses = behaviour(request, context)
                 if isawaitable(responses):
                     await responses  # a coroutine, which writes its responses through the context
@@ -272,30 +278,43 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class _Undecodable:
     """Stands for a request whose bytes are not a valid message: an exception in the deserializer would give UNKNOWN."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: InvalidRequestError) -> None:
         self._error = error
 
-    def refuse(self, method: str) -> NoReturn:
-        if isinstance(self._error, TooManyFieldsError):
-            raise InvalidRequestError(f"the request of {method} has too many fields: {self._error}")
-        raise InvalidRequestError(
-            f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {self._error}"
-        )
+    def refuse(self) -> NoReturn:
+        raise self._error
 
 
-def _tolerant(deserialize: Any) -> Any:
+def _tolerant(deserialize: Any, method: str) -> Any:
+    decode = decoder(deserialize, method)
+
+    def convert(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except InvalidRequestError as error:
+            return _Undecodable(error)
+
+    return convert
+
+
+def decoder(deserialize: Any, method: str) -> Callable[[bytes], Any]:
+    """`deserialize` with a limit on the number of fields. Raises InvalidRequestError."""
     # `__self__` of a generated FromString is the message class.
     descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
     layout = {} if descriptor is None else layout_of(descriptor)
 
-    def convert(data: bytes) -> Any:
+    def decode(data: bytes) -> Any:
         try:
             check_field_count(data, layout)
             return deserialize(data)
-        except (DecodeError, TooManyFieldsError) as error:
-            return _Undecodable(error)
+        except TooManyFieldsError as error:
+            raise InvalidRequestError(f"the request of {method} has too many fields: {error}") from None
+        except DecodeError as error:
+            raise InvalidRequestError(
+                f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {error}"
+            ) from None
 
-    return convert
+    return decode
 
 
 def shown_error(method: str, error: Exception) -> QuireError:

@@ -58,8 +58,11 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
+
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel between Quire's services, with their keepalive and message limits."""
+    """A plaintext channel between Quire's services, with their keepalive and message limits."""
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
@@ -127,6 +130,7 @@ class GrpcServer:
         max_connection_age_s: float = 0.0,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         accepts_compression: bool = False,
+        has_reflection: bool = True,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         errors = ErrorInterceptor()
@@ -145,7 +149,8 @@ class GrpcServer:
         self._health = HealthServicer((*names, health.SERVICE_NAME))
         self.address = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+        if has_reflection:
+            reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
     async def start(self) -> str:
         """Bind and accept calls. Health is NOT_SERVING until `set_serving`. Returns host:port. Raises BindError."""

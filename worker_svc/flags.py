@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from svc_common import config
+from svc_common.trust import add_flags
 from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig
 from worker_svc.sim_executor import SimConfig
 
@@ -152,7 +153,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="probability that a token ends its sequence",
     )
     net = parser.add_argument_group("network")
-    net.add_argument("--listen", type=config.address, default="0.0.0.0:0", metavar="HOST:PORT", help="port 0: any free")
+    net.add_argument(
+        "--listen", type=config.address, default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free"
+    )
     net.add_argument(
         "--scheduler",
         type=_ADDRESSES,
@@ -169,6 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
         "host uses to reach the scheduler",
     )
     net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
+    add_flags(parser)
     life = parser.add_argument_group("steps and shutdown")
     life.add_argument(
         "--stuck-after-s",

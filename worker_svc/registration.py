@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
-from svc_common.serve import open_channel
+from svc_common.serve import OpenChannel, open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from worker_svc.lifecycle import Lifecycle
@@ -50,7 +50,13 @@ PROBE_TIMEOUT_S = 1.0
 
 # Refusals that only another setting can resolve. ALREADY_EXISTS resolves itself when the earlier process is gone.
 REFUSALS = frozenset(
-    {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
 )
 ID_IN_USE = grpc.StatusCode.ALREADY_EXISTS
 
@@ -125,6 +131,7 @@ class Registration:
         work: Work,
         refused_pause_s: float = REFUSED_PAUSE_S,
         rng: random.Random | None = None,
+        open_channel: OpenChannel = open_channel,
     ) -> None:
         self._candidates = [Candidate(address) for address in preference(worker_id, schedulers)]
         self._worker_id = worker_id
@@ -134,6 +141,7 @@ class Registration:
         self._work = work
         self._refused_pause_s = refused_pause_s
         self._rng = rng or random.Random()
+        self._open_channel = open_channel
         self._acknowledgement = asyncio.Condition()
         self._acknowledged_state: types_pb2.WorkerState.ValueType = types_pb2.WORKER_STATE_UNSPECIFIED
         self.scheduler: str | None = None  # where this worker is registered now
@@ -207,7 +215,7 @@ class Registration:
             await asyncio.sleep(PROBE_INTERVAL_S * self._rng.uniform(0.75, 1.25))
             for candidate in earlier:
                 is_due = candidate.next_return_at <= loop.time() and self._is_unused()
-                if is_due and await answers(candidate.address) and self._is_unused():
+                if is_due and await answers(candidate.address, self._open_channel) and self._is_unused():
                     candidate.next_return_at = loop.time() + self._refused_pause_s  # if it refuses
                     return candidate
 
@@ -220,7 +228,7 @@ class Registration:
     async def _session(self, candidate: Candidate) -> End | Candidate:
         """One stream, from start to end. Returns how it ended, or a preferred scheduler to return to."""
         # A new channel per session: no state of a dead connection, such as its back-off, remains.
-        async with open_channel(candidate.address) as channel:
+        async with self._open_channel(candidate.address) as channel:
             call: Call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Register()
             started_at, orders_before = asyncio.get_running_loop().time(), self._work.num_orders
             following = asyncio.ensure_future(self._follow(call, candidate))
@@ -289,7 +297,7 @@ class Registration:
         candidate.logged.clear()
 
 
-async def answers(scheduler: str) -> bool:
+async def answers(scheduler: str, open_channel: OpenChannel = open_channel) -> bool:
     """Whether a scheduler at this address accepts workers: not if it is unreachable, frozen or draining."""
     async with open_channel(scheduler) as channel:
         request = health_pb2.HealthCheckRequest()

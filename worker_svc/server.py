@@ -21,6 +21,7 @@ from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
+from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
@@ -36,6 +37,8 @@ from worker_svc.wire import capacity_to_proto
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "quire.internal.v1.WorkerService"
+METHODS = ("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle")
+CALLERS = {f"/{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
 DRAIN_ACK_TIMEOUT_S = 2.0
@@ -49,8 +52,9 @@ PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
 class Worker:
     """Everything of one worker process: server, model thread, registration."""
 
-    def __init__(self, args: argparse.Namespace, settings: EngineConfig, bundle: Bundle) -> None:
+    def __init__(self, args: argparse.Namespace, settings: EngineConfig, bundle: Bundle, trust: Trust) -> None:
         self._args = args
+        self._trust = trust
         self._settings = settings
         self._bundle = bundle
         self._lifecycle = Lifecycle()
@@ -62,7 +66,13 @@ class Worker:
             drain=self._drain_for,
             pipeline_depth=args.pipeline_depth,
         )
-        self._server = GrpcServer(listen=args.listen, service_names=[SERVICE_NAME])
+        self._server = GrpcServer(
+            listen=args.listen,
+            service_names=[SERVICE_NAME],
+            credentials=trust.server_credentials(),
+            has_reflection=not trust.is_on,
+            interceptors=trust.interceptors(CALLERS),
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.grpc)
         self._admin = self._make_admin()
         self._registration: Registration | None = None
@@ -75,7 +85,8 @@ class Worker:
         """Serve until SIGTERM or a Drain RPC. Returns the exit code of the process; raises BindError."""
         await self._admin.start()
         address = await self._server.start()
-        log.info("worker %s listens on %s, loading %s", self._args.worker_id, address, self._settings.model_dir)
+        folder = self._settings.model_dir
+        log.info("worker %s listens on %s, %s; loading %s", self._args.worker_id, address, self._trust, folder)
         registering = asyncio.ensure_future(self._register(address))
         serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
         loading = asyncio.ensure_future(self._load_or_cancel(serving))
@@ -126,6 +137,7 @@ class Worker:
             worker_epoch=self._executor.worker_epoch,
             lifecycle=self._lifecycle,
             work=self._executor,
+            open_channel=self._trust.channels_to("scheduler"),
         )
         await self._registration.run()
 
@@ -281,19 +293,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging("worker", args.log_format, args.log_level, instance=args.worker_id)
     set_thread_environment(args.threads)
     try:
+        trust = make_trust(args, "worker")
+        check_reach(args, trust, args.listen)
         settings, bundle = engine_config(args), read_bundle(args.model)
         if args.executor == "model":
             check_model(args.model)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
-        sys.exit(run_service(_run(args, settings, bundle)))
+        sys.exit(run_service(_run(args, settings, bundle, trust)))
     except (ValueError, ModelFolderError, BindError) as error:
         log.error("%s", error)
         sys.exit(EXIT_BAD_SETTING)
 
 
-async def _run(args: argparse.Namespace, settings: EngineConfig, bundle: Bundle) -> int:
-    return await Worker(args, settings, bundle).run()
+async def _run(args: argparse.Namespace, settings: EngineConfig, bundle: Bundle, trust: Trust) -> int:
+    return await Worker(args, settings, bundle, trust).run()
 
 
 if __name__ == "__main__":

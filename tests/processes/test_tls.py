@@ -15,7 +15,7 @@ from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthen
 from quire_client.tls import resolve_tls
 
 from gateway_svc.server import make_parser
-from gateway_svc.tls import TlsError, server_credentials, tls_files
+from svc_common.tls import TlsError, server_credentials, tls_files
 from tests.processes.ports import free_port
 from tests.processes.stack import Service
 
@@ -174,7 +174,10 @@ def test_bad_files_fail_the_start(tmp_path: Path, names: dict[str, str], words: 
     flags = [f"--tls-{name}-file={files.folder / path}" for name, path in names.items()]
     args = make_parser().parse_args(["--scheduler", NO_SCHEDULER, *flags])
     with pytest.raises(TlsError) as refused:
-        server_credentials(tls_files(args) or pytest.fail("the files were accepted"))
+        server_credentials(
+            tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
+            or pytest.fail("the files were accepted")
+        )
     assert words in str(refused.value)
 
 

@@ -14,6 +14,7 @@ from quire.internal.v1 import scheduler_pb2_grpc
 from scheduler_svc.server import SERVICE_NAME, Parts, SchedulerServicer, build, make_arguments
 from svc_common.config import parse
 from svc_common.serve import GrpcServer
+from svc_common.trust import Trust
 from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker
 
 
@@ -47,7 +48,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
         async def make(*flags: str) -> Stack:
             # A toy worker's steps take no time: with bursts a request would end before the test can act on it.
             args = parse(make_arguments(), ["--burst-ms", "0", *flags])
-            parts = build(args)
+            parts = build(args, Trust("scheduler"))
             server = GrpcServer(listen="127.0.0.1:0", service_names=[SERVICE_NAME])
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(parts), server.grpc)
             address = await server.start()

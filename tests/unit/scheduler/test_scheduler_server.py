@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler_svc import server
 from scheduler_svc.server import build, make_arguments, serve
 from svc_common.config import parse
+from svc_common.trust import Trust
 from tests.processes.ports import free_port
 from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker, expected_tokens
@@ -129,7 +130,7 @@ async def test_an_invalid_setting_stops_the_start(flags: tuple[str, ...], shown:
 @pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])
 def test_a_malformed_redis_url_is_shown_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match=r"--redis '[a-z]+://\*\*\*@cache.*write redis://") as caught:
-        build(parse(make_arguments(), ["--redis", url]))
+        build(parse(make_arguments(), ["--redis", url]), Trust("scheduler"))
     assert "s3cret" not in str(caught.value)
 
 
@@ -155,9 +156,10 @@ async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
 
     monkeypatch.setattr(server, "settle_gc", lambda: None)
     args = parse(make_arguments(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
-    parts = build(args)
+    trust = Trust("scheduler")
+    parts = build(args, trust)
     parts.step_loop._post(broken)
-    assert await asyncio.wait_for(serve(args, parts), 10) == 1
+    assert await asyncio.wait_for(serve(args, parts, trust), 10) == 1
     assert "planted" in caplog.text
 
 

@@ -1,13 +1,10 @@
-"""TLS for the public ports. The files are read again whenever a client connects, so renewals need no restart.
+"""TLS of a port. The files are read again whenever a client connects, so renewals need no restart.
 
-    credentials = server_credentials(TlsFiles(cert, key, client_ca))      # raises TlsError
-
-Only ports for clients use TLS (docs/adr/0016-tls-at-the-gateway.md).
+credentials = server_credentials(TlsFiles(cert, key, client_ca))      # raises TlsError
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import ssl
 from dataclasses import dataclass
@@ -23,16 +20,31 @@ class TlsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFlags:
+    """The flags that name the files, for error messages."""
+
+    cert: str
+    key: str
+    client_ca: str
+
+
+PUBLIC = TlsFlags("--tls-cert-file", "--tls-key-file", "--tls-client-ca-file")
+
+
+@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Paths of the certificate chain, its key and, for mutual TLS, the CA of clients. All PEM."""
 
     cert: Path
     key: Path
     client_ca: Path | None
+    flags: TlsFlags = PUBLIC
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
+class Contents:
+    """The bytes of the files."""
+
     cert: bytes
     key: bytes
     client_ca: bytes | None
@@ -41,15 +53,14 @@ class _Contents:
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.client_ca)
 
 
-def tls_files(args: argparse.Namespace) -> TlsFiles | None:
-    """The files of the --tls-* flags; None for a plaintext port. Raises TlsError."""
-    cert, key, client_ca = args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file
+def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None, flags: TlsFlags = PUBLIC) -> TlsFiles | None:
+    """The files of the flags; None for a plaintext port. Raises TlsError."""
     if cert and key:
-        return TlsFiles(cert, key, client_ca)
+        return TlsFiles(cert, key, client_ca, flags)
     if cert or key:
-        raise TlsError("--tls-cert-file and --tls-key-file must be set together")
+        raise TlsError(f"{flags.cert} and {flags.key} must be set together")
     if client_ca:
-        raise TlsError("--tls-client-ca-file needs TLS: set --tls-cert-file and --tls-key-file too")
+        raise TlsError(f"{flags.client_ca} needs TLS: set {flags.cert} and {flags.key} too")
     return None
 
 
@@ -85,13 +96,13 @@ class _Reader:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._last_error = ""
-        self.served = _read(files)
+        self.served = read_files(files)
         _check(files)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC on its own thread before each handshake. None: no change."""
         try:
-            contents = _read(self._files)
+            contents = read_files(self._files)
             if contents == self.served:
                 return None
             _check(self._files)
@@ -109,10 +120,11 @@ class _Reader:
         self._last_error = words
 
 
-def _read(files: TlsFiles) -> _Contents:
-    cert, key = _bytes_of("--tls-cert-file", files.cert), _bytes_of("--tls-key-file", files.key)
-    client_ca = None if files.client_ca is None else _bytes_of("--tls-client-ca-file", files.client_ca)
-    return _Contents(cert, key, client_ca)
+def read_files(files: TlsFiles) -> Contents:
+    flags = files.flags
+    cert, key = _bytes_of(flags.cert, files.cert), _bytes_of(flags.key, files.key)
+    client_ca = None if files.client_ca is None else _bytes_of(flags.client_ca, files.client_ca)
+    return Contents(cert, key, client_ca)
 
 
 def _bytes_of(setting: str, path: Path) -> bytes:
@@ -128,13 +140,13 @@ def _check(files: TlsFiles) -> ssl.SSLContext:
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
     except (OSError, _PasswordError) as error:
-        raise TlsError(f"--tls-cert-file {files.cert}, --tls-key-file {files.key}: {error}") from None
+        raise TlsError(f"{files.flags.cert} {files.cert}, {files.flags.key} {files.key}: {error}") from None
     if files.client_ca is None:
         return context
     try:
         context.load_verify_locations(files.client_ca)
     except OSError as error:
-        raise TlsError(f"--tls-client-ca-file {files.client_ca}: {error}") from None
+        raise TlsError(f"{files.flags.client_ca} {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 

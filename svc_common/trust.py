@@ -1,0 +1,355 @@
+"""Trust between the services: the role of a peer, and the calls that each role may make.
+
+    trust = make_trust(args, "scheduler")                        # raises TrustError or TlsError
+    GrpcServer(credentials=trust.server_credentials(), interceptors=trust.interceptors(CALLERS), ...)
+    channel = trust.open_channel(address, role="worker")
+
+A peer proves its role (gateway, scheduler or worker) by a certificate, by a token, or by both if both are set:
+
+    certificate   signed by the CA of --internal-tls-ca-file; it names the role by --internal-tls-name
+    token         a line of --token-file; for networks that others can reach but not read
+
+Files are read again when they change: certificates at each new connection, tokens after `REREAD_S`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import ipaddress
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
+from svc_common.serve import CHANNEL_OPTIONS, OpenChannel, open_channel
+from svc_common.tls import TlsFiles, TlsFlags, read_files, server_credentials, tls_files
+
+log = logging.getLogger(__name__)
+
+REREAD_S = 5.0
+SCHEME = "Bearer "
+DIGEST = "sha256:"
+ROLES = ("gateway", "scheduler", "worker")
+# Health probes need no role. Reflection is off where roles are checked.
+OPEN_TO_ALL = "/grpc.health.v1.Health/"
+INTERNAL = TlsFlags("--internal-tls-cert-file", "--internal-tls-key-file", "--internal-tls-ca-file")
+
+Callers = Mapping[str, Collection[str]]  # roles that may call a method, by its path /package.Service/Method
+
+
+class TrustError(ValueError):
+    """The settings do not say how peers are recognised; the message names the setting and what to do."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that all services share."""
+    group = parser.add_argument_group("trust between the services (docs/trust.md); files are read again on changes")
+    group.add_argument(
+        INTERNAL.cert, type=Path, metavar="FILE", help="certificate of this service for the other services (PEM)"
+    )
+    group.add_argument(INTERNAL.key, type=Path, metavar="FILE", help="its private key (PEM, without a password)")
+    group.add_argument(
+        INTERNAL.client_ca, type=Path, metavar="FILE", help="CA certificates (PEM) that sign all services' certificates"
+    )
+    group.add_argument(
+        "--internal-tls-name",
+        default="quire-{role}",
+        metavar="TEMPLATE",
+        help="DNS name or URI in a certificate that names the role of its service: gateway, scheduler or worker",
+    )
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="lines `ROLE TOKEN`. This service sends the first token of its own role, and accepts all of them. A line "
+        "may have sha256:HEX instead of a token that is only accepted",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine without certificates and tokens: whoever connects has every role",
+    )
+
+
+def make_trust(args: argparse.Namespace, role: str) -> Trust:
+    """The trust of a service with this role. Raises TrustError or TlsError."""
+    files = tls_files(args.internal_tls_cert_file, args.internal_tls_key_file, args.internal_tls_ca_file, INTERNAL)
+    if files is not None and files.client_ca is None:
+        raise TrustError(f"{INTERNAL.cert} needs {INTERNAL.client_ca}: services check each other's certificates")
+    if "{role}" not in args.internal_tls_name:
+        raise TrustError(f"--internal-tls-name {args.internal_tls_name}: it must contain {{role}}")
+    tokens = None if args.token_file is None else Tokens(args.token_file)
+    if tokens is not None:
+        tokens.check_has(role)
+    return Trust(role, files, args.internal_tls_name, tokens)
+
+
+def check_reach(args: argparse.Namespace, trust: Trust, *listens: str) -> None:
+    """Raise TrustError if strangers can reach one of these addresses and nothing keeps them out."""
+    exposed = [listen for listen in listens if not is_loopback(listen)]
+    if exposed and not trust.is_on and not args.insecure:
+        raise TrustError(
+            f"other machines can connect to {exposed[0]}, and this service cannot recognise its peers: set "
+            f"--token-file or {INTERNAL.cert}, listen on 127.0.0.1, or set --insecure if the network is trusted"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine can connect to host:port."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or address.startswith("unix:")
+
+
+class Tokens:
+    """The tokens of a file, by role. Read again at most every `REREAD_S`; an invalid file keeps the previous tokens."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._read_at = clock()
+        self._last_error = ""
+        self._roles, self._own = _read_tokens(path)
+
+    def check_has(self, role: str) -> None:
+        """Raise TrustError if there is no token to send."""
+        if role not in self._own:
+            raise TrustError(f"--token-file {self._path}: no line `{role} TOKEN`, which this service would send")
+
+    def own(self, role: str) -> str:
+        """The token that a service of this role sends."""
+        self._reread()
+        return self._own.get(role, "")
+
+    def role_of(self, token: str) -> str | None:
+        """The role of a token; None if it is not accepted. Tokens are compared by digest."""
+        self._reread()
+        return self._roles.get(_digest(token))
+
+    def _reread(self) -> None:
+        if self._clock() - self._read_at < REREAD_S:
+            return
+        self._read_at = self._clock()
+        try:
+            self._roles, self._own = _read_tokens(self._path)
+            self._last_error = ""
+        except TrustError as error:
+            if str(error) != self._last_error:
+                log.error("keeping the previous tokens: %s", error)
+            self._last_error = str(error)
+
+
+def _read_tokens(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Roles by digest of their tokens, and the first token of each role. Raises TrustError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrustError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    roles: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        role, _, token = line.strip().partition(" ")
+        token = token.strip()
+        if not role or role.startswith("#"):
+            continue
+        if role not in ROLES or not re.fullmatch(r"[\x21-\x7e]{16,512}", token):
+            raise TrustError(
+                f"--token-file {path}, line {number}: not `ROLE TOKEN`; a token has at least 16 characters"
+            )
+        if token.startswith(DIGEST):
+            roles[token.removeprefix(DIGEST).lower()] = role
+        else:
+            roles[_digest(token)] = role
+            own.setdefault(role, token)
+    return roles, own
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What this service presents to its peers, and what it requires of them."""
+
+    role: str
+    files: TlsFiles | None = None
+    name: str = "quire-{role}"
+    tokens: Tokens | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.files is not None or self.tokens is not None
+
+    def __str__(self) -> str:
+        parts = ["mutual TLS"] * (self.files is not None) + ["tokens"] * (self.tokens is not None)
+        return " and ".join(parts) or "no check of peers"
+
+    def channels_to(self, role: str) -> OpenChannel:
+        """Opens channels to services of this role."""
+        return lambda target: self.open_channel(target, role)
+
+    # -- as a client --------------------------------------------------------------------------------------------------
+
+    def open_channel(self, target: str, role: str) -> grpc.aio.Channel:
+        """A channel to a service of this role. With certificates, a server of another role fails the handshake."""
+        channel = open_channel(target) if self.files is None else self._secure_channel(target, role)
+        token = "" if self.tokens is None else self.tokens.own(self.role)
+        return _TokenChannel(channel, token) if token else channel
+
+    def _secure_channel(self, target: str, role: str) -> grpc.aio.Channel:
+        assert self.files is not None
+        served = read_files(self.files)
+        credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
+        # The certificate proves the role, whatever the address: the addresses of workers are those of pods.
+        name = self.name.format(role=role)
+        override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]
+        return grpc.aio.secure_channel(target, credentials, options=[*CHANNEL_OPTIONS, *override])
+
+    # -- as a server --------------------------------------------------------------------------------------------------
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None: plaintext. Raises TlsError."""
+        return None if self.files is None else server_credentials(self.files)
+
+    def interceptors(self, callers: Callers) -> list[grpc.aio.ServerInterceptor]:
+        """Check the role of each caller; none if this service recognises no peers."""
+        return [RoleInterceptor(callers, self)] if self.is_on else []
+
+    def check(self, context: grpc.aio.ServicerContext[Any, Any], authorization: str, callers: Collection[str]) -> None:
+        """Raise UnauthenticatedError or PermissionDeniedError unless the caller has one of these roles."""
+        if self.files is not None:
+            self._check_certificate(context, callers)
+        if self.tokens is not None:
+            self._check_token(self.tokens, authorization, callers)
+
+    def _check_certificate(self, context: grpc.aio.ServicerContext[Any, Any], callers: Collection[str]) -> None:
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        shown = [name.decode("utf-8", "replace") for name in names]
+        if not {self.name.format(role=role) for role in callers} & set(shown):
+            found = ", ".join(shown) or "no role"
+            raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's certificate names {found}")
+
+    @staticmethod
+    def _check_token(tokens: Tokens, authorization: str, callers: Collection[str]) -> None:
+        if not authorization.startswith(SCHEME):
+            raise UnauthenticatedError(f"this call is for {_either(callers)} and needs its token (--token-file)")
+        role = tokens.role_of(authorization.removeprefix(SCHEME))
+        if role is None:
+            raise UnauthenticatedError("the token of the caller is not in this service's --token-file")
+        if role not in callers:
+            raise PermissionDeniedError(f"this call is for {_either(callers)}; the token of the caller is a {role}'s")
+
+
+def _either(roles: Collection[str]) -> str:
+    return " or ".join(f"a {role}" for role in sorted(roles)) or "no role"
+
+
+class RoleInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls by other roles before their requests are decoded. A method without an entry is refused to all."""
+
+    def __init__(self, callers: Callers, trust: Trust) -> None:
+        self._callers = callers
+        self._trust = trust
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(OPEN_TO_ALL):
+            return handler
+        callers = self._callers.get(method, ())
+        authorization = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+
+        def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            self._trust.check(context, str(authorization), callers)
+
+        return _guarded(handler, check, method.lstrip("/"))
+
+
+def _guarded(handler: Handler, check: Callable[[Any], None], method: str) -> Handler:
+    """The handler, called after the check. A single request is decoded after it too, a stream as the handler reads."""
+    make = {
+        (True, True): grpc.stream_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (False, False): grpc.unary_unary_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    behaviour: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    deserialize: Any = handler.request_deserializer
+    if not handler.request_streaming:
+        behaviour, deserialize = _decoding(behaviour, decoder(deserialize, method)), None
+    return make(
+        _checking(behaviour, check), request_deserializer=deserialize, response_serializer=handler.response_serializer
+    )
+
+
+def _decoding(behaviour: Any, decode: Callable[[bytes], Any]) -> Any:
+    def call(data: bytes, context: Any) -> Any:
+        return behaviour(decode(data), context)
+
+    return call
+
+
+def _checking(behaviour: Any, check: Callable[[Any], None]) -> Any:
+    def call(request: Any, context: Any) -> Any:
+        check(context)
+        return behaviour(request, context)
+
+    return call
+
+
+class _TokenChannel(grpc.aio.Channel):
+    """A channel whose calls carry a token. Interceptors would cost time for every message of a stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"{SCHEME}{token}"),)
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_token(self._channel.stream_stream(*args, **kwargs))
+
+    def _with_token(self, begin: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return begin(*args, metadata=self._metadata, **kwargs)
+
+        return call
+
+    async def __aenter__(self) -> _TokenChannel:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()

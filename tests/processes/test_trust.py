@@ -1,0 +1,249 @@
+"""The services with certificates or tokens between them: accepted peers, refused strangers, and renewed files."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire_client.demo import demo_model_dir
+
+from tests.processes.ports import free_port
+from tests.processes.stack import Service, Stack
+
+ROLES = ("gateway", "scheduler", "worker")
+TOKENS = {role: f"{role}-token-0123456789" for role in ROLES}
+STRANGER = "stranger"
+SIM = ("--executor", "sim", "--sim-step-ms", "2")
+TIMEOUT_S = 5.0
+SERVICES = {
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+    "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+}
+CALLS = [(kind, method.name) for kind, service in SERVICES.items() for method in service.methods]
+
+
+class Certificates:
+    """The files of one CA, with a certificate for each role."""
+
+    def __init__(self, folder: Path, authority: trustme.CA | None = None) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.authority = authority or trustme.CA()
+        self.authority.cert_pem.write_to_path(folder / "ca.crt")
+        for role in (*ROLES, STRANGER):
+            self.issue(role)
+
+    def issue(self, role: str, **lifetime: datetime.datetime) -> None:
+        cert = self.authority.issue_cert(f"quire-{role}", **lifetime)
+        _replace(self.folder / f"{role}.crt", b"".join(part.bytes() for part in cert.cert_chain_pems))
+        _replace(self.folder / f"{role}.key", cert.private_key_pem.bytes())
+
+    def flags(self, role: str) -> tuple[str, ...]:
+        names = {"cert": f"{role}.crt", "key": f"{role}.key", "ca": "ca.crt"}
+        return tuple(f"--internal-tls-{kind}-file={self.folder / name}" for kind, name in names.items())
+
+    def credentials(self, role: str | None) -> grpc.ChannelCredentials:
+        ca = (self.folder / "ca.crt").read_bytes()
+        if role is None:
+            return grpc.ssl_channel_credentials(ca)
+        key, cert = ((self.folder / f"{role}.{end}").read_bytes() for end in ("key", "crt"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").rename(path)
+
+
+@dataclass(frozen=True)
+class System:
+    """One process of each kind."""
+
+    stack: Stack
+    services: dict[str, Service]
+    certificates: Certificates | None = None
+
+
+def start(stack: Stack, *, flags: dict[str, tuple[str, ...]]) -> dict[str, Service]:
+    scheduler = stack.start_scheduler(*flags["scheduler"])
+    worker = stack.start_worker(scheduler, demo_model_dir(), *SIM, *flags["worker"])
+    return {
+        "scheduler": scheduler,
+        "worker": worker,
+        "gateway": stack.start_gateway(scheduler, flags=flags["gateway"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("tls")
+    certificates = Certificates(folder / "certificates")
+    with Stack(folder) as stack:
+        services = start(stack, flags={role: certificates.flags(role) for role in ROLES})
+        services["gateway"].wait_ready()
+        yield System(stack, services, certificates)
+
+
+@pytest.fixture(scope="module")
+def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("tokens")
+    path = folder / "tokens"
+    path.write_text("".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    with Stack(folder) as stack:
+        services = start(stack, flags=dict.fromkeys(ROLES, (f"--token-file={path}",)))
+        services["gateway"].wait_ready()
+        yield System(stack, services)
+
+
+def refusal(channel: grpc.Channel, kind: str, name: str, token: str | None = None) -> tuple[str, str]:
+    """Calls a method with an empty message. Returns the code and the words of the refusal."""
+    service = SERVICES[kind]
+    method = service.methods_by_name[name]
+    metadata = None if token is None else [("authorization", f"Bearer {token}")]
+    path = f"/{service.full_name}/{name}"
+    try:
+        if method.client_streaming:
+            answers = channel.stream_stream(path)(iter([b""]), timeout=TIMEOUT_S, metadata=metadata)
+            next(answers)
+        elif method.server_streaming:
+            next(channel.unary_stream(path)(b"", timeout=TIMEOUT_S, metadata=metadata))
+        else:
+            channel.unary_unary(path)(b"", timeout=TIMEOUT_S, metadata=metadata)
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+    raise AssertionError(f"{name} was accepted")
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_only_the_right_certificate_may_call(with_tls: System, tmp_path: Path, kind: str, name: str) -> None:
+    assert with_tls.certificates is not None
+    address = with_tls.services[kind].address
+    caller = "worker" if name == "Register" else "gateway" if kind == "scheduler" else "scheduler"
+    others = [role for role in (*ROLES, STRANGER) if role != caller]
+    options = [("grpc.ssl_target_name_override", f"quire-{kind}")]
+    for role in others:
+        with grpc.secure_channel(address, with_tls.certificates.credentials(role), options) as channel:
+            code, words = refusal(channel, kind, name)
+        assert (code, words) == (
+            "PERMISSION_DENIED",
+            f"this call is for a {caller}; the caller's certificate names quire-{role}",
+        )
+    foreign = Certificates(tmp_path / "foreign")
+    (foreign.folder / "ca.crt").write_bytes((with_tls.certificates.folder / "ca.crt").read_bytes())
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=9)
+    expired = Certificates(tmp_path / "expired", with_tls.certificates.authority)
+    expired.issue(caller, not_before=past, not_after=past + datetime.timedelta(days=1))
+    for credentials in (
+        with_tls.certificates.credentials(None),
+        foreign.credentials(caller),
+        expired.credentials(caller),
+    ):
+        with grpc.secure_channel(address, credentials, options) as channel:
+            assert refusal(channel, kind, name)[0] == "UNAVAILABLE"
+    with grpc.insecure_channel(address) as channel:
+        assert refusal(channel, kind, name)[0] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_only_the_right_token_may_call(with_tokens: System, kind: str, name: str) -> None:
+    caller = "worker" if name == "Register" else "gateway" if kind == "scheduler" else "scheduler"
+    with grpc.insecure_channel(with_tokens.services[kind].address) as channel:
+        assert refusal(channel, kind, name) == (
+            "UNAUTHENTICATED",
+            f"this call is for a {caller} and needs its token (--token-file)",
+        )
+        assert refusal(channel, kind, name, "x" * 20) == (
+            "UNAUTHENTICATED",
+            "the token of the caller is not in this service's --token-file",
+        )
+        for role in ROLES:
+            if role != caller:
+                assert refusal(channel, kind, name, TOKENS[role])[0] == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize("kind", ["with_tls", "with_tokens"])
+async def test_trusted_services_serve(kind: str, request: pytest.FixtureRequest) -> None:
+    system: System = request.getfixturevalue(kind)
+    async with await system.stack.connect(system.services["gateway"]) as client:
+        result = await client.generate(token_ids=[5, 6, 7], max_tokens=20, ignore_eos=True)
+        assert len(result.token_ids) == 20
+        assert (await client.status()).schedulers[0].connected
+
+
+async def test_certificates_are_renewed_under_load(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path / "certificates")
+    with Stack(tmp_path) as stack:
+        services = start(stack, flags={role: certificates.flags(role) for role in ROLES})
+        async with await stack.connect(services["gateway"]) as client:
+            options = {"token_ids": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0.0}
+            expected = (await client.generate(**options)).token_ids
+            streams = [asyncio.create_task(client.generate(**options)) for _ in range(8)]
+            old = {role: (certificates.folder / f"{role}.crt").read_bytes() for role in ROLES}
+            for role in ROLES:
+                certificates.issue(role)
+            assert all((certificates.folder / f"{role}.crt").read_bytes() != old[role] for role in ROLES)
+            # New connections in both directions: the worker registers again, and the scheduler leases it again.
+            services["worker"].kill()
+            services["worker"].start()
+            services["scheduler"].kill()
+            services["scheduler"].start()
+            streams += [asyncio.create_task(client.generate(**options)) for _ in range(8)]
+            assert [result.token_ids for result in await asyncio.gather(*streams)] == [expected] * 16
+
+
+async def test_a_running_server_takes_new_certificates(with_tls: System) -> None:
+    """A client with a certificate of a CA that was added while the servers ran is accepted."""
+    assert with_tls.certificates is not None
+    newer = trustme.CA()
+    ca = with_tls.certificates.folder / "ca.crt"
+    before = ca.read_bytes()
+    _replace(ca, before + newer.cert_pem.bytes())
+    cert = newer.issue_cert("quire-gateway")
+    credentials = grpc.ssl_channel_credentials(
+        before, cert.private_key_pem.bytes(), b"".join(part.bytes() for part in cert.cert_chain_pems)
+    )
+    options = [("grpc.ssl_target_name_override", "quire-scheduler")]
+    with grpc.secure_channel(with_tls.services["scheduler"].address, credentials, options) as channel:
+        path = f"/{SERVICES['scheduler'].full_name}/GetSchedulerStatus"
+        assert channel.unary_unary(path)(b"", timeout=TIMEOUT_S)
+
+
+def test_a_scheduler_with_another_role_is_no_scheduler(tmp_path: Path) -> None:
+    """A worker does not register with a process whose certificate is that of a gateway."""
+    certificates = Certificates(tmp_path / "certificates")
+    with Stack(tmp_path) as stack:
+        impostor = stack.start_scheduler(*certificates.flags("gateway"))
+        worker = stack.start_worker(impostor, demo_model_dir(), *SIM, *certificates.flags("worker"))
+        line = wait_for_line(worker, "is not available")
+        assert "UNAVAILABLE" in line
+
+
+def wait_for_line(service: Service, words: str) -> str:
+    import time
+
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        for line in service.log().splitlines():
+            if words in line:
+                return line
+        time.sleep(0.05)
+    raise AssertionError(f"{service.name} did not log {words!r}\n{service.log()}")
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "worker"])
+def test_a_service_that_strangers_can_reach_does_not_start(tmp_path: Path, kind: str) -> None:
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        if kind == "scheduler":
+            service = stack.start_scheduler(f"--listen=0.0.0.0:{free_port()}")
+        else:
+            service = stack.start_worker(scheduler, demo_model_dir(), *SIM, "--listen=0.0.0.0:0")
+        assert service.wait() == 2
+        assert "this service cannot recognise its peers: set --token-file" in service.log()
