@@ -151,7 +151,7 @@ class InferenceServicer(InferenceServiceServicer):
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
-            validation.check_prompt_size(request.prompt, model)
+            validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, request_id)
             resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(
@@ -171,7 +171,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def _plan(self, request: pb.GenerateRequest, model: ServedModel, request_id: str) -> GenerationPlan:
         prompt_ids = await self._prompts.token_ids(request.prompt, model)
         return await self._prompts.run(
-            request.continuation.ByteSize(),
+            request.continuation.ByteSize() + request.sampling.ByteSize(),
             validation.plan_generation,
             request,
             model,

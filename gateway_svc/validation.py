@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel
 from request_fields import checks
-from request_fields.fields import FieldError, StopCondition, stop_condition
+from request_fields.fields import MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
 from request_fields.sizes import LengthError
 from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
 
@@ -40,6 +40,7 @@ class GenerationPlan:
     model: ServedModel
     prompt_ids: array[int]
     sampling: types.SamplingParams  # every served field set
+    bad_words_ids: tuple[tuple[int, ...], ...]  # token ids of sampling.bad_words
     stop: types.StopParams  # max_tokens set
     stop_condition: StopCondition  # the part of `stop` that depends on token ids only
     scheduling: pb.SchedulingParams
@@ -124,6 +125,8 @@ def plan_generation(
             "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
         )
     _check_determinism(request.scheduling.determinism, model)
+    if request.HasField("truncate_prompt_tokens"):
+        prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
     check_token_ids("prompt", prompt_ids, model)
     check_token_ids("stop.stop_token_ids", request.stop.stop_token_ids, model)
     if request.stop.stop:
@@ -133,6 +136,11 @@ def plan_generation(
     stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
     with _field_errors():
         condition = stop_condition(checks.values_set(stop))
+    bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
+    with _field_errors():
+        checks.check_sampled_ids(sampling, model.info.vocab_size)
+        early_banned = condition.banned_ids(model.info.eos_token_ids)
+        checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
     outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
     output = request.output
     return GenerationPlan(
@@ -140,6 +148,7 @@ def plan_generation(
         model=model,
         prompt_ids=array("I", prompt_ids),
         sampling=sampling,
+        bad_words_ids=bad_words_ids,
         stop=stop,
         stop_condition=condition,
         scheduling=request.scheduling,
@@ -158,6 +167,24 @@ def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_s
     )
 
 
+def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each string without and with a leading space, because most tokenizers have other tokens for the
+    start of a word within a text."""
+    if not bad_words:
+        return ()
+    tokenizer = model.require_tokenizer("sampling.bad_words")
+    found: dict[tuple[int, ...], None] = {}  # in order, without repetition
+    for i, text in enumerate(bad_words):
+        bare = text.lstrip(" ") or text
+        for variant in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(variant, add_special_tokens=False))
+            if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
+                words = f"has {len(ids)} tokens; must have 1 to {MAX_BAD_WORD_IDS}"
+                raise _invalid(f"sampling.bad_words[{i}]", words)
+            found[ids] = None
+    return tuple(found)
+
+
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
     """The limit on output tokens, checked against the model's length and the pool."""
     with _field_errors():
@@ -173,8 +200,14 @@ def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
     raise _invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
 
 
-def check_prompt_size(prompt: pb.Prompt, model: ServedModel) -> None:
+def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
     """Refuse a prompt that is certainly too long, before it is tokenized."""
+    prompt = request.prompt
+    if request.HasField("truncate_prompt_tokens"):
+        if (size := prompt.ByteSize()) > MAX_TOKENIZE_BYTES:
+            words = f"has {size} bytes; with truncate_prompt_tokens at most {MAX_TOKENIZE_BYTES} are allowed: send less"
+            raise _invalid("prompt", words)
+        return
     kind = prompt.WhichOneof("kind")
     if kind == "tokens":
         if len(prompt.tokens.ids) > model.limits.max_tokens:

@@ -60,7 +60,8 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     return pb.Submit(
         request_id=request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
-        sampling=plan.sampling,
+        sampling=_without_bad_words(plan.sampling),
+        bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
@@ -74,6 +75,15 @@ def _without_strings(stop: types.StopParams) -> types.StopParams:
     for name, field in served("stop").items():
         if field.applied_by is Side.GATEWAY:
             kept.ClearField(name)  # type: ignore[arg-type]
+    return kept
+
+
+def _without_bad_words(sampling: types.SamplingParams) -> types.SamplingParams:
+    if not sampling.bad_words:
+        return sampling
+    kept = types.SamplingParams()
+    kept.CopyFrom(sampling)
+    kept.ClearField("bad_words")
     return kept
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from request_fields.fields import (
@@ -21,6 +22,7 @@ from request_fields.fields import (
 
 MESSAGES = {field.message for field in FIELDS}
 SERVED_SAMPLING = served("sampling")
+SAMPLED_IDS = [name for name, field in SERVED_SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
 
 
 class Message(Protocol):
@@ -51,6 +53,8 @@ def check_value(field: Field, value: Any) -> None:
             raise FieldError(field.path, "is not served by this version; leave it unset", is_unserved=True)
     elif field.kind in NUMBERS or field.kind is Kind.ENUM:
         _check_number(field, value)
+    elif field.kind is Kind.BIASES:
+        _check_biases(field, value)
     elif field.max_items is not None:
         _check_list(field, value)
     elif field.max_bytes is not None and len(value.encode()) > field.max_bytes:
@@ -77,6 +81,41 @@ def _check_list(field: Field, items: Sequence[Any]) -> None:
             raise FieldError(f"{field.path}[{i}]", "is empty; leave it out or give at least one character")
         if len(text) > field.max_chars:
             raise FieldError(f"{field.path}[{i}]", f"has {len(text)} characters; at most {field.max_chars} are allowed")
+
+
+def _check_biases(field: Field, biases: Mapping[int, float]) -> None:
+    _check_list(field, tuple(biases))
+    for token_id, bias in biases.items():
+        _check_number(replace(field, path=f"{field.path}[{token_id}]", kind=Kind.FLOAT), bias)
+
+
+def check_sampled_ids(sampling: Any, vocab_size: int) -> None:
+    """Check that the token ids of a SamplingParams message are below `vocab_size`. Raises FieldError."""
+    for name in SAMPLED_IDS:
+        ids = getattr(sampling, name)
+        if ids and (highest := max(ids)) >= vocab_size:
+            raise FieldError(f"sampling.{name}", f"contains {highest}; ids must be below vocab_size {vocab_size}")
+
+
+def check_something_is_left(
+    sampling: Any, bad_words_ids: Iterable[Sequence[int]], early_banned: Iterable[int], vocab_size: int
+) -> None:
+    """Check that a SamplingParams message, the ids of its bad words and the ids that min_tokens bans leave a token to
+    sample. Raises FieldError."""
+    banned = {*sampling.banned_token_ids, *(ids[0] for ids in bad_words_ids if len(ids) == 1)}
+    if not (banned or sampling.allowed_token_ids):
+        return
+    banned.update(early_banned)
+    words = "banned_token_ids, bad_words and min_tokens (EOS and stop_token_ids) ban"
+    if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
+        allowed = len(set(sampling.allowed_token_ids))
+        raise FieldError(
+            "sampling.allowed_token_ids", f"allows {allowed} ids, but {words} all of them; allow at least one more"
+        )
+    if len(banned) >= vocab_size:
+        raise FieldError(
+            "sampling.banned_token_ids", f"leaves no id to sample: {words} all {vocab_size} ids; ban fewer"
+        )
 
 
 def check_sampling(params: SamplingParams) -> None:

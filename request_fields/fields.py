@@ -18,7 +18,7 @@ MAX_RULE_IDS = 1024  # banned_token_ids and entries of logit_bias of one request
 MAX_BAD_WORDS = 128  # strings of one request; each has up to two sequences of token ids
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
-MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS = 100
 
 
 class FieldError(ValueError):
@@ -145,18 +145,39 @@ FIELDS = (
         Side.GATEWAY | Side.SCHEDULER, default=1, low=1,
     ),
     Field(
-        "sampling.repetition_penalty", Kind.FLOAT, "", default=1.0, off=1.0, low=0.01, high=100,
-        config_key="repetition_penalty",
+        "sampling.repetition_penalty", Kind.FLOAT,
+        "Divides positive logits and multiplies others, for each token in the prompt or the output. 1 is off.",
+        Side.WORKER, Resume.REPLAYED, default=1.0, low=0.01, high=100, config_key="repetition_penalty", has_flag=True,
     ),
     Field(
-        "sampling.frequency_penalty", Kind.FLOAT, "", default=0.0, off=0.0, low=-2, high=2,
-        config_key="frequency_penalty",
+        "sampling.frequency_penalty", Kind.FLOAT,
+        "Subtracted from the logit of each token in the output, once per occurrence. 0 is off.",
+        Side.WORKER, Resume.REPLAYED, default=0.0, low=-2, high=2, config_key="frequency_penalty", has_flag=True,
     ),
     Field(
-        "sampling.presence_penalty", Kind.FLOAT, "", default=0.0, off=0.0, low=-2, high=2,
-        config_key="presence_penalty",
+        "sampling.presence_penalty", Kind.FLOAT,
+        "Subtracted from the logit of each token in the output. 0 is off.",
+        Side.WORKER, Resume.REPLAYED, default=0.0, low=-2, high=2, config_key="presence_penalty", has_flag=True,
     ),
-    Field("sampling.logit_bias", Kind.BIASES, ""),
+    Field(
+        "sampling.logit_bias", Kind.BIASES, "Added to the logits of these tokens, before the penalties.",
+        Side.WORKER, Resume.STATELESS, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS, max_items=MAX_RULE_IDS,
+    ),
+    Field(
+        "sampling.allowed_token_ids", Kind.TOKEN_IDS, "Only these tokens can be sampled. Empty: all.",
+        Side.WORKER, Resume.STATELESS, max_items=MAX_ALLOWED_IDS,
+    ),
+    Field(
+        "sampling.banned_token_ids", Kind.TOKEN_IDS, "These tokens cannot be sampled.",
+        Side.WORKER, Resume.STATELESS, max_items=MAX_RULE_IDS,
+    ),
+    Field(
+        "sampling.bad_words", Kind.STRINGS,
+        "Strings that the output does not contain. Each is tokenized with and without a leading space; the last token "
+        "of each result cannot be sampled after the tokens before it.",
+        Side.GATEWAY | Side.WORKER, Resume.REPLAYED, max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS,
+        has_flag=True,
+    ),
     Field("sampling.beam_width", Kind.UINT32, "", off=0, config_key="num_beams", config_off=1),
     Field("sampling.json_schema", Kind.STRING, "", off=""),
     Field("sampling.regex", Kind.STRING, "", off=""),
@@ -213,6 +234,10 @@ FIELDS = (
     Field(
         "scheduling.tenant_id", Kind.STRING, "The tenant whose share of the workers the request uses.",
         Side.SCHEDULER, default="", max_bytes=128,
+    ),
+    Field(
+        "truncate_prompt_tokens", Kind.UINT32, "Keep only the last k tokens of the prompt. Unset: all.",
+        Side.GATEWAY, low=1,
     ),
     Field("adapter", Kind.STRING, "", off=""),
     Field("media", Kind.BLOBS, ""),

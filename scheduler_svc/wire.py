@@ -10,7 +10,14 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
-from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition
+from request_fields.fields import (
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
+    MAX_BANNED_IDS,
+    FieldError,
+    StopCondition,
+    stop_condition,
+)
 from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import Deltas, Finished
@@ -63,6 +70,7 @@ def group_from_proto(
         sampling=submit.sampling,
         banned_ids=_banned_ids(stop, info),
         banned_before=stop.min_tokens,
+        bad_words_ids=_bad_words_ids(submit, stop, info),
         outputs=outputs,
         finished_samples=finished,
         takes_over=submit.takes_over,
@@ -147,6 +155,35 @@ def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
             field="stop.min_tokens",
         )
     return u32_to_bytes(np.array(ids, dtype=np.uint32))
+
+
+def _bad_words_ids(
+    submit: scheduler_pb2.Submit, stop: StopCondition, info: types_pb2.ModelInfo
+) -> tuple[types_pb2.TokenIds, ...]:
+    """The bad words of a request. Checks all its rules for single token ids."""
+    words = tuple(submit.bad_words_ids)
+    if len(words) > 2 * MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words_ids has {len(words)} sequences; at most {2 * MAX_BAD_WORDS} are allowed", field="bad_words_ids"
+        )
+    for word in words:
+        _check_bad_word(word.ids, info.vocab_size)
+    with _field_errors():
+        checks.check_sampled_ids(submit.sampling, info.vocab_size)
+        early_banned = stop.banned_ids(info.eos_token_ids)
+        checks.check_something_is_left(submit.sampling, (word.ids for word in words), early_banned, info.vocab_size)
+    return words
+
+
+def _check_bad_word(ids: Sequence[int], vocab_size: int) -> None:
+    if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
+        raise InvalidRequestError(
+            f"bad_words_ids has a sequence of {len(ids)} ids; use 1 to {MAX_BAD_WORD_IDS}", field="bad_words_ids"
+        )
+    if max(ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"bad_words_ids contains {max(ids)}; ids must be below vocab_size {vocab_size}", field="bad_words_ids"
+        )
 
 
 def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.ModelInfo) -> None:

@@ -72,6 +72,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         request_id=row_open.group.request_id,
         banned_ids=row_open.group.banned_ids,
         banned_before=row_open.group.banned_before,
+        bad_words_ids=row_open.group.bad_words_ids,
     )
 
 

@@ -18,6 +18,7 @@ from request_fields.fields import sampling_params
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.batch import (
     EMPTY,
+    NO_RULES,
     U32,
     Bools,
     RowError,
@@ -25,6 +26,7 @@ from worker_svc.engine.batch import (
     RowOpen,
     StepBatch,
     StepOutput,
+    TokenRules,
 )
 from worker_svc.engine.config import EngineInfo
 
@@ -141,6 +143,20 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         fork_of_row=fork_of_row,
         banned_ids=u32_from_bytes(f"{field}.banned_ids", row_open.banned_ids),
         banned_before=row_open.banned_before,
+        rules=_rules_from_proto(row_open),
+    )
+
+
+def _rules_from_proto(row_open: worker_pb2.RowOpen) -> TokenRules:
+    sampling = row_open.sampling
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.logit_bias or row_open.bad_words_ids):
+        return NO_RULES
+    return TokenRules(
+        allowed_ids=np.array(sampling.allowed_token_ids, np.uint32),
+        banned_ids=np.array(sampling.banned_token_ids, np.uint32),
+        bad_words=tuple(np.array(word.ids, np.uint32) for word in row_open.bad_words_ids),
+        bias_ids=np.array(list(sampling.logit_bias), np.uint32),
+        biases=np.array(list(sampling.logit_bias.values()), np.float32),
     )
 
 

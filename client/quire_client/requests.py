@@ -42,8 +42,17 @@ class GenerateOptions(ChatOptions, total=False):
     top_p: float  # range (0, 1]
     top_k: int  # 0 is off
     min_p: float  # range [0, 1]
+    repetition_penalty: float  # range [0.01, 100]; 1 is off
+    frequency_penalty: float  # range [-2, 2]; 0 is off
+    presence_penalty: float  # range [-2, 2]; 0 is off
+    logit_bias: Mapping[int, float]  # by token id; range [-100, 100]
+    allowed_token_ids: Sequence[int]  # only these can be sampled
+    banned_token_ids: Sequence[int]  # these cannot be sampled
+    bad_words: str | Sequence[str]  # strings that the output does not contain
     seed: int  # the same seed gives the same tokens; default: random, returned in the result
     n: int  # samples of one prompt
+    # Prompt
+    truncate_prompt_tokens: int  # keep only the last tokens of the prompt
     # Stopping
     max_tokens: int  # default: the rest of the model's length
     min_tokens: int  # minimum number of output tokens; range [0, max_tokens]
@@ -90,7 +99,7 @@ def generate_request(
     _assign(request, "request_id", options)
     for field in FIELDS:
         if field.is_served and options.get(field.option) is not None:
-            _set_field(getattr(request, field.message), field, options)
+            _set_field(getattr(request, field.message) if field.message else request, field, options)
     return request
 
 
@@ -99,6 +108,8 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
     value = options[field.option]
     if field.kind in LISTS:
         _extend(message, field.name, [value] if isinstance(value, str) else value)
+    elif field.kind is Kind.BIASES:
+        _update(message, field.name, value)
     elif field.kind is Kind.ENUM:
         setattr(message, field.name, _determinism(value))
     else:
@@ -204,3 +215,11 @@ def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str
         getattr(message, name).extend(values)
     except (TypeError, ValueError) as error:
         raise invalid(option, f"{option} contains an invalid value: {error}") from None
+
+
+def _update(message: ProtoMessage, name: str, values: Mapping[int, float]) -> None:
+    """Set a map field."""
+    try:
+        getattr(message, name).update(dict(values))
+    except (TypeError, ValueError) as error:
+        raise invalid(name, f"{name}={repr(values)[:MAX_CHARS_SHOWN]} is not a valid value: {error}") from None

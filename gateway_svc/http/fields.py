@@ -59,6 +59,11 @@ SAMPLING = (
     BodyField("repetition_penalty", "sampling.repetition_penalty"),
     BodyField("frequency_penalty", "sampling.frequency_penalty"),
     BodyField("presence_penalty", "sampling.presence_penalty"),
+    BodyField("logit_bias", "sampling.logit_bias", doc="Keys are token ids as strings."),
+    BodyField("allowed_token_ids", "sampling.allowed_token_ids"),
+    BodyField("banned_token_ids", "sampling.banned_token_ids"),
+    BodyField("bad_words", "sampling.bad_words", _as_list, "A string or a list of strings."),
+    BodyField("truncate_prompt_tokens", "truncate_prompt_tokens"),
     BodyField("max_tokens", "stop.max_tokens"),
     BodyField("max_completion_tokens", "stop.max_tokens", doc="Has precedence over max_tokens."),
     BodyField("min_tokens", "stop.min_tokens"),
@@ -82,15 +87,11 @@ TIMEOUT = BodyField(
 )
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
-    BodyField("logit_bias", only=({},)),
     BodyField("response_format", only=({"type": "text"},)),
     BodyField("structured_outputs", only=({},)),
     *(BodyField(name, only=()) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
     BodyField("use_beam_search", only=(False,)),
     BodyField("prompt_logprobs", only=()),
-    BodyField("truncate_prompt_tokens", only=()),
-    BodyField("allowed_token_ids", only=([],)),
-    BodyField("bad_words", only=([],)),
     BodyField("logits_processors", only=([],)),
 )
 TEMPLATE = (
@@ -180,13 +181,15 @@ def _set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> N
         check_value(field, typed)
     except FieldError as error:
         raise InvalidRequestError(str(error), field=error.field) from None
-    message, _, name = row.path.partition(".")
-    owner = getattr(request, message)
     if not BY_PATH[row.path].is_served:
         return
+    message, _, name = row.path.rpartition(".")
+    owner = getattr(request, message) if message else request
     try:
         if isinstance(typed, list):
             getattr(owner, name).extend(typed)
+        elif isinstance(typed, dict):
+            getattr(owner, name).update(typed)
         else:
             setattr(owner, name, typed)
     except (ValueError, TypeError, OverflowError):
@@ -211,6 +214,8 @@ def typed_value(name: str, kind: Kind, value: Any) -> Any:
         return value
     if kind is Kind.TOKEN_IDS and type(value) is list:
         return token_ids(name, value)
+    if kind is Kind.BIASES and type(value) is dict:
+        return _biases(name, value)
     raise invalid(name, f"is {shown(value)}; must be {WORDS[kind]}")
 
 
@@ -221,7 +226,17 @@ WORDS = {
     Kind.STRING: "a string",
     Kind.STRINGS: "a string or a list of strings",
     Kind.TOKEN_IDS: "a list of token ids",
+    Kind.BIASES: "an object of token ids and numbers",
 }
+
+
+def _biases(name: str, values: dict[str, Any]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, value in values.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= len(str(MAX_UINT32))):
+            raise invalid(name, f'has key {shown(key)}; a key must be a token id as a string, such as "42"')
+        biases[token_ids(name, [int(key)])[0]] = typed_value(f"{name}[{key}]", Kind.FLOAT, value)
+    return biases
 
 
 def _as_float(name: str, value: float) -> float:

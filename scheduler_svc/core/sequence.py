@@ -126,8 +126,9 @@ class SequenceGroup:
     """One request: n samples that share a prompt.
 
     `owner` and `handle` identify the request for the caller (the gateway and the gateway's request) and are returned
-    in Deltas. `sampling` and `banned_ids` are opaque to the core and reach the worker in RowOpen. `root_key` separates
-    digest chains (cache salt, adapter). `outputs` is the Continuation: the output tokens that each sample already has.
+    in Deltas. `sampling`, `banned_ids` and `bad_words_ids` are opaque to the core and reach the worker in RowOpen.
+    `root_key` separates digest chains (cache salt, adapter). `outputs` is the Continuation: the output tokens that each
+    sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
     delayed stream. `tenant_id`: the tenant whose share of the work the request counts against.
@@ -144,6 +145,7 @@ class SequenceGroup:
     sampling: Any = None
     banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
     banned_before: int = 0
+    bad_words_ids: Seq[Any] = ()
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False

@@ -125,18 +125,18 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens of `generate`, with early stops disabled."""
+    def greedy(self, prompt: list[int], max_tokens: int, **settings: Any) -> list[int]:
+        """The tokens of `generate` with these settings. Without `eos_token_id`, it does not stop early."""
+        ends = {"min_new_tokens": max_tokens, "eos_token_id": None}
         ids = torch.tensor([prompt])
         with torch.no_grad():
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                eos_token_id=None,
                 pad_token_id=0,
                 do_sample=False,
+                **ends | settings,
             )
         return output[0, len(prompt) :].tolist()
 

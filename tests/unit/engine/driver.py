@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import U32, RowError, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.batch import NO_RULES, U32, RowError, RowOpen, StepBatch, StepOutput, TokenRules
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -67,6 +67,7 @@ class Driver:
         shared: list[int] | None = None,
         banned: tuple[int, ...] = (),
         banned_before: int = 0,
+        rules: TokenRules = NO_RULES,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -74,10 +75,24 @@ class Driver:
         self._grow(state, len(tokens))
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
-                    sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before)
+                    sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
+                    rules=rules)
         )  # fmt: skip
         self.rows[row] = state
         return state
+
+    def fork(self, row: int, parent: int, sampling: SamplingParams, *, sample_index: int, rules: TokenRules) -> Row:
+        """Opens another sample of the parent's prompt, which fills its blocks and is computed in the next step."""
+        source = self.rows[parent]
+        prompt_len = source.prompt_len
+        blocks = source.blocks[: prompt_len // self.block_size]
+        self._opens.append(
+            RowOpen(row, u32(), prompt_len, u32(*blocks), prompt_len, sampling, sample_index, fork_of_row=parent,
+                    rules=rules)
+        )  # fmt: skip
+        self.rows[row] = Row(source.tokens[:prompt_len], prompt_len, list(blocks), prompt_len)
+        self.add(fork_rows=u32(row), fork_parents=u32(parent))
+        return self.rows[row]
 
     def close(self, row: int, *, keep_blocks: bool = False) -> Row:
         """Closes a row in the next step; its blocks are freed unless they are kept."""

@@ -43,6 +43,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
     Kind.STRING: ("a", "b"),
     Kind.STRINGS: (["a"], ["b"]),
     Kind.TOKEN_IDS: ([1], [2]),
+    Kind.BIASES: ({"1": 0.5}, {"2": -1}),
 }
 # Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {"output.text", "output.token_ids", "scheduling.determinism", "scheduling.tenant_id"}
@@ -64,8 +65,10 @@ def refusal(**body: Any) -> tuple[str, str]:
 
 
 def value_at(request: pb.GenerateRequest, path: str) -> Any:
-    message, _, name = path.partition(".")
-    value = getattr(getattr(request, message), name)
+    message, _, name = path.rpartition(".")
+    value = getattr(getattr(request, message) if message else request, name)
+    if BY_PATH[path].kind is Kind.BIASES:
+        return {str(token_id): bias for token_id, bias in value.items()}
     return list(value) if BY_PATH[path].kind in (Kind.STRINGS, Kind.TOKEN_IDS) else value
 
 
@@ -226,9 +229,28 @@ def test_an_unsupported_field_accepts_only_values_that_disable_it(row: fields.Bo
         assert caught.value.field == row.name
 
 
-def test_penalties_are_refused_unless_they_are_off() -> None:
-    assert chat(frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1).requests == chat().requests
-    assert refusal(frequency_penalty=0.5)[0] == "frequency_penalty"
+def test_penalties_at_their_defaults_and_beyond_their_limits() -> None:
+    sampling = chat(frequency_penalty=-2, presence_penalty=0.5, repetition_penalty=1).requests[0].sampling
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (-2, 0.5, 1)
+    assert refusal(frequency_penalty=2.5)[0] == "frequency_penalty"
+
+
+@pytest.mark.parametrize(
+    ("biases", "field", "words"),
+    [
+        ([1], "logit_bias", "must be an object"),
+        ({"a": 1}, "logit_bias", "has key 'a'; a key must be a token id"),
+        ({"-1": 1}, "logit_bias", "has key '-1'"),
+        ({"4294967296": 1}, "logit_bias[0]", "must be a token id"),
+        ({"1": "x"}, "logit_bias[1]", "is 'x'; must be a number"),
+        ({"1": 101}, "logit_bias[1]", "is 101; must be a number from -100 to 100"),
+        ({str(i): 1 for i in range(1025)}, "logit_bias", "1025 ids; at most 1024"),
+    ],
+)
+def test_a_wrong_logit_bias_is_named(biases: Any, field: str, words: str) -> None:
+    found, message = refusal(logit_bias=biases)
+    assert found == field
+    assert words in message
 
 
 def test_streaming() -> None:

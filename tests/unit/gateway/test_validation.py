@@ -73,6 +73,39 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": SP(min_p=math.nan)}, "sampling.min_p", "is nan"),
     ({"sampling": SP(n=0)}, "sampling.n", "at least 1"),
     ({"sampling": SP(n=9)}, "sampling.n", "at most 8"),
+    ({"sampling": SP(repetition_penalty=0)}, "sampling.repetition_penalty", "is 0; must be a number from 0.01 to 100"),
+    ({"sampling": SP(repetition_penalty=math.nan)}, "sampling.repetition_penalty", "is nan"),
+    ({"sampling": SP(frequency_penalty=2.1)}, "sampling.frequency_penalty", "is 2.1; must be a number from -2 to 2"),
+    ({"sampling": SP(presence_penalty=-2.1)}, "sampling.presence_penalty", "is -2.1"),
+    ({"sampling": SP(logit_bias={5: 100.5})}, "sampling.logit_bias[5]", "is 100.5; must be a number from -100 to 100"),
+    ({"sampling": SP(logit_bias={5: math.nan})}, "sampling.logit_bias[5]", "is nan"),
+    ({"sampling": SP(logit_bias={500: 1})}, "sampling.logit_bias", "contains 500; ids must be below vocab_size 500"),
+    ({"sampling": SP(logit_bias=dict.fromkeys(range(1025), 1))}, "sampling.logit_bias", "1025 ids; at most 1024"),
+    ({"sampling": SP(allowed_token_ids=[3, 500])}, "sampling.allowed_token_ids", "contains 500"),
+    ({"sampling": SP(allowed_token_ids=[3] * 65537)}, "sampling.allowed_token_ids", "65537 ids; at most 65536"),
+    ({"sampling": SP(banned_token_ids=[500])}, "sampling.banned_token_ids", "contains 500"),
+    ({"sampling": SP(banned_token_ids=[3] * 1025)}, "sampling.banned_token_ids", "1025 ids; at most 1024"),
+    ({"sampling": SP(banned_token_ids=range(500))}, "sampling.banned_token_ids", "ban all 500 ids"),
+    (
+        {"sampling": SP(allowed_token_ids=[3, 4, 4], banned_token_ids=[4, 3])},
+        "sampling.allowed_token_ids",
+        "allows 2 ids, but .* ban all of them",
+    ),
+    (
+        {"sampling": SP(allowed_token_ids=[7]), "stop": ST(min_tokens=1, stop_token_ids=[7])},
+        "sampling.allowed_token_ids",
+        "min_tokens",
+    ),
+    ({"sampling": SP(bad_words=["a", ""])}, "sampling.bad_words[1]", "is empty"),
+    ({"sampling": SP(bad_words=["a"] * 129)}, "sampling.bad_words", "129 strings; at most 128"),
+    ({"sampling": SP(bad_words=["a" * 129])}, "sampling.bad_words[0]", "129 characters; at most 128"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0; must be at least 1"),
+    ({"truncate_prompt_tokens": 257, "prompt": ids(300)}, "prompt", "257 tokens; max_model_len is 256"),
+    (
+        {"truncate_prompt_tokens": 1, "prompt": pb.Prompt(text="x" * (5 << 20))},
+        "prompt",
+        "with truncate_prompt_tokens at most 4194304 are allowed",
+    ),
     ({"stop": ST(max_tokens=254)}, "stop.max_tokens", "3 tokens that is 257, .* 256: ask for at most 253"),
     ({"stop": ST(max_tokens=4, min_tokens=5)}, "stop.min_tokens", "is 5; must be at most stop.max_tokens, 4"),
     ({"stop": ST(min_tokens=254)}, "stop.min_tokens", "is 254; must be at most stop.max_tokens, 253"),
@@ -107,12 +140,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"continuation": continuation(STATE(output_token_ids=[5]))}, "sampling.seed", "Accepted"),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling": SP(repetition_penalty=1.1)}, "sampling.repetition_penalty"),
-    ({"sampling": SP(repetition_penalty=math.nan)}, "sampling.repetition_penalty"),
-    ({"sampling": SP(repetition_penalty=0)}, "sampling.repetition_penalty"),
-    ({"sampling": SP(frequency_penalty=0.5)}, "sampling.frequency_penalty"),
-    ({"sampling": SP(presence_penalty=-0.5)}, "sampling.presence_penalty"),
-    ({"sampling": SP(logit_bias={5: 1.0})}, "sampling.logit_bias"),
     ({"sampling": SP(beam_width=2)}, "sampling.beam_width"),
     ({"sampling": SP(json_schema="{}")}, "sampling.json_schema"),
     ({"sampling": SP(regex="a+")}, "sampling.regex"),
@@ -127,6 +154,11 @@ GOOD: list[dict[str, Any]] = [
     {"sampling": SP(temperature=0, top_p=1, top_k=0, min_p=0, n=8, seed=2**64 - 1)},
     {"sampling": SP(temperature=2, min_p=1, top_k=2**32 - 1, top_p=1e-6)},
     {"sampling": SP(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, beam_width=0, regex="")},
+    {"sampling": SP(repetition_penalty=100, frequency_penalty=-2, presence_penalty=2, logit_bias={499: 100, 0: -100})},
+    {"sampling": SP(allowed_token_ids=[0, 499], banned_token_ids=[0], bad_words=["x" * 128] * 128)},
+    {"sampling": SP(banned_token_ids=range(499))},
+    {"truncate_prompt_tokens": 3, "prompt": ids(100_000)},
+    {"truncate_prompt_tokens": 2**32 - 1},
     {"stop": ST(min_tokens=0, max_tokens=253, stop=["a" * 256] * 16, stop_token_ids=[499])},
     {"stop": ST(max_tokens=0), "prompt": ids(256)},
     {"stop": ST(min_tokens=253)},
@@ -148,7 +180,7 @@ def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPla
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
     validation.check_generate(request)
-    validation.check_prompt_size(request.prompt, model)
+    validation.check_prompt_size(request, model)
     prompt_ids = prompt_token_ids(request.prompt, model, add_special_tokens=True)
     return validation.plan_generation(request, model, prompt_ids, request_id="r", drawn_seed=99)
 
@@ -173,6 +205,24 @@ def test_an_unsupported_field_is_named(model: ServedModel, fields: dict[str, Any
 @pytest.mark.parametrize("fields", GOOD, ids=range(len(GOOD)))
 def test_values_at_the_limits_pass(model: ServedModel, fields: dict[str, Any]) -> None:
     plan(fields, model)
+
+
+def test_a_truncated_prompt_keeps_its_last_tokens(model: ServedModel) -> None:
+    assert plan({"truncate_prompt_tokens": 2}, model).prompt_ids.tolist() == [6, 7]
+    assert plan({"truncate_prompt_tokens": 3}, model).prompt_ids.tolist() == [5, 6, 7]
+    assert plan({"truncate_prompt_tokens": 9}, model).prompt_ids.tolist() == [5, 6, 7]
+
+
+def test_bad_words_are_tokenized_with_and_without_a_leading_space(model: ServedModel) -> None:
+    tokenizer = model.require_tokenizer("")
+    words = plan({"sampling": SP(bad_words=["Hello", "  Hello", " "])}, model).bad_words_ids
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in words]
+    assert texts == ["Hello", " Hello", " ", "  "]
+
+
+def test_bad_words_need_a_tokenizer(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequestError, match="has no tokenizer"):
+        plan({"sampling": SP(bad_words=["a"])}, ServedModel(model.info, ModelText(None)))
 
 
 def test_the_ids_of_a_continuation_are_limited_together(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

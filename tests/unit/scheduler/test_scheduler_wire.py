@@ -168,6 +168,23 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
     return types_pb2.Continuation(samples=states)
 
 
+def add_bad_words(submit: scheduler_pb2.Submit, *words: list[int]) -> None:
+    submit.bad_words_ids.extend(types_pb2.TokenIds(ids=ids) for ids in words)
+
+
+def test_rules_for_tokens_reach_the_worker() -> None:
+    submit = make_submit(1, [1, 2, 3], max_tokens=8)
+    submit.sampling.allowed_token_ids.extend([5, 6])
+    submit.sampling.logit_bias[6] = 2.5
+    submit.sampling.frequency_penalty = 0.5
+    add_bad_words(submit, [5, 6], [6, 6])
+    opened = RowOpen(1, wire.group_from_proto(submit, info(), owner=0), 0, column(1, 2, 3), 3, column(7), 0)
+    batch = StepBatch("w0", 1, column(), column(), column(), np.array([], np.bool_), column(), opens=[opened])
+    [message] = worker_wire.step_batch_to_proto(batch, FENCE).opens
+    assert message.sampling == submit.sampling
+    assert [list(word.ids) for word in message.bad_words_ids] == [[5, 6], [6, 6]]
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -189,6 +206,17 @@ def samples(*states: types_pb2.SampleState) -> types_pb2.Continuation:
         (lambda s: setattr(s.sampling, "top_p", 0), "sampling.top_p"),
         (lambda s: setattr(s.sampling, "top_p", 1.5), "sampling.top_p"),
         (lambda s: setattr(s.sampling, "min_p", float("inf")), "sampling.min_p"),
+        (lambda s: setattr(s.sampling, "repetition_penalty", 0), "sampling.repetition_penalty"),
+        (lambda s: s.sampling.logit_bias.update({1: 200.0}), "sampling.logit_bias[1]"),
+        (lambda s: s.sampling.logit_bias.update({1000: 2.0}), "sampling.logit_bias"),
+        (lambda s: s.sampling.allowed_token_ids.append(1000), "sampling.allowed_token_ids"),
+        (lambda s: s.sampling.banned_token_ids.append(1000), "sampling.banned_token_ids"),
+        (lambda s: s.sampling.banned_token_ids.extend(range(1000)), "sampling.banned_token_ids"),
+        (lambda s: (s.sampling.allowed_token_ids.append(3), add_bad_words(s, [3])), "sampling.allowed_token_ids"),
+        (lambda s: add_bad_words(s, []), "bad_words_ids"),
+        (lambda s: add_bad_words(s, [1000]), "bad_words_ids"),
+        (lambda s: add_bad_words(s, [1] * 1025), "bad_words_ids"),
+        (lambda s: add_bad_words(s, *[[1]] * 257), "bad_words_ids"),
         (lambda s: s.sampling.ClearField("seed"), "sampling.seed"),
         (lambda s: setattr(s, "cache_salt", "x" * 5000), "cache_salt"),
         (lambda s: setattr(s, "tenant_id", "x" * 300), "tenant_id"),
@@ -219,10 +247,8 @@ def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda s: setattr(s.sampling, "repetition_penalty", 1.1), "sampling.repetition_penalty"),
         (lambda s: setattr(s.sampling, "beam_width", 2), "sampling.beam_width"),
         (lambda s: setattr(s.sampling, "json_schema", "{}"), "sampling.json_schema"),
-        (lambda s: s.sampling.logit_bias.update({1: 2.0}), "sampling.logit_bias"),
     ],
 )
 def test_names_fields_that_are_not_served(change: Change, field: str) -> None:

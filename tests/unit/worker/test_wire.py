@@ -10,7 +10,7 @@ from quire.v1 import types_pb2
 from request_fields.fields import SamplingParams
 from svc_common.errors import InvalidRequestError
 from tests.contract.worker_fakes import make_info
-from worker_svc.engine.batch import RowError, RowErrorCode, StepOutput
+from worker_svc.engine.batch import NO_RULES, RowError, RowErrorCode, StepOutput
 from worker_svc.wire import (
     ROW_ERROR_CODES,
     blocks_to_proto,
@@ -111,6 +111,24 @@ def test_banned_ids_arrive() -> None:
     opened = worker_pb2.RowOpen(banned_ids=column(7, 2**32 - 1), banned_before=3)
     [item] = step_batch_from_proto(worker_pb2.StepBatch(opens=[opened])).opens
     assert (item.banned_ids.tolist(), item.banned_before) == ([7, 2**32 - 1], 3)
+
+
+def test_rules_for_tokens_arrive() -> None:
+    sampling = types_pb2.SamplingParams(
+        allowed_token_ids=[3, 5], banned_token_ids=[9], logit_bias={5: -1.5, 3: 2}, repetition_penalty=1.5,
+        frequency_penalty=0.25, presence_penalty=-0.5,
+    )  # fmt: skip
+    words = [types_pb2.TokenIds(ids=[3, 5]), types_pb2.TokenIds(ids=[9])]
+    opens = [worker_pb2.RowOpen(sampling=sampling, bad_words_ids=words), worker_pb2.RowOpen()]
+    given, unset = step_batch_from_proto(worker_pb2.StepBatch(opens=opens)).opens
+    rules, params = given.rules, given.sampling
+    assert (rules.allowed_ids.tolist(), rules.banned_ids.tolist()) == ([3, 5], [9])
+    assert dict(zip(rules.bias_ids.tolist(), rules.biases.tolist(), strict=True)) == {5: -1.5, 3: 2}
+    assert [word.tolist() for word in rules.bad_words] == [[3, 5], [9]]
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.5, 0.25, -0.5)
+    assert unset.rules is NO_RULES
+    params = unset.sampling
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
