@@ -130,6 +130,11 @@ class SchedulerRequest:
         self._news.clear()
         return news
 
+    def announce_output(self) -> None:
+        """Wake the handler for output that the journals had from the start."""
+        self._news.update(range(len(self.samples)))
+        self.wake()
+
     def close_sample(self, index: int) -> None:
         """A stop string matched: cancel the sample. It ends with the scheduler's answer, which has the usage."""
         sample = self.samples[index]

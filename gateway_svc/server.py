@@ -26,6 +26,9 @@ from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
+from gateway_svc.records.cipher import RecordKeyError, make_cipher
+from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.store import RecordStore
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import MIN_PRIORITY, InferenceServicer
 from prefix_index.reader import RedisPrefixReader
@@ -76,7 +79,7 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
-    except (BindError, RedisUrlError, TlsError, TrustError, ApiKeysError) as error:
+    except (BindError, RedisUrlError, RecordKeyError, TlsError, TrustError, ApiKeysError) as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -158,10 +161,32 @@ def make_parser() -> argparse.ArgumentParser:
         "--redis",
         metavar="URL",
         help="redis://[:password@]host:port/db or unix:///path, the same as for the schedulers. With it, the gateway "
-        "prefers replicas that have the prompt's prefix cached",
+        "prefers replicas that have the prompt's prefix cached, and keeps records of resumable requests",
     )
     parser.add_argument(
         "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as for the schedulers"
+    )
+    records = parser.add_argument_group("records of resumable requests and stored answers, in Redis (docs/resume.md)")
+    records.add_argument(
+        "--record-ttl-s",
+        type=config.in_range(float, 1.0, 30 * 86_400.0),
+        default=3600.0,
+        help="time after its last write at which a record is deleted",
+    )
+    records.add_argument(
+        "--max-record-bytes",
+        type=config.size_bytes,
+        default="4M",
+        metavar="SIZE",
+        help="limit on the size of one record. A larger request is refused if it needs a record; output above the "
+        "limit is not stored and is computed again when it is needed",
+    )
+    records.add_argument(
+        "--record-key-file",
+        type=Path,
+        metavar="FILE",
+        help="encrypt records with AES-256-GCM: a key of 32 bytes in base64 per line. The first key encrypts, all keys "
+        "decrypt. Unset: records are not encrypted",
     )
     parser.add_argument(
         "--max-connection-age-s",
@@ -233,14 +258,33 @@ def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
         raise RedisUrlError(config.bad_redis_url(args.redis)) from None
 
 
+def make_recorder(args: argparse.Namespace) -> Recorder | None:
+    """The records of resumable requests; None without --redis. Raises RedisUrlError or RecordKeyError."""
+    cipher = make_cipher(args.record_key_file)
+    if not args.redis:
+        return None
+    try:
+        records = RecordStore(
+            args.redis,
+            namespace=args.redis_namespace,
+            ttl_s=args.record_ttl_s,
+            max_bytes=args.max_record_bytes,
+            cipher=cipher,
+        )
+    except ValueError:
+        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
+    return Recorder(records)
+
+
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError, TlsError or ApiKeysError.
+    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError, RecordKeyError, TlsError or ApiKeysError.
 
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
-    reader, tls = make_reader(args), tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
+    reader, recorder = make_reader(args), make_recorder(args)
+    tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
     keys = None if args.api_keys is None else ApiKeys(args.api_keys)
     credentials = None if tls is None else server_credentials(tls)
@@ -279,6 +323,7 @@ async def serve(
         min_priority=min_priority(args),
         metrics=metrics,
         chunk_interval_s=chunk_interval_s,
+        recorder=recorder,
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)
@@ -288,6 +333,8 @@ async def serve(
     await admin.start()
     if reader is not None:
         reader.start()
+    if recorder is not None:
+        recorder.start()
     tasks = [asyncio.create_task(client.run()) for client in clients]
     try:
         await _wait_ready(directory, changed, ready_within_s)
@@ -305,6 +352,8 @@ async def serve(
             await http.stop()
         dispatcher.close()
         await cancel(*tasks)
+        if recorder is not None:
+            await recorder.close()
         if reader is not None:
             await reader.close()
         prompts.close()

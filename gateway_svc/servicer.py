@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,12 +23,15 @@ from gateway_svc.models import ServedModel
 from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize, tokenize
+from gateway_svc.records.recorder import Recorder, Recording
+from gateway_svc.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
 from svc_common.errors import (
     AlreadyExistsError,
+    NotConfiguredError,
     OverloadedError,
     QuireError,
     TakenOverError,
@@ -47,6 +51,15 @@ def _deadline(context: Context) -> float | None:
     """The client's deadline on the loop's clock; None if it set none."""
     left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
     return None if left_s is None else asyncio.get_running_loop().time() + left_s
+
+
+def _release_at_end(context: Context) -> Callable[[SchedulerRequest], None]:
+    """Release the request when the call ends, also if the client disconnects while an event is being written."""
+
+    def on_open(scheduler_request: SchedulerRequest) -> None:
+        context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
+
+    return on_open
 
 
 class OpenStream:
@@ -96,6 +109,7 @@ class InferenceServicer(InferenceServiceServicer):
         min_priority: int = MIN_PRIORITY,
         metrics: GatewayMetrics | None = None,
         chunk_interval_s: float = 0.0,
+        recorder: Recorder | None = None,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -106,6 +120,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._min_priority = min_priority
         self._metrics = metrics or GatewayMetrics()
         self._pacer = WakePacer(chunk_interval_s)
+        self._recorder = recorder
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
@@ -123,15 +138,47 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
-
-        def release_at_end(scheduler_request: SchedulerRequest) -> None:
-            # Also runs when the client disconnects while an event is being written.
-            context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
-
-        events = self.generate(request, deadline=_deadline(context), on_open=release_at_end)
+        events = self.generate(request, deadline=_deadline(context), on_open=_release_at_end(context))
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Continue a request from its record, after the output that the client has."""
+        validation.check_resume(request)
+        record = await self.recorder.records.load(scoped(request.request_id))
+        if record is None:
+            raise no_record(request.request_id)
+        resumed = Resumed(record, validation.sent_tokens(request.after, len(record.outputs)))
+        events = self.resume(resumed, deadline=_deadline(context), on_open=_release_at_end(context))
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    @property
+    def recorder(self) -> Recorder:
+        """Access to records. Raises NotConfiguredError if this gateway keeps none."""
+        if self._recorder is None:
+            raise NotConfiguredError(
+                "this deployment keeps no request records, which resumable and stored answers need; start the gateways "
+                "with --redis, or send the request without resumable",
+                field="resumable",
+            )
+        return self._recorder
+
+    @property
+    def keeps_records(self) -> bool:
+        return self._recorder is not None
+
+    def resume(
+        self,
+        resumed: Resumed,
+        *,
+        deadline: float | None = None,
+        on_open: Callable[[SchedulerRequest], None] = lambda _: None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The events of a request that continues from its record."""
+        return self.generate(resumed.request, deadline=deadline, on_open=on_open, resumed=resumed)
 
     async def generate(
         self,
@@ -139,9 +186,11 @@ class InferenceServicer(InferenceServiceServicer):
         *,
         deadline: float | None = None,
         on_open: Callable[[SchedulerRequest], None] = lambda _: None,
+        resumed: Resumed | None = None,
+        notes: bytes = b"",
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The events of one generation, for gRPC and HTTP. To end it early, cancel the task or close the generator.
-        `on_open` is called with the request before it is submitted.
+        `on_open` is called with the request before it is submitted. `notes` are kept in the request's record.
         """
         validation.check_generate(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
@@ -152,25 +201,51 @@ class InferenceServicer(InferenceServiceServicer):
         ):
             current_request_id.set(stream.scoped_id)
             validation.check_prompt_size(request, model)
-            plan = await self._plan(request, model, request_id)
+            plan = await self._plan(request, model, request_id, resumed)
             resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
             on_open(scheduler_request)
-            try:
-                stream.set_request(scheduler_request)
+
+            def submit() -> None:
                 if not scheduler_request.is_over:
                     self._dispatcher.submit(scheduler_request, model.info, hints)
-                async for event in generation.events(scheduler_request, meter):
-                    yield event
+
+            try:
+                async with self._recording(request, plan, scheduler_request, resumed, notes, submit) as recording:
+                    stream.set_request(scheduler_request)
+                    if resumed is None or not resumed.follows:
+                        submit()
+                    async for event in generation.events(scheduler_request, meter, recording):
+                        yield event
             finally:
                 scheduler_request.release()
 
-    async def _plan(self, request: pb.GenerateRequest, model: ServedModel, request_id: str) -> GenerationPlan:
-        prompt_ids = await self._prompts.token_ids(request.prompt, model)
-        return await self._prompts.run(
+    def _recording(
+        self,
+        request: pb.GenerateRequest,
+        plan: GenerationPlan,
+        scheduler_request: SchedulerRequest,
+        resumed: Resumed | None,
+        notes: bytes,
+        submit: Callable[[], None],
+    ) -> AbstractAsyncContextManager[Recording | None]:
+        """The record of a resumable request while it is open; None for other requests."""
+        if not request.resumable:
+            return nullcontext()
+        content = record_of(request, plan, notes)
+        return recorded(self.recorder, content, scheduler_request, resumed, submit)
+
+    async def _plan(
+        self, request: pb.GenerateRequest, model: ServedModel, request_id: str, resumed: Resumed | None
+    ) -> GenerationPlan:
+        if resumed is None:
+            prompt_ids = await self._prompts.token_ids(request.prompt, model)
+        else:
+            prompt_ids = resumed.prompt_ids
+        plan = await self._prompts.run(
             request.continuation.ByteSize() + request.sampling.ByteSize(),
             validation.plan_generation,
             request,
@@ -179,6 +254,7 @@ class InferenceServicer(InferenceServiceServicer):
             request_id=request_id,
             drawn_seed=secrets.randbits(64),
         )
+        return plan if resumed is None else replace(plan, replay=resumed.replay)
 
     async def _prepare(
         self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
@@ -194,6 +270,8 @@ class InferenceServicer(InferenceServiceServicer):
                 scheduler_request.on_finished(finish)
         if scheduler_request.is_over:
             scheduler_request.on_accepted()
+        if plan.replay is not None:
+            scheduler_request.announce_output()
         return generation, scheduler_request
 
     @contextmanager

@@ -18,6 +18,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.metrics import RequestMeter
+from gateway_svc.records.recorder import Recording
 from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
@@ -42,6 +43,7 @@ class SampleStream:
         self.is_done = plan.finished[index]
         self.is_stopped = False  # a stop string matched
         self.num_output = 0
+        self._sent = 0 if plan.replay is None else plan.replay.sent[index]  # output that the client has
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
         self._text = text
@@ -55,6 +57,8 @@ class SampleStream:
         Raises InvalidRequestError if the output continues after a stop string.
         """
         finish = None if self.is_done else self._end_of(output)
+        if self._plan.replay is not None:  # the journal begins with `output`, and `advance` reads it from there
+            return self._plan.replay.ends[self.index] or finish
         text, count = self._read(output, finish)
         if count < len(output) and not self.is_done:
             raise InvalidRequestError(
@@ -71,12 +75,16 @@ class SampleStream:
 
     def advance(self, journal: SampleJournal) -> Iterator[pb.GenerateResponse]:
         """Events for new tokens of the journal."""
+        if self._cursor < self._sent:
+            self._skip(journal)
         while not self.is_stopped and len(journal.outputs) - self._cursor > MAX_CHUNK_TOKENS:
             yield from self._take(journal.outputs[self._cursor : self._cursor + MAX_CHUNK_TOKENS], None)
         finish = journal.finish
-        if not self.is_stopped:
+        if not self.is_stopped and self._cursor >= self._sent:
             yield from self._take(journal.outputs[self._cursor :], finish)
         if finish is not None:
+            if self.num_output < self._sent:
+                raise self._too_far()
             self.is_done = True
             yield pb.GenerateResponse(finished=self._finished(finish))
 
@@ -92,6 +100,22 @@ class SampleStream:
         self._note(ids, text)
         if chunk is not None:
             yield chunk
+
+    def _skip(self, journal: SampleJournal) -> None:
+        """Read tokens that the client has, and send nothing."""
+        end = min(self._sent, len(journal.outputs))
+        ids = journal.outputs[self._cursor : end]
+        text, count = self._read(ids, journal.finish if end == len(journal.outputs) else None)
+        self._cursor = end
+        self._note(ids[:count], text)
+        self.is_stopped = self._stop is not None
+
+    def _too_far(self) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"after: num_tokens of sample {self.index} is {self._sent}, but the sample has only {self.num_output} "
+            "output tokens; send the number of tokens that you have",
+            field="after",
+        )
 
     @property
     def _stop(self) -> str | None:
@@ -175,7 +199,9 @@ class GenerationStream:
         self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
         self._event_seq = 0
 
-    async def events(self, request: SchedulerRequest, meter: RequestMeter) -> AsyncIterator[pb.GenerateResponse]:
+    async def events(
+        self, request: SchedulerRequest, meter: RequestMeter, recording: Recording | None = None
+    ) -> AsyncIterator[pb.GenerateResponse]:
         """Yields Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
         loop = asyncio.get_running_loop()
         await request.wait_accepted()
@@ -193,6 +219,8 @@ class GenerationStream:
                     yield self._numbered(event)
                 if sample.num_output > num_before:
                     meter.on_tokens(index, sample.num_output - num_before, now)
+                if recording is not None:
+                    recording.advance(index, sample.num_output, is_done=sample.is_done)
                 if sample.is_done:
                     meter.on_finished(sample.reason)
                 if sample.is_stopped and not was_stopped:
@@ -206,6 +234,7 @@ class GenerationStream:
             model=plan.model.name,
             prompt_tokens=len(plan.prompt_ids),
             revision=plan.model.info.revision,
+            n=plan.sampling.n,
         )
 
     def _numbered(self, event: pb.GenerateResponse) -> pb.GenerateResponse:

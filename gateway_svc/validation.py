@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
@@ -33,6 +34,14 @@ MAX_ID_CHARS_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """For a request that continues from its record: what the client has, and what is known."""
+
+    sent: tuple[int, ...]  # [n] number of output tokens that the client has
+    ends: tuple[scheduler_pb2.SampleFinished | None, ...]  # [n] how samples ended whose output is complete
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationPlan:
     """A request that passed every check, with all defaults applied."""
 
@@ -49,6 +58,7 @@ class GenerationPlan:
     skip_special_tokens: bool
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation
     finished: tuple[bool, ...]  # [n] whether the continuation has the sample as finished
+    replay: Replay | None = None  # None: the client has all of `outputs`
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
@@ -72,6 +82,25 @@ def check_request_id(request_id: str) -> None:
     """Check the client's request id; it may be empty."""
     if request_id:
         _check_id("request_id", request_id)
+
+
+def check_resume(request: pb.ResumeRequest) -> None:
+    """Check the form of a Resume."""
+    _check_id("request_id", request.request_id)
+    seen: set[int] = set()
+    for i, position in enumerate(request.after):
+        if position.index in seen:
+            raise _invalid(f"after[{i}].index", f"is {position.index}, the same as in an earlier entry")
+        seen.add(position.index)
+
+
+def sent_tokens(after: Sequence[pb.ResumePosition], n: int) -> tuple[int, ...]:
+    """Per sample, the number of output tokens that the client of a Resume has."""
+    for i, position in enumerate(after):
+        if position.index >= n:
+            raise _invalid(f"after[{i}].index", f"is {position.index}; the request has {n} samples, from 0")
+    have = {position.index: position.num_tokens for position in after}
+    return tuple(have.get(index, 0) for index in range(n))
 
 
 def check_abort(request_ids: Sequence[str]) -> None:

@@ -239,6 +239,11 @@ FIELDS = (
         "truncate_prompt_tokens", Kind.UINT32, "Keep only the last k tokens of the prompt. Unset: all.",
         Side.GATEWAY, low=1,
     ),
+    Field(
+        "resumable", Kind.BOOL,
+        "Keep a record of the request, so that a client that has only its id can continue it (docs/resume.md).",
+        Side.GATEWAY, default=False, has_flag=True,
+    ),
     Field("adapter", Kind.STRING, "", off=""),
     Field("media", Kind.BLOBS, ""),
 )  # fmt: skip

@@ -11,6 +11,7 @@
       TakenOverError            ABORTED              409  the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      401  no API key or token, or an unknown one
       PermissionDeniedError     PERMISSION_DENIED    403  the caller is known and may not make this call
+      NotConfiguredError        FAILED_PRECONDITION  400  the deployment does not have what the request needs
       UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
@@ -113,6 +114,11 @@ class PermissionDeniedError(QuireError):
 
 class UnimplementedError(QuireError):
     code = grpc.StatusCode.UNIMPLEMENTED
+    http_status = 400
+
+
+class NotConfiguredError(QuireError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 400
 
 

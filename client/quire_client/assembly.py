@@ -33,12 +33,18 @@ def load_digest() -> Callable[[bytes], int] | None:
 
 @dataclass(slots=True)
 class _Partial:
-    """The output of one sample so far."""
+    """The output of one sample so far. `start`: number of tokens before it that the caller had already."""
 
+    start: int = 0
+    text_start: int = 0  # bytes of the sample's text before `texts`
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     text_bytes: int = 0
     finished: Sample | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 class StreamAssembler:
@@ -73,6 +79,11 @@ class StreamAssembler:
         return tuple(partial.finished for partial in self._samples if partial.finished is not None)
 
     @property
+    def num_samples(self) -> int:
+        """Samples of the request; known after Accepted."""
+        return len(self._samples)
+
+    @property
     def is_complete(self) -> bool:
         """Every sample has ended."""
         return self._num_open == 0
@@ -82,7 +93,7 @@ class StreamAssembler:
         """This RPC delivered events after its Accepted."""
         return self._num_events > 1
 
-    def next_request(self, *, is_repeated: bool = False) -> pb.GenerateRequest:
+    def next_request(self, *, is_repeated: bool = False) -> pb.GenerateRequest | pb.ResumeRequest:
         """The request for the next RPC: the original, or after Accepted its continuation.
 
         `is_repeated`: an earlier RPC may have reached a server; the new one then takes over the request_id.
@@ -148,7 +159,7 @@ class StreamAssembler:
     def _accept(self, accepted: pb.Accepted) -> None:
         if self.accepted is None:
             self.accepted = accepted
-            self._samples = [_Partial() for _ in range(self._num_open)]
+            self._samples = self._new_samples(accepted)
             return
         self.num_resumes += 1
         for name in ("request_id", "seed", "model", "prompt_tokens"):
@@ -156,13 +167,18 @@ class StreamAssembler:
             if before != now:
                 raise self._corrupted(f"{name} was {before} before the stream broke and is {now} after it")
 
+    def _new_samples(self, accepted: pb.Accepted) -> list[_Partial]:
+        return [_Partial() for _ in range(self._num_open)]
+
     def _chunk(self, chunk: pb.Chunk) -> Delta | None:
         partial = self._open_sample(chunk.index)
-        if chunk.token_ids and chunk.offset != len(partial.token_ids):
+        if chunk.token_ids and chunk.offset != partial.num_tokens:
             raise self._corrupted(
-                f"sample {chunk.index}: a chunk starts at position {chunk.offset}, expected {len(partial.token_ids)}"
+                f"sample {chunk.index}: a chunk starts at position {chunk.offset}, expected {partial.num_tokens}"
             )
         text = chunk.text
+        if text and partial.start and not partial.texts:
+            partial.text_start = partial.text_bytes = chunk.text_offset
         if text and chunk.text_offset != partial.text_bytes:
             text = self._new_text(partial, chunk)
         partial.token_ids.extend(chunk.token_ids)
@@ -177,12 +193,12 @@ class StreamAssembler:
         """The new part of a chunk's text. After a break, a server may repeat text that was received before."""
         data = chunk.text.encode()
         have = partial.text_bytes - chunk.text_offset
-        if not self._is_resuming or have < 0:
+        if not self._is_resuming or have < 0 or chunk.text_offset < partial.text_start:
             raise self._corrupted(
                 f"sample {chunk.index}: the text of a chunk starts at byte {chunk.text_offset}, "
                 f"expected {partial.text_bytes}"
             )
-        known = "".join(partial.texts).encode()[chunk.text_offset :]
+        known = "".join(partial.texts).encode()[chunk.text_offset - partial.text_start :]
         if data[:have] != known[: len(data)]:
             raise self._corrupted(
                 f"sample {chunk.index}: text at byte {chunk.text_offset} changed after the stream broke"
@@ -191,11 +207,12 @@ class StreamAssembler:
 
     def _finished(self, finished: pb.Finished) -> None:
         partial = self._open_sample(finished.index)
-        self._check_digest(finished, partial.token_ids)
+        if not partial.start:
+            self._check_digest(finished, partial.token_ids)
         token_ids = partial.token_ids if self._shows_token_ids else ()
         sample = convert.sample(finished, token_ids, "".join(partial.texts))
         if self._is_resuming:
-            sample = replace(sample, usage=replace(sample.usage, output_tokens=len(partial.token_ids)))
+            sample = replace(sample, usage=replace(sample.usage, output_tokens=partial.num_tokens))
         partial.finished = sample
         self._num_open -= 1
 
@@ -220,3 +237,46 @@ class StreamAssembler:
 
     def _corrupted(self, message: str) -> StreamCorrupted:
         return StreamCorrupted(f"{message}; discard this answer and send the request again", request_id=self.request_id)
+
+
+class ResumedAssembler(StreamAssembler):
+    """For a request that continues from its record: the first RPC and all further ones are Resume.
+
+    `result` has only the output after the positions in `request`. Its digest can be checked for samples that start at
+    position 0.
+    """
+
+    def __init__(self, request: pb.ResumeRequest) -> None:
+        super().__init__(pb.GenerateRequest(request_id=request.request_id), can_resume=True)
+        self._after = {position.index: position.num_tokens for position in request.after}
+
+    def next_request(self, *, is_repeated: bool = False) -> pb.ResumeRequest:
+        """The request for the next RPC, after all output so far."""
+        self._num_events = 0
+        self._is_resuming = self.accepted is not None
+        after = self._after | {i: partial.num_tokens for i, partial in enumerate(self._samples)}
+        positions = [pb.ResumePosition(index=index, num_tokens=count) for index, count in after.items()]
+        return pb.ResumeRequest(request_id=self.request_id, after=positions)
+
+    def _new_samples(self, accepted: pb.Accepted) -> list[_Partial]:
+        self._num_open = accepted.n
+        return [_Partial(start=self._after.get(index, 0)) for index in range(accepted.n)]
+
+    def _chunk(self, chunk: pb.Chunk) -> Delta | None:
+        return None if self._is_resuming and self._is_known(chunk.index) else super()._chunk(chunk)
+
+    def _finished(self, finished: pb.Finished) -> None:
+        # A Resume sends the end of every sample again, and the text that its end released.
+        if self._is_resuming and self._is_known(finished.index):
+            return
+        super()._finished(finished)
+
+    def _is_known(self, index: int) -> bool:
+        return index < len(self._samples) and self._samples[index].finished is not None
+
+
+def assembler_of(request: pb.GenerateRequest | pb.ResumeRequest, *, can_resume: bool) -> StreamAssembler:
+    """The assembler for the first request of a stream."""
+    if isinstance(request, pb.ResumeRequest):
+        return ResumedAssembler(request)
+    return StreamAssembler(request, can_resume=can_resume)

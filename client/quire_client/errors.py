@@ -6,6 +6,8 @@ QuireError                the base: code, message, request_id, details
   Cancelled               CANCELLED            this client or the server cancelled the call
   InvalidRequest          INVALID_ARGUMENT     the request is wrong: field_violations has field and limit
   ModelNotFound           NOT_FOUND            no such model
+    RequestNotFound       NOT_FOUND            no record of the request that `resume` names
+  NotConfigured           FAILED_PRECONDITION  the deployment does not have what the request needs, e.g. Redis
   AlreadyExists           ALREADY_EXISTS       another open request has this request_id
   Overloaded              RESOURCE_EXHAUSTED   a limit is reached: retry after retry_after_s
   Unauthenticated         UNAUTHENTICATED      the API key is missing or wrong
@@ -121,6 +123,14 @@ class ModelNotFound(QuireError):
     code = grpc.StatusCode.NOT_FOUND
 
 
+class RequestNotFound(ModelNotFound):
+    """Retrying does not help: the record has expired, was deleted, or belongs to another API key."""
+
+
+class NotConfigured(QuireError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class AlreadyExists(QuireError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -167,6 +177,7 @@ KINDS: tuple[type[QuireError], ...] = (
     Cancelled,
     InvalidRequest,
     ModelNotFound,
+    NotConfigured,
     AlreadyExists,
     Overloaded,
     Unauthenticated,
@@ -191,7 +202,10 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     retry_after_s = _retry_delay_s(details.get("google.rpc.RetryInfo"))
     if retry_after_s is None:
         retry_after_s = _pushback_s(metadata.get(PUSHBACK_KEY))
-    return BY_CODE.get(code, InternalError)(
+    kind = BY_CODE.get(code, InternalError)
+    if kind is ModelNotFound and any(violation.field == "request_id" for violation in violations):
+        kind = RequestNotFound
+    return kind(
         message,
         code=code,
         request_id=request_id,

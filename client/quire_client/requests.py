@@ -69,6 +69,7 @@ class GenerateOptions(ChatOptions, total=False):
     cache_salt: str  # requests with different salts share no cached blocks
     determinism: str  # exact or best_effort
     tenant_id: str  # the tenant that the request counts for in fair queueing; at most 128 bytes
+    resumable: bool  # keep a record, so that resume() can continue the request
     # Deadline of the request; None: no deadline
     timeout_s: float | None
     # Resuming a stream that broke; default: the settings of the client
@@ -114,6 +115,17 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
         setattr(message, field.name, _determinism(value))
     else:
         _assign(message, field.name, options, field.option)
+
+
+def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.ResumeRequest:
+    """A ResumeRequest. Raises InvalidRequest for a value of the wrong type."""
+    request = pb.ResumeRequest()
+    _assign(request, "request_id", {"request_id": request_id})
+    for index, num_tokens in ({0: after} if isinstance(after, int) else after).items():
+        position = request.after.add()
+        _assign(position, "index", {"after": index}, "after")
+        _assign(position, "num_tokens", {"after": num_tokens}, "after")
+    return request
 
 
 def prompt_message(

@@ -15,6 +15,7 @@ from quire_client.errors import (
     ModelNotFound,
     Overloaded,
     QuireError,
+    RequestNotFound,
     StreamEndedEarly,
     invalid,
 )
@@ -64,7 +65,7 @@ class Resumption:
 
     def delay_s(self, error: QuireError, now: float, remaining_s: float | None, *, has_working: bool) -> float | None:
         """Seconds until the next attempt; None: give up. `has_working`: some gateway has not failed recently."""
-        if not self._policy.is_on or not isinstance(error, RESUMABLE):
+        if not self._policy.is_on or not isinstance(error, RESUMABLE) or isinstance(error, RequestNotFound):
             return None
         delay_s = self._backoff_s(has_working) + (error.retry_after_s or 0.0 if isinstance(error, Overloaded) else 0.0)
         spent_s = self._spent_s + (now - self._broke_at if self._broke_at is not None else 0.0)

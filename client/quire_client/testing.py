@@ -79,6 +79,21 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             event.event_seq = event_seq
             yield event
 
+    def Resume(self, request: pb.ResumeRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        """Answer the last request of this id again, after the given positions."""
+        sent = [one for one in self.requests if one.resumable and one.request_id == request.request_id]
+        if not sent:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no record of request {request.request_id!r}")
+        again = pb.GenerateRequest()
+        again.CopyFrom(sent[-1])
+        answer = self.answer(prompt_text(again.prompt))
+        for position in request.after:
+            ids = [ord(char) for char in answer[: position.num_tokens]]
+            again.continuation.samples.add(index=position.index, output_token_ids=ids)
+        for event_seq, event in enumerate(self.events(again)):
+            event.event_seq = event_seq
+            yield event
+
     def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
         """The events of an answer, without event_seq. A continuation gets only the output that its samples lack."""
         prompt = prompt_text(request.prompt)
@@ -89,6 +104,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
                 seed=request.sampling.seed,
                 model=self._model,
                 prompt_tokens=len(prompt),
+                n=max(1, request.sampling.n),
             )
         )
         have = {sample.index: sample for sample in request.continuation.samples}

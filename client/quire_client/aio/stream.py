@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 
 from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.transport import Call, Flag, read_event
-from quire_client.assembly import StreamAssembler
+from quire_client.assembly import assembler_of
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -35,13 +35,17 @@ class AsyncGenerateStream:
     """
 
     def __init__(
-        self, calls: AsyncCalls, request: pb.GenerateRequest, timeout_s: float | None, policy: ResumePolicy
+        self,
+        calls: AsyncCalls,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        timeout_s: float | None,
+        policy: ResumePolicy,
     ) -> None:
         self._calls = calls
         self._timeout_s = timeout_s
         self._deadline = Deadline(None)
         self._policy = policy
-        self._assembler = StreamAssembler(request, can_resume=policy.is_on)
+        self._assembler = assembler_of(request, can_resume=policy.is_on)
         self._resumption = Resumption(policy, calls.rng)
         self._call: Call | None = None
         self._result: GenerateResult | None = None
@@ -94,6 +98,10 @@ class AsyncGenerateStream:
     @property
     def num_prompt_tokens(self) -> int:
         return self._accepted.prompt_tokens
+
+    @property
+    def num_samples(self) -> int:
+        return self._assembler.num_samples
 
     @property
     def resumes(self) -> int:

@@ -79,10 +79,13 @@ class AsyncGateways:
         with _typed_errors():
             return await method(self._gateways[target])(request, timeout=timeout_s, metadata=self._metadata)
 
-    def open_stream(self, target: int, request: pb.GenerateRequest, timeout_s: float | None) -> Call:
-        """Start Generate on one gateway."""
+    def open_stream(self, target: int, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> Call:
+        """Start Generate or Resume on one gateway."""
+        stub = self._gateways[target].stub
         with _typed_errors():
-            return self._gateways[target].stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+            if isinstance(request, pb.ResumeRequest):
+                return stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
+            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
 
     async def abort_on_all(
         self, request: pb.AbortRequest, timeout_s: float

@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_generate(commands)
+    _add_resume(commands)
     _add_chat(commands)
     _add_inspection(commands)
     _add_drain(commands)
@@ -211,8 +212,21 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
     parser.add_argument("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text")
     parser.add_argument("--n", type=at_least(1), metavar="N", help="number of samples (default 1)")
+    parser.add_argument("--request-id", metavar="ID", help="id of the request (default: chosen by the server)")
     parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
     _add_sampling(parser)
+    _add_target(parser)
+
+
+def _add_resume(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands, "resume", "generate", "resume", "continue a request that was sent with --resumable, by its id"
+    )
+    parser.add_argument("request_id", metavar="ID", help="the request's id")
+    parser.add_argument(
+        "--after", type=at_least(0), default=0, metavar="N", help="skip the first N output tokens (default 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
     _add_target(parser)
 
 

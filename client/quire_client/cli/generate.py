@@ -18,7 +18,7 @@ from request_fields.fields import FIELDS
 CONNECT_TIMEOUT_S = 2.0
 MODEL_TIMEOUT_S = 120.0
 POLL_S = 0.2
-OPTIONS = ("model", "n", *(field.option for field in FIELDS if field.has_flag))
+OPTIONS = ("model", "n", "request_id", *(field.option for field in FIELDS if field.has_flag))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +34,19 @@ def run(args: argparse.Namespace) -> int:
         started = time.monotonic()
         with client.stream(prompt, token_ids=args.tokens, **sampling_options(args)) as stream:
             result = stream.result() if args.json else show_stream(stream, is_single=args.n in (None, 1))
+    if args.json:
+        print(to_json(result_fields(result)))
+    else:
+        show_cost(result, time.monotonic() - started)
+    return 0
+
+
+def resume(args: argparse.Namespace) -> int:
+    """`quire resume`: continue a request by its id."""
+    with connect(args) as client:
+        started = time.monotonic()
+        with client.resume(args.request_id, after=args.after) as stream:
+            result = stream.result() if args.json else show_stream(stream, is_single=stream.num_samples == 1)
     if args.json:
         print(to_json(result_fields(result)))
     else:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -146,6 +146,25 @@ class Client:
         policy = policy_of_call(self._resume, given)
         request = requests.generate_request(prompt, token_ids, messages, given)
         return GenerateStream(self._calls, request, timeout_s, policy)
+
+    def resume(
+        self,
+        request_id: str,
+        *,
+        after: int | Mapping[int, int] = 0,
+        timeout_s: float | None = None,
+        resume_timeout_s: float | None = None,
+    ) -> GenerateStream:
+        """Continue a request that was sent with `resumable=True`, by its id alone; on any gateway.
+
+        `after`: number of output tokens that you have; for several samples, a mapping from sample index to number. The
+        stream and its result have the output after that. A stream of the request that is still open ends with ABORTED.
+        Raises RequestNotFound if there is no record of the request.
+        """
+        given: dict[str, Any] = {} if resume_timeout_s is None else {"resume_timeout_s": resume_timeout_s}
+        request = requests.resume_request(request_id, after)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return GenerateStream(self._calls, request, timeout_s, policy_of_call(self._resume, given))
 
     def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateResult:
         """Answer a conversation: a str (one user message), or messages as dicts, (role, content) pairs or Message."""

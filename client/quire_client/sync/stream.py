@@ -9,7 +9,7 @@ from typing import Self
 
 from quire.v1 import inference_pb2 as pb
 
-from quire_client.assembly import StreamAssembler
+from quire_client.assembly import assembler_of
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -36,13 +36,17 @@ class GenerateStream:
     """
 
     def __init__(
-        self, calls: Calls, request: pb.GenerateRequest, timeout_s: float | None, policy: ResumePolicy
+        self,
+        calls: Calls,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        timeout_s: float | None,
+        policy: ResumePolicy,
     ) -> None:
         self._calls = calls
         self._timeout_s = timeout_s
         self._deadline = Deadline(None)
         self._policy = policy
-        self._assembler = StreamAssembler(request, can_resume=policy.is_on)
+        self._assembler = assembler_of(request, can_resume=policy.is_on)
         self._resumption = Resumption(policy, calls.rng)
         self._call: Call | None = None
         self._result: GenerateResult | None = None
@@ -95,6 +99,10 @@ class GenerateStream:
     @property
     def num_prompt_tokens(self) -> int:
         return self._accepted.prompt_tokens
+
+    @property
+    def num_samples(self) -> int:
+        return self._assembler.num_samples
 
     @property
     def resumes(self) -> int:

@@ -272,6 +272,7 @@ class TestGateway:
         min_priority: int = -1000,
         reader: Any = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        recorder: Any = None,
     ) -> None:
         bundles = BundleCache()
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
@@ -286,6 +287,7 @@ class TestGateway:
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
             min_priority=min_priority,
+            recorder=recorder,
         )
         self._server = GrpcServer(
             listen="127.0.0.1:0",

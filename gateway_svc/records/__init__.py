@@ -1,0 +1,6 @@
+"""Request records in Redis: what a gateway needs to continue a request of another gateway.
+
+cipher.py      encryption of stored values
+store.py       the only module that calls Redis: one hash per record, fenced by the run that writes it
+recorder.py    one task that writes the output of all open requests now and then
+"""

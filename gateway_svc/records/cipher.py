@@ -1,0 +1,109 @@
+"""Encrypts stored values with AES-GCM. A value is bound to its record and field, so it cannot be moved to another."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+ID_BYTES = 4
+
+
+class RecordKeyError(ValueError):
+    """--record-key-file cannot be used."""
+
+
+class UnreadableValueError(ValueError):
+    """A stored value was not written with one of the keys, or was changed."""
+
+
+class Cipher(Protocol):
+    """Converts values to their stored form and back. `place` names the record and the field of the value."""
+
+    def seal(self, data: bytes, place: bytes) -> bytes: ...
+    def open(self, stored: bytes, place: bytes) -> bytes:
+        """Raises UnreadableValueError."""
+
+
+class NoCipher:
+    """Values are stored unchanged."""
+
+    def seal(self, data: bytes, place: bytes) -> bytes:
+        return data
+
+    def open(self, stored: bytes, place: bytes) -> bytes:
+        return stored
+
+
+class AesCipher:
+    """Encrypts with the first key and decrypts with any of them. Stored form: key id, nonce, ciphertext with tag."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        make = _load_aes()
+        self._keys = {_key_id(key): make(key) for key in keys}
+        self._current = _key_id(keys[0])
+
+    def seal(self, data: bytes, place: bytes) -> bytes:
+        nonce = os.urandom(NONCE_BYTES)
+        sealed: bytes = self._keys[self._current].encrypt(nonce, data, place)
+        return self._current + nonce + sealed
+
+    def open(self, stored: bytes, place: bytes) -> bytes:
+        key = self._keys.get(stored[:ID_BYTES])
+        nonce, sealed = stored[ID_BYTES : ID_BYTES + NONCE_BYTES], stored[ID_BYTES + NONCE_BYTES :]
+        if key is None or len(nonce) != NONCE_BYTES:
+            raise UnreadableValueError("the value was not encrypted with one of the keys of --record-key-file")
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            data: bytes = key.decrypt(nonce, sealed, place)
+        except InvalidTag:
+            raise UnreadableValueError("the value was changed after it was encrypted") from None
+        return data
+
+
+def make_cipher(key_file: Path | None) -> Cipher:
+    """The cipher for the keys of a file; without a file, values are not encrypted. Raises RecordKeyError."""
+    if key_file is None:
+        return NoCipher()
+    try:
+        lines = key_file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordKeyError(f"--record-key-file {key_file}: {error}") from None
+    keys = [_read_key(key_file, line.strip()) for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise RecordKeyError(
+            f"--record-key-file {key_file}: the file has no key; write one with `openssl rand -base64 32`"
+        )
+    return AesCipher(keys)
+
+
+def _read_key(path: Path, line: str) -> bytes:
+    try:
+        key = base64.b64decode(line, validate=True)
+    except binascii.Error:
+        key = b""
+    if len(key) != KEY_BYTES:
+        words = f"a line is not {KEY_BYTES} bytes in base64; write a key with `openssl rand -base64 32`"
+        raise RecordKeyError(f"--record-key-file {path}: {words}")
+    return key
+
+
+def _key_id(key: bytes) -> bytes:
+    return hashlib.sha256(b"quire record key" + key).digest()[:ID_BYTES]
+
+
+def _load_aes() -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise RecordKeyError(
+            "--record-key-file needs the package cryptography; install it with `pip install 'quire-server[records]'`"
+        ) from None
+    return AESGCM

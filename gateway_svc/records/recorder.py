@@ -1,0 +1,166 @@
+"""Writes the output of all open requests with a record, every WRITE_INTERVAL_S or after WRITE_TOKENS tokens.
+
+A failed write is repeated with the next one. Output that is not stored is computed again when it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.internal.v1 import record_pb2 as pb
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.records.store import RecordStore, Update
+from gateway_svc.wire import u32_to_bytes
+from svc_common.errors import UnavailableError
+from svc_common.tasks import cancel
+
+log = logging.getLogger(__name__)
+
+WRITE_INTERVAL_S = 0.5
+WRITE_TOKENS = 64
+
+
+class Journal(Protocol):
+    """The output of one sample, and how it ended."""
+
+    outputs: array[int]
+    finish: scheduler_pb2.SampleFinished | None
+
+
+class Recording:
+    """The record of one open request. The handler reports progress; the recorder reads the journals.
+
+    `stored`: output tokens per sample that the record has. `keeps_output` is False for a request whose stream has more
+    than a function of the tokens (logprobs): it is computed again as a whole.
+    """
+
+    def __init__(
+        self,
+        record_id: str,
+        journals: Sequence[Journal],
+        stored: Sequence[int],
+        wake: asyncio.Event,
+        *,
+        keeps_output: bool,
+    ) -> None:
+        self.record_id = record_id
+        self.run = secrets.token_hex(8)
+        self.is_closed = False
+        self._journals = journals
+        self._stored = list(stored)  # per sample, number of tokens that are in Redis
+        self._sent = list(stored)  # per sample, number of tokens that belong to the output
+        self._ended: dict[int, bool] = {}  # samples that have ended -> whether the end is stored
+        self._wake = wake
+        self._keeps_output = keeps_output
+
+    def advance(self, sample: int, num_output: int, *, is_done: bool) -> None:
+        """A sample has `num_output` tokens now."""
+        if not self._keeps_output:
+            return
+        self._sent[sample] = num_output
+        finish = self._journals[sample].finish
+        if is_done and finish is not None and finish.reason != types.FINISH_REASON_ERROR:
+            self._ended.setdefault(sample, False)
+        if num_output - self._stored[sample] >= WRITE_TOKENS:
+            self._wake.set()
+
+    def close(self) -> None:
+        """The request is over or its handler ended: write the rest and end the lease."""
+        self.is_closed = True
+        self._wake.set()
+
+    def update(self) -> Update:
+        """What is not stored yet."""
+        columns = {
+            (sample, start): u32_to_bytes(self._journals[sample].outputs[start:end])
+            for sample, (start, end) in enumerate(zip(self._stored, self._sent, strict=True))
+            if start < end
+        }
+        ends = {sample: self._end(sample) for sample, is_stored in self._ended.items() if not is_stored}
+        return Update(self.record_id, self.run, columns, ends, self.is_closed)
+
+    def on_written(self, update: Update) -> None:
+        """An update was stored."""
+        for (sample, start), column in update.columns.items():
+            self._stored[sample] = start + len(column) // 4
+        self._ended |= dict.fromkeys(update.ends, True)
+
+    def _end(self, sample: int) -> bytes:
+        return pb.SampleEnd(finish=self._journals[sample].finish, num_output=self._sent[sample]).SerializeToString()
+
+
+class Recorder:
+    """Owns the task that writes. `records` is the store for all other access."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self.records = records
+        self._open: list[Recording] = []
+        self._wake = asyncio.Event()
+        self._written = asyncio.Event()  # replaced after each pass
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task. Call it once, on the event loop."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Write what is left, once."""
+        if self._task is not None:
+            await cancel(self._task)
+        for recording in self._open:
+            recording.is_closed = True
+        await self._write_all()
+        await self.records.close()
+
+    def recording(
+        self, record_id: str, journals: Sequence[Journal], stored: Sequence[int], *, keeps_output: bool
+    ) -> Recording:
+        """A recording that is not written before `begin`."""
+        return Recording(record_id, journals, stored, self._wake, keeps_output=keeps_output)
+
+    def begin(self, recording: Recording) -> None:
+        """Write the output of a request from now on."""
+        self._open.append(recording)
+        self._wake.set()
+
+    async def finished(self, recording: Recording) -> None:
+        """Wait until the end of a closed recording was written, or could not be written."""
+        while recording in self._open:
+            await self._written.wait()
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WRITE_INTERVAL_S if self._open else None):
+                    await self._wake.wait()
+            self._wake.clear()
+            await self._write_all()
+
+    async def _write_all(self) -> None:
+        recordings = list(self._open)
+        if not recordings:
+            return
+        updates = [recording.update() for recording in recordings]
+        try:
+            answers = await self.records.write(updates)
+        except UnavailableError:
+            answers = [not update.releases for update in updates]  # a closed recording is dropped
+        else:
+            for recording, update in zip(recordings, updates, strict=True):
+                recording.on_written(update)
+        gone = {
+            recording
+            for recording, update, has_record in zip(recordings, updates, answers, strict=True)
+            if update.releases or not has_record
+        }
+        self._open = [recording for recording in self._open if recording not in gone]
+        self._written.set()
+        self._written = asyncio.Event()

@@ -1,0 +1,212 @@
+"""The store of request records with a real Redis: runs, leases, limits, expiry, encryption."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from quire.internal.v1 import record_pb2 as pb
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import inference_pb2
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.records.cipher import RecordKeyError, make_cipher
+from gateway_svc.records.store import RecordStore, Update
+from svc_common.errors import InvalidRequestError, UnavailableError
+from tests.processes.redis_server import RedisServer
+
+SECRET = "a secret prompt"
+REQUEST = inference_pb2.GenerateRequest(request_id="r", prompt={"text": SECRET}, sampling=types.SamplingParams(n=2))
+CONTENT = pb.RequestRecord(request=REQUEST, prompt_token_ids=b"\1\0\0\0", notes=b"notes")
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[RecordStore]:
+    redis_server.flush()
+    store = RecordStore(redis_server.url)
+    yield store
+    await store.close()
+
+
+def column(*ids: int) -> bytes:
+    return b"".join(id_.to_bytes(4, "little") for id_ in ids)
+
+
+def end(num_output: int) -> bytes:
+    finish = scheduler_pb2.SampleFinished(reason=types.FINISH_REASON_LENGTH)
+    return pb.SampleEnd(finish=finish, num_output=num_output).SerializeToString()
+
+
+async def outputs(store: RecordStore) -> list[list[int]]:
+    record = await store.load("r")
+    assert record is not None
+    return [list(output) for output in record.outputs]
+
+
+async def test_a_record_has_its_content_and_the_output_without_gaps(store: RecordStore) -> None:
+    assert await store.load("r") is None
+    await store.create("r", CONTENT, "run")
+    record = await store.load("r")
+    assert record is not None
+    assert (record.content, record.has_run, record.is_finished) == (CONTENT, True, False)
+    columns = {(0, 0): column(5, 6), (0, 1): column(6, 7, 8), (0, 9): column(1), (1, 0): column(4)}
+    assert await store.write([Update("r", "run", columns)]) == [True]
+    assert await outputs(store) == [[5, 6, 7, 8], [4]]
+
+
+async def test_an_end_counts_only_with_all_its_output(store: RecordStore) -> None:
+    await store.create("r", CONTENT, "run")
+    await store.write([Update("r", "run", {(0, 0): column(5)}, {0: end(2), 1: end(0)})])
+    record = await store.load("r")
+    assert record is not None
+    assert [known is not None for known in record.ends] == [False, True]
+    await store.write([Update("r", "run", {(0, 1): column(6)})])
+    record = await store.load("r")
+    assert record is not None
+    assert record.is_finished
+
+
+async def test_only_the_run_with_the_record_can_write(store: RecordStore) -> None:
+    await store.create("r", CONTENT, "first")
+    assert not await store.claim("r", "second", by_force=False)
+    assert await store.claim("r", "second", by_force=True)
+    answers = await store.write([Update("r", "first", {(0, 0): column(9)}), Update("r", "second", {(0, 0): column(5)})])
+    assert answers == [False, True]
+    assert await outputs(store) == [[5], []]
+
+
+async def test_a_record_is_free_after_the_lease_of_its_run(redis_server: RedisServer) -> None:
+    store = RecordStore(redis_server.url, lease_s=0.2)
+    await store.create("r", CONTENT, "first")
+    async with asyncio.timeout(30.0):
+        while not await store.claim("r", "second", by_force=False):  # noqa: ASYNC110 - the state is in another process
+            await asyncio.sleep(0.01)
+    await store.write([Update("r", "second", releases=True)])
+    record = await store.load("r")
+    assert record is not None
+    assert not record.has_run
+    await store.close()
+
+
+async def test_a_deleted_record_is_not_written_again(store: RecordStore, redis_server: RedisServer) -> None:
+    await store.create("r", CONTENT, "run")
+    assert await store.delete("r")
+    assert not await store.delete("r")
+    assert await store.write([Update("r", "run", {(0, 0): column(5)})]) == [False]
+    assert not await store.claim("r", "other", by_force=True)
+    await store.put_object("r", b"{}")
+    assert redis_server.num_keys() == 0
+
+
+async def test_a_new_record_replaces_an_older_one(store: RecordStore) -> None:
+    await store.create("r", CONTENT, "run")
+    await store.write([Update("r", "run", {(0, 0): column(5)}, {0: end(1)})])
+    await store.put_object("r", b"old")
+    await store.create("r", CONTENT, "again")
+    record = await store.load("r")
+    assert record is not None
+    assert (record.stored_object, [list(output) for output in record.outputs]) == (b"", [[], []])
+
+
+async def test_the_first_stored_object_stays(store: RecordStore) -> None:
+    await store.create("r", CONTENT, "run")
+    await store.put_object("r", b"first")
+    await store.put_object("r", b"second")
+    record = await store.load("r")
+    assert record is not None
+    assert record.stored_object == b"first"
+
+
+async def test_a_record_expires_after_its_last_write(redis_server: RedisServer) -> None:
+    store = RecordStore(redis_server.url, ttl_s=1.0)
+    await store.create("r", CONTENT, "run")
+    await store.write([Update("r", "run", {(0, 0): column(5)})])
+    with redis_server.client() as client:
+        assert 0 < client.pttl("quire:record:r") <= 1000
+    async with asyncio.timeout(30.0):
+        while await store.load("r") is not None:  # noqa: ASYNC110 - the state is in another process
+            await asyncio.sleep(0.05)
+    await store.close()
+
+
+async def test_the_size_of_a_record_is_limited(redis_server: RedisServer) -> None:
+    store = RecordStore(redis_server.url, max_bytes=200)
+    await store.create("r", CONTENT, "run")
+    for start in range(0, 100, 10):
+        await store.write([Update("r", "run", {(0, start): column(*range(10))}, {0: end(100)})])
+    stored = (await outputs(store))[0]
+    assert 10 <= len(stored) <= 50
+    assert stored == [*range(10)] * (len(stored) // 10)
+    large = pb.RequestRecord(notes=bytes(300))
+    with pytest.raises(InvalidRequestError, match=r"has 303 bytes; at most 200 .*--max-record-bytes"):
+        await store.create("r", large, "run")
+    await store.close()
+
+
+def write_keys(path: Path, *keys: bytes) -> Path:
+    path.write_text("# a comment\n" + "\n".join(base64.b64encode(key).decode() for key in keys) + "\n")
+    return path
+
+
+async def test_encrypted_records_are_read_only_with_a_key(redis_server: RedisServer, tmp_path: Path) -> None:
+    redis_server.flush()
+    old, new = os.urandom(32), os.urandom(32)
+    before = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "old", old)))
+    await before.create("r", CONTENT, "run")
+    await before.write([Update("r", "run", {(0, 0): column(5)}, {1: end(0)})])
+    await before.put_object("r", SECRET.encode())
+    with redis_server.client() as client:
+        values = client.hgetall("quire:record:r")
+        assert SECRET.encode() not in b"".join(values.values())
+        # A value that is moved to another field or record is not accepted.
+        client.hset("quire:record:moved", mapping=values)
+
+    both = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "both", new, old)))
+    record = await both.load("r")
+    assert record is not None
+    assert (record.content, list(record.outputs[0]), record.stored_object) == (CONTENT, [5], SECRET.encode())
+    assert await both.load("moved") is None
+
+    await both.create("r", CONTENT, "run")
+    after = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "new", new)))
+    plain = RecordStore(redis_server.url)
+    assert await after.load("r") is not None
+    assert await before.load("r") is None
+    assert await plain.load("r") is None
+    await plain.create("p", CONTENT, "run")
+    assert await after.load("p") is None
+    for one in (before, both, after, plain):
+        await one.close()
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "c2hvcnQ=\n", "not base64\n"])
+def test_a_wrong_key_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(RecordKeyError, match="openssl rand -base64 32"):
+        make_cipher(tmp_path / "keys")
+    with pytest.raises(RecordKeyError, match="--record-key-file"):
+        make_cipher(tmp_path / "missing")
+
+
+async def test_a_lost_redis_is_unavailable(redis_server: RedisServer) -> None:
+    store = RecordStore(redis_server.url, timeout_s=0.5)
+    redis_server.stop()
+    try:
+        assert not await store.answers()
+        for call in (store.load("r"), store.create("r", CONTENT, "run"), store.claim("r", "run", by_force=True)):
+            with pytest.raises(UnavailableError, match="does not answer"):
+                await call
+    finally:
+        redis_server.start()
+    assert await store.answers()
+    await store.close()

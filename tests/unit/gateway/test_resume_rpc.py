@@ -1,0 +1,287 @@
+"""Resume over real gRPC: two gateways, a fake scheduler each, and a real Redis with the records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.api_keys import current_caller, scoped
+from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.store import RecordStore
+from tests.processes.redis_server import RedisServer
+from tests.unit.gateway.fakes import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    STOP,
+    FakeScheduler,
+    Result,
+    TestGateway,
+    digest_of,
+    make_info,
+    refused,
+    rest,
+    until,
+)
+from tests.unit.gateway.tokenizer_kinds import byte_level
+
+TOKENIZER = byte_level()
+TEXT = "Hello wörld 😀, and more"
+CALL_TIMEOUT_S = 60.0
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+IDS = encode(TEXT)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+class Recorded:
+    """A gateway with records, in front of its own fake scheduler."""
+
+    def __init__(self, bundle: bytes, redis_url: str) -> None:
+        self.scheduler = FakeScheduler(make_info(bundle), bundle)
+        self.recorder = Recorder(RecordStore(redis_url))
+
+    async def __aenter__(self) -> Recorded:
+        await self.scheduler.start()
+        self.gateway = await TestGateway([self.scheduler.address], recorder=self.recorder).__aenter__()
+        await self.gateway.ready()
+        self.recorder.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.gateway.__aexit__()
+        await self.recorder.close()
+        await self.scheduler.stop()
+
+    def resume(self, request_id: str, *after: int) -> grpc.aio.UnaryStreamCall:
+        positions = [pb.ResumePosition(index=i, num_tokens=count) for i, count in enumerate(after)]
+        request = pb.ResumeRequest(request_id=request_id, after=positions)
+        return self.gateway.stub.Resume(request, timeout=CALL_TIMEOUT_S)
+
+    async def resumed(self, request_id: str, *after: int) -> Result:
+        return Result([event async for event in self.resume(request_id, *after)])
+
+
+@pytest.fixture
+async def first(bundle: bytes, redis_server: RedisServer) -> AsyncIterator[Recorded]:
+    redis_server.flush()
+    async with Recorded(bundle, redis_server.url) as running:
+        yield running
+
+
+@pytest.fixture
+async def second(bundle: bytes, redis_server: RedisServer, first: Recorded) -> AsyncIterator[Recorded]:
+    async with Recorded(bundle, redis_server.url) as running:
+        yield running
+
+
+async def stored(recorder: Recorder, request_id: str, num_tokens: int, *, sample: int = 0) -> None:
+    """Wait until the record of a request has this much output."""
+    async with asyncio.timeout(30.0):
+        while True:
+            record = await recorder.records.load(request_id)
+            if record is not None and len(record.outputs[sample]) >= num_tokens:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def is_finished(first: Recorded) -> None:
+    """Wait until the end of the request is in its record."""
+    async with asyncio.timeout(30.0):
+        while (record := await first.recorder.records.load("r")) is None or not record.is_finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def finished_at(first: Recorded, ids: Sequence[int], reason: int = LENGTH, **options: object) -> Result:
+    """A complete answer on the first gateway, whose end is in the record."""
+    first.scheduler.play(ids, reason)
+    result = await first.gateway.collect(request_id="r", resumable=True, **options)
+    await is_finished(first)
+    return result
+
+
+async def test_a_finished_answer_is_served_from_its_record(first: Recorded, second: Recorded) -> None:
+    whole = await finished_at(first, IDS, sampling=types.SamplingParams(temperature=0.5))
+    for after in range(len(IDS) + 1):
+        again = await second.resumed("r", after)
+        assert again.ids() == IDS[after:]
+        assert TEXT.endswith(again.text())
+        assert again.finished[0].output_digest == digest_of(IDS)
+        assert again.finished[0].usage == whole.finished[0].usage
+        assert again.accepted == whole.accepted
+    assert (await second.resumed("r")).text() == TEXT
+    assert second.scheduler.submits == []
+
+
+async def test_a_running_request_moves_to_the_gateway_that_resumes_it(first: Recorded, second: Recorded) -> None:
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:5])
+    await stored(first.recorder, "r", 5)
+    second.scheduler.play(IDS)
+    again = await second.resumed("r", 2)
+    submit = second.scheduler.submits[0]
+    assert submit.takes_over
+    assert list(submit.continuation.samples[0].output_token_ids) == IDS[:5]
+    assert submit.prompt_token_ids == first.scheduler.submits[0].prompt_token_ids
+    assert submit.sampling == first.scheduler.submits[0].sampling
+    assert submit.stop == first.scheduler.submits[0].stop
+    assert (again.ids(), again.finished[0].output_digest) == (IDS[2:], digest_of(IDS))
+    again.check_offsets(start=2, text_start=again.chunks[0].text_offset)
+    call.cancel()
+
+
+async def test_the_former_run_cannot_write_after_another_gateway_has_resumed(first: Recorded, second: Recorded) -> None:
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:2])
+    await stored(first.recorder, "r", 2)
+    other = second.resume("r")
+    await until(lambda: second.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, [9, 9, 9], offset=2)
+    second.scheduler.finish(second.scheduler.submits[0].handle, ids=IDS[2:], offset=2)
+    assert Result(await rest(other)).ids() == IDS
+    await stored(second.recorder, "r", len(IDS))
+    record = await second.recorder.records.load("r")
+    assert record is not None
+    assert list(record.outputs[0]) == IDS
+    call.cancel()
+
+
+async def test_output_that_is_not_in_the_record_is_computed_again_and_skipped(
+    first: Recorded, second: Recorded
+) -> None:
+    first.recorder.begin = lambda recording: None  # type: ignore[method-assign]  # writes no output
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    second.scheduler.play(IDS)
+    again = await second.resumed("r", 7)
+    assert not second.scheduler.submits[0].continuation.samples
+    assert (again.ids(), again.finished[0].output_digest) == (IDS[7:], digest_of(IDS))
+    assert TEXT.endswith(again.text())
+    call.cancel()
+
+
+async def test_every_kind_of_end_is_kept(first: Recorded, second: Recorded) -> None:
+    whole = await finished_at(first, [*IDS, 1], EOS)
+    assert (await second.resumed("r")).text() == whole.text() == TEXT
+    cut = await finished_at(first, IDS, stop=types.StopParams(stop=["and"]))
+    again = await second.resumed("r", 3)
+    assert (again.finished[0].reason, again.finished[0].stop) == (STOP, "and")
+    assert cut.text().endswith(again.text())
+    assert cut.ids() == [*IDS[:3], *again.ids()]
+    assert second.scheduler.submits == []
+
+
+async def test_an_aborted_request_stays_aborted(first: Recorded, second: Recorded) -> None:
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:3])
+    await stored(first.recorder, "r", 3)
+    await first.gateway.stub.Abort(pb.AbortRequest(request_ids=["r"]))
+    await rest(call)
+    await is_finished(first)
+    again = await second.resumed("r")
+    assert (again.finished[0].reason, again.ids()) == (ABORTED, IDS[:3])
+
+
+async def test_each_sample_continues_at_its_own_position(first: Recorded, second: Recorded) -> None:
+    await finished_at(first, IDS, sampling=types.SamplingParams(n=3))
+    again = await second.resumed("r", 4, 0, len(IDS))
+    assert again.accepted.n == 3
+    assert [again.ids(i) for i in range(3)] == [IDS[4:], IDS, []]
+    assert sorted(again.finished) == [0, 1, 2]
+
+
+async def test_the_first_gateway_resumes_its_own_request(first: Recorded) -> None:
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:5])
+    await stored(first.recorder, "r", 5)
+    again = first.resume("r", 5)
+    await until(lambda: len(first.scheduler.submits) == 2)
+    assert (await refused(call)).code() is grpc.StatusCode.ABORTED
+    first.scheduler.finish(first.scheduler.submits[1].handle, ids=IDS[5:], offset=5)
+    assert Result(await rest(again)).ids() == IDS[5:]
+
+
+async def test_a_request_with_logprobs_is_computed_again_as_a_whole(first: Recorded) -> None:
+    recording = first.recorder.recording("r", [], [0], keeps_output=False)
+    recording.advance(0, 100, is_done=True)
+    assert not recording.update().columns
+    assert not recording.update().ends
+
+
+@pytest.mark.parametrize(
+    ("request_id", "after", "code", "words"),
+    [
+        ("unknown", [], grpc.StatusCode.NOT_FOUND, "no record of request 'unknown'"),
+        ("a b", [], grpc.StatusCode.INVALID_ARGUMENT, "must be 1 to 64 characters"),
+        ("r", [(0, 1), (0, 2)], grpc.StatusCode.INVALID_ARGUMENT, "after[1].index is 0, the same as"),
+        ("r", [(1, 1)], grpc.StatusCode.INVALID_ARGUMENT, "after[0].index is 1; the request has 1 samples"),
+        ("r", [(0, 1000)], grpc.StatusCode.INVALID_ARGUMENT, "has only"),
+    ],
+)
+async def test_invalid_positions_are_refused(
+    first: Recorded, request_id: str, after: list[tuple[int, int]], code: grpc.StatusCode, words: str
+) -> None:
+    await finished_at(first, IDS)
+    positions = [pb.ResumePosition(index=i, num_tokens=count) for i, count in after]
+    call = first.gateway.stub.Resume(pb.ResumeRequest(request_id=request_id, after=positions))
+    error = await refused(call)
+    assert error.code() is code
+    assert words in (error.details() or "")
+
+
+async def test_a_gateway_without_records_refuses(gateway: TestGateway) -> None:
+    for call in (gateway.generate(resumable=True), gateway.stub.Resume(pb.ResumeRequest(request_id="r"))):
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "--redis" in (error.details() or "")
+
+
+async def test_a_resumable_request_is_refused_while_redis_does_not_answer(
+    first: Recorded, redis_server: RedisServer
+) -> None:
+    redis_server.stop()
+    try:
+        error = await refused(first.gateway.generate(resumable=True))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        first.scheduler.play(IDS)
+        assert (await first.gateway.collect()).ids() == IDS
+    finally:
+        redis_server.start()
+
+
+async def test_a_running_answer_continues_while_redis_is_lost(first: Recorded, redis_server: RedisServer) -> None:
+    call = first.gateway.generate(request_id="r", resumable=True)
+    await until(lambda: first.scheduler.submits)
+    handle = first.scheduler.submits[0].handle
+    redis_server.stop()
+    try:
+        first.scheduler.finish(handle, ids=IDS)
+        assert Result(await rest(call)).ids() == IDS
+    finally:
+        redis_server.start()
+
+
+async def test_records_belong_to_the_owner_of_the_key(first: Recorded) -> None:
+    await finished_at(first, IDS)
+    assert await first.recorder.records.load(scoped("r")) is not None
+    token = current_caller.set("team-a")
+    assert await first.recorder.records.load(scoped("r")) is None
+    current_caller.reset(token)
