@@ -29,7 +29,8 @@ demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
 test: $(STAMP)  ## checks and tests: at most 12 minutes on two cores
 	scripts/test $(BIN)
 
-test-deep: $(STAMP)  ## more seeds, longer chaos: an hour or more on two cores, not part of CI
+test-deep: $(STAMP)  ## more seeds, longer chaos, stock clients: an hour or more on two cores, not part of CI
+	scripts/install_clients $(BIN)
 	$(BIN)/python -m pytest -m deep -n logical --dist worksteal
 
 kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel
@@ -73,7 +74,7 @@ format: $(STAMP)  ## format, fix lint errors, regenerate the synchronous client
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lock: $(STAMP)  ## update the locked versions: constraints-dev.txt and deploy/docker/constraints.txt
+lock: $(STAMP)  ## update the locked versions: constraints-dev.txt, deploy/docker/constraints.txt, tests/clients
 	scripts/lock $(BIN) "$(TORCH)"
 
 wheels: $(STAMP)  ## build the wheels quire-client and quire-server into dist/

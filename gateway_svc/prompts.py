@@ -80,7 +80,8 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResp
     adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
     ids = prompt_token_ids(request.prompt, model, add_special_tokens=adds_special)
     validation.check_token_ids("prompt", ids, model)
-    return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len)
+    strings = model.require_tokenizer("token_strings").token_strings(ids) if request.token_strings else ()
+    return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len, token_strings=strings)
 
 
 def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:

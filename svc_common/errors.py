@@ -7,7 +7,7 @@
       AlreadyExistsError        ALREADY_EXISTS       409  the request id is in flight
       OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; has the retry delay
       UnavailableError          UNAVAILABLE          503  no process can serve the request now
-      DeadlineError             DEADLINE_EXCEEDED    504  the time limit that the client set has passed
+      DeadlineError             DEADLINE_EXCEEDED    408  the time limit that the client set has passed
       TakenOverError            ABORTED              409  the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      401  no API key or token, or an unknown one
       PermissionDeniedError     PERMISSION_DENIED    403  the caller is known and may not make this call
@@ -94,7 +94,7 @@ class UnavailableError(QuireError):
 
 class DeadlineError(QuireError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    http_status = 504
+    http_status = 408
 
 
 class TakenOverError(QuireError):

@@ -2,6 +2,7 @@
 
 fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
 answers.py, errors.py           events, errors -> JSON       pure
+openapi.py                      description of the API      pure
 handlers.py                     one method per endpoint; calls the same servicer as gRPC
 app.py                          routes, keys, body limit, disconnects, CORS
 server.py, protocol.py          uvicorn in the gateway's event loop; limits of connections

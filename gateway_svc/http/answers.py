@@ -6,8 +6,9 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring as encode_string
 from typing import Any, Protocol
 
 from quire.v1 import inference_pb2 as pb
@@ -24,12 +25,21 @@ FINISH_REASONS = {
 }
 DONE = b"data: [DONE]\n\n"
 
+# Stand for index and text while the bytes around them are made. No other value of a chunk contains them: U+0000 is in
+# no model name and in no id.
+PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
+
 Json = dict[str, Any]
 
 
 def encode(value: Json) -> bytes:
     """Compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def encode_text(text: str) -> bytes:
+    """A JSON string."""
+    return encode_string(text).encode()
 
 
 def sse(value: Json) -> bytes:
@@ -43,6 +53,7 @@ class Shape(Protocol):
     id_prefix: str
     chunk_object: str
     whole_object: str
+    has_one_prompt: bool  # prompt_token_ids are in the answer, else in each choice
 
     def begin(self, echo: str) -> Json | None:
         """The first delta of a choice; None: the choice starts without one."""
@@ -58,6 +69,7 @@ class ChatShape:
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
+    has_one_prompt = True
 
     def begin(self, echo: str) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -77,6 +89,7 @@ class CompletionShape:
 
     id_prefix = "cmpl"
     chunk_object = whole_object = "text_completion"
+    has_one_prompt = False
 
     def begin(self, echo: str) -> Json | None:
         return {"text": echo} if echo else None
@@ -92,6 +105,14 @@ class CompletionShape:
 
 
 CHAT, COMPLETION = ChatShape(), CompletionShape()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """The parts of a prompt that its answer has."""
+
+    echo: str = ""  # text in front of the output
+    token_ids: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -115,9 +136,12 @@ class Tally:
 class Answer:
     """The common fields of chunks and whole answers: head, choices and usage."""
 
-    def __init__(self, asked: Generation, shape: Shape, answer_id: str, created: int) -> None:
+    def __init__(
+        self, asked: Generation, shape: Shape, answer_id: str, created: int, prompts: Sequence[PromptParts]
+    ) -> None:
         self._asked = asked
         self._shape = shape
+        self._prompts = prompts
         self._tally = Tally()
         self._head: Json = {"id": answer_id, "object": "", "created": created, "model": asked.model}
 
@@ -141,12 +165,23 @@ class Answer:
     def _index(self, prompt: int, sample: int) -> int:
         return prompt * self._asked.n + sample
 
+    def _add_prompt_ids(self, answer: Json) -> None:
+        """Add the prompts' token ids to an answer or to the first chunk of a choice."""
+        for choice in answer["choices"]:
+            place = answer if self._shape.has_one_prompt else choice
+            place["prompt_token_ids"] = self._prompts[choice["index"] // self._asked.n].token_ids
+
 
 class StreamAnswer(Answer):
     """Chunks, each as a server-sent event."""
 
+    _text_chunk: tuple[bytes, bytes, bytes] | None = None
+
     def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
         """The chunks for an event of the generation of this prompt. Raises QuireError for a choice that failed."""
+        kind = event.WhichOneof("event")
+        if kind == "chunk":
+            return self._text(prompt, event.chunk)
         return b"".join(map(sse, self._chunks(prompt, event)))
 
     def end(self) -> bytes:
@@ -155,28 +190,45 @@ class StreamAnswer(Answer):
             return DONE
         return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
 
+    def _text(self, prompt: int, chunk: pb.Chunk) -> bytes:
+        """The event for new text. Most chunks differ only in index and text: the bytes around them are made once."""
+        choice = self._index(prompt, chunk.index)
+        if self._asked.has_continuous_usage or self._asked.returns_token_ids:
+            self._tally.outputs[choice] = chunk.offset + len(chunk.token_ids)
+            ids = {"token_ids": list(chunk.token_ids)} if self._asked.returns_token_ids else {}
+            return sse(self._chunk(choice, {**self._shape.delta(chunk.text), **ids}))
+        if self._text_chunk is None:
+            around = sse(self._chunk(PLACE_INDEX, self._shape.delta(PLACE_TEXT)))
+            before, _, rest = around.rpartition(encode_text(PLACE_INDEX))
+            between, _, after = rest.partition(encode_text(PLACE_TEXT))
+            self._text_chunk = before, between, after
+        before, between, after = self._text_chunk
+        return b"%b%d%b%b%b" % (before, choice, between, encode_text(chunk.text), after)
+
     def _chunks(self, prompt: int, event: pb.GenerateResponse) -> Iterator[Json]:
-        kind = event.WhichOneof("event")
-        if kind == "accepted":
+        if event.HasField("accepted"):
             self._accept(event.accepted)
             self._head["object"] = self._shape.chunk_object
             yield from self._first_chunks(prompt)
-        elif kind == "chunk":
-            choice = self._index(prompt, event.chunk.index)
-            self._tally.outputs[choice] = event.chunk.offset + len(event.chunk.token_ids)
-            yield self._chunk(choice, self._shape.delta(event.chunk.text))
-        elif kind == "finished":
+        elif event.HasField("finished"):
             choice = self._index(prompt, event.finished.index)
             end = self._finish(choice, event.finished)
             yield self._chunk(choice, self._shape.end(), end)
 
     def _first_chunks(self, prompt: int) -> Iterator[Json]:
+        parts = self._prompts[prompt]
         for sample in range(self._asked.n):
-            begin = self._shape.begin(self._asked.echoes[prompt])
-            if begin is not None:
-                yield self._chunk(self._index(prompt, sample), begin)
+            begin = self._shape.begin(parts.echo)
+            if begin is None and parts.token_ids is not None:
+                begin = self._shape.delta("")
+            if begin is None:
+                continue
+            chunk = self._chunk(self._index(prompt, sample), begin)
+            if parts.token_ids is not None:
+                self._add_prompt_ids(chunk)
+            yield chunk
 
-    def _chunk(self, choice: int, part: Json, end: Json | None = None) -> Json:
+    def _chunk(self, choice: int | str, part: Json, end: Json | None = None) -> Json:
         own = {"index": choice, **part, "logprobs": None, **(end or {"finish_reason": None})}
         chunk = {**self._head, "choices": [own]}
         if self._asked.includes_usage:
@@ -187,11 +239,13 @@ class StreamAnswer(Answer):
 class WholeAnswer(Answer):
     """One JSON object."""
 
-    def __init__(self, asked: Generation, shape: Shape, answer_id: str, created: int) -> None:
-        super().__init__(asked, shape, answer_id, created)
-        self._texts: dict[int, list[str]] = {
-            self._index(prompt, sample): [echo] for prompt, echo in enumerate(asked.echoes) for sample in range(asked.n)
-        }
+    def __init__(
+        self, asked: Generation, shape: Shape, answer_id: str, created: int, prompts: Sequence[PromptParts]
+    ) -> None:
+        super().__init__(asked, shape, answer_id, created, prompts)
+        indices = [self._index(prompt, sample) for prompt in range(len(prompts)) for sample in range(asked.n)]
+        self._texts = {choice: [prompts[choice // asked.n].echo] for choice in indices}
+        self._token_ids: dict[int, list[int]] = {choice: [] for choice in indices}
         self._ends: dict[int, Json] = {}
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> None:
@@ -200,19 +254,24 @@ class WholeAnswer(Answer):
         if kind == "accepted":
             self._accept(event.accepted)
         elif kind == "chunk":
-            self._texts[self._index(prompt, event.chunk.index)].append(event.chunk.text)
+            choice = self._index(prompt, event.chunk.index)
+            self._texts[choice].append(event.chunk.text)
+            self._token_ids[choice].extend(event.chunk.token_ids)
         elif kind == "finished":
             choice = self._index(prompt, event.finished.index)
             self._ends[choice] = self._finish(choice, event.finished)
 
     def whole(self) -> Json:
         """The answer, after the last event."""
-        choices = [
-            {"index": choice, **self._shape.whole("".join(texts)), "logprobs": None, **self._ends[choice]}
-            for choice, texts in self._texts.items()
-        ]
-        head = {**self._head, "object": self._shape.whole_object}
-        return {**head, "choices": choices, "usage": self._tally.usage()}
+        choices = [self._choice(choice, "".join(texts)) for choice, texts in self._texts.items()]
+        answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": self._tally.usage()}
+        if self._asked.returns_token_ids:
+            self._add_prompt_ids(answer)
+        return answer
+
+    def _choice(self, choice: int, text: str) -> Json:
+        ids = {"token_ids": self._token_ids[choice]} if self._asked.returns_token_ids else {}
+        return {"index": choice, **self._shape.whole(text), "logprobs": None, **ids, **self._ends[choice]}
 
 
 def model_of(model: pb.Model, created: int) -> Json:

@@ -29,7 +29,8 @@ class Generation:
     """A parsed body of a completions endpoint."""
 
     requests: tuple[pb.GenerateRequest, ...]  # one per prompt, without request_id
-    echoes: tuple[str, ...]  # text in front of each prompt's output
+    has_echo: bool  # the prompt is returned in front of the output
+    returns_token_ids: bool
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
@@ -77,8 +78,7 @@ def chat_generation(data: bytes) -> Generation:
 def completion_generation(data: bytes) -> Generation:
     """Parse a body of /v1/completions. Raises InvalidRequestError."""
     body = body_of(data)
-    prompts = _prompts_of(body.get("prompt"))
-    asked = _generation(fields.COMPLETION, body, prompts, echoes=_echoes(body, prompts))
+    asked = _generation(fields.COMPLETION, body, _prompts_of(body.get("prompt")))
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
@@ -91,7 +91,9 @@ def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
     """Parse a body of /tokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
     request = pb.TokenizeRequest(
-        model=_model_of(body), add_special_tokens=flag(body, "add_special_tokens", default=True)
+        model=_model_of(body),
+        add_special_tokens=flag(body, "add_special_tokens", default=True),
+        token_strings=flag(body, "return_token_strs", default=False),
     )
     ignored: list[str] = []
     if body.get("messages") is None:
@@ -123,18 +125,19 @@ def _generation(
     body: dict[str, Any],
     prompts: Sequence[pb.Prompt],
     *,
-    echoes: Sequence[str] = (),
     ignored: Sequence[str] = (),
 ) -> Generation:
     request = pb.GenerateRequest(model=_model_of(body))
     set_parameters(rows, body, request)
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
+    returns_token_ids = flag(body, "return_token_ids", default=False)
     # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
-    request.output.token_ids = is_continuous
+    request.output.token_ids = is_continuous or returns_token_ids
     return Generation(
         requests=tuple(_with_prompt(request, prompt) for prompt in prompts),
-        echoes=tuple(echoes) or ("",) * len(prompts),
+        has_echo=flag(body, "echo", default=False),
+        returns_token_ids=returns_token_ids,
         is_stream=is_stream,
         includes_usage=includes_usage,
         has_continuous_usage=is_continuous,
@@ -206,11 +209,3 @@ def _one_prompt(where: str, item: Any) -> pb.Prompt:
 
 def _ids_prompt(where: str, ids: list[Any]) -> pb.Prompt:
     return pb.Prompt(tokens=types.TokenIds(ids=token_ids(where, ids)))
-
-
-def _echoes(body: Mapping[str, Any], prompts: Sequence[pb.Prompt]) -> list[str]:
-    if not flag(body, "echo", default=False):
-        return []
-    if any(not prompt.HasField("text") for prompt in prompts):
-        raise invalid("echo", "is true, but the prompt is token ids; echo needs a text prompt: remove echo")
-    return [prompt.text for prompt in prompts]

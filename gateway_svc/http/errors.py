@@ -26,7 +26,6 @@ TYPES = {
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
-    504: "timeout_error",
 }
 CODES: dict[type[QuireError], str] = {
     ContextLengthError: "context_length_exceeded",

@@ -82,8 +82,11 @@ STREAMING = (
         doc="`include_usage`: a last chunk with the usage. `continuous_usage_stats`: also usage in every chunk.",
     ),
 )
+RETURN_IDS = BodyField(
+    "return_token_ids", doc="Also return `prompt_token_ids`, and `token_ids` of every choice and chunk."
+)
 TIMEOUT = BodyField(
-    "timeout", doc="Seconds until the request is cancelled and ends with error 504; above 0 and at most 86400."
+    "timeout", doc="Seconds until the request is cancelled and ends with error 408; above 0 and at most 86400."
 )
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
@@ -93,6 +96,10 @@ UNSERVED = (
     BodyField("use_beam_search", only=(False,)),
     BodyField("prompt_logprobs", only=()),
     BodyField("logits_processors", only=([],)),
+    BodyField("return_tokens_as_token_ids", only=(False,)),
+    BodyField("spaces_between_special_tokens", only=(True,)),
+    BodyField("detokenize", only=(True,)),
+    BodyField("thinking_token_budget", only=()),
 )
 TEMPLATE = (
     BodyField(
@@ -114,12 +121,15 @@ CHAT = (
     *TOOLS,
     *SAMPLING,
     *STREAMING,
+    RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("top_logprobs", only=(0,)),
     BodyField("chat_template", only=()),
     BodyField("documents", only=([],)),
+    BodyField("echo", only=(False,)),
+    BodyField("web_search_options", only=()),
     BodyField("functions", only=([],)),
     BodyField("function_call", only=("none",)),
     BodyField("audio", only=()),
@@ -128,17 +138,25 @@ CHAT = (
 COMPLETION = (
     MODEL,
     BodyField("prompt", doc="A string, a list of strings, a list of token ids, or a list of such lists."),
-    BodyField("echo", doc="Return the prompt in front of the output; for text prompts only."),
+    BodyField("echo", doc="Return the prompt in front of the output."),
     BodyField("best_of", doc="Must equal n."),
     *SAMPLING,
     *STREAMING,
+    RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("suffix", only=("",)),
+    BodyField("prompt_embeds", only=()),
 )
-ADD_SPECIAL = BodyField("add_special_tokens", doc="Default true. No effect on a chat: its template adds them.")
-TOKENIZE = (MODEL, BodyField("prompt", doc="A string, if there are no messages."), ADD_SPECIAL, *TEMPLATE, *TOOLS)
+TOKENIZE = (
+    MODEL,
+    BodyField("prompt", doc="A string, if there are no messages."),
+    BodyField("add_special_tokens", doc="Default true. No effect on a chat: its template adds them."),
+    BodyField("return_token_strs", doc="Also return `token_strs`, the entries of the vocabulary."),
+    *TEMPLATE,
+    *TOOLS,
+)
 DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
 
 ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {

@@ -17,15 +17,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway_svc.directory import ModelDirectory
-from gateway_svc.http import answers, bodies
-from gateway_svc.http.answers import Shape, StreamAnswer, WholeAnswer, encode, model_of, sse
+from gateway_svc.http import answers, bodies, openapi
+from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, encode, model_of, sse
 from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.bodies import Generation, ignored_header
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
-from svc_common.errors import UnavailableError, shown_error
+from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
 from svc_common.metrics import quire_version
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Handlers:
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
         ]
@@ -93,7 +95,16 @@ class Handlers:
         asked, ignored = await self._read(request, bodies.tokenize_request)
         reply = await self._servicer.Tokenize(asked)
         ids = list(reply.ids)
-        return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids}, ignored)
+        strings = list(reply.token_strings) if asked.token_strings else None
+        answer = {"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
+        return _json(answer, ignored)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Special tokens and chat template of a model (`?model=`)."""
+        text = self._directory.find_text(request.query_params.get("model", "")).text
+        template = None if text.tokenizer is None else text.tokenizer.chat_template
+        named = {name: text.special_tokens.get(name) for name in ("eos_token", "bos_token", "pad_token")}
+        return _json({**named, "chat_template": template})
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
@@ -109,6 +120,13 @@ class Handlers:
             )
         return _json({"status": "serving"})
 
+    async def openapi(self, request: Request) -> Response:
+        """The description of this API in the format OpenAPI 3.1."""
+        endpoints = [
+            (route.path_format, method, doc_of(route)) for route in self.routes() for method in methods_of(route)
+        ]
+        return _json(openapi.document(endpoints, quire_version()))
+
     async def version(self, request: Request) -> Response:
         """The gateway's version."""
         return _json({"version": quire_version()})
@@ -121,19 +139,45 @@ class Handlers:
     async def _generate(self, request: Request, asked: Generation, shape: Shape) -> Response | EventStream:
         request.scope["names"] = asked.names
         self._directory.find_text(asked.model).require_tokenizer("prompt")  # answers are text
+        prompts = [await self._parts_of(one, asked) for one in asked.requests]
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         requests = _with_ids(asked.requests, answer_id)
         events = self._events(requests, asked.timeout_s)
         headers = _ignored(asked.ignored)
         if asked.is_stream:
-            stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time())), events, request.scope)
+            stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time()), prompts), events, request.scope)
             return await EventStream.begun(stream, headers)
-        answer = WholeAnswer(asked, shape, answer_id, int(time.time()))
+        answer = WholeAnswer(asked, shape, answer_id, int(time.time()), prompts)
         async with aclosing(events):
             async for prompt, event in events:
                 answer.take(prompt, event)
         return _json(answer.whole(), asked.ignored)
+
+    async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
+        """The parts of the prompt that the answer has: text for echo, token ids for return_token_ids."""
+        echo = await self._text_of(request) if asked.has_echo else ""
+        if not asked.returns_token_ids:
+            return PromptParts(echo)
+        tokens = await self._servicer.Tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
+        return PromptParts(echo, list(tokens.ids))
+
+    async def _text_of(self, request: pb.GenerateRequest) -> str:
+        prompt = request.prompt
+        if prompt.HasField("text"):
+            return prompt.text
+        try:
+            text = await self._servicer.Detokenize(
+                pb.DetokenizeRequest(
+                    model=request.model,
+                    ids=prompt.tokens.ids,
+                    skip_special_tokens=not request.output.HasField("skip_special_tokens")
+                    or request.output.skip_special_tokens,
+                )
+            )
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message.replace("ids", "prompt", 1), field="prompt") from None
+        return text.text
 
     def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None) -> Numbered:
         if timeout_s is None:
@@ -188,6 +232,14 @@ def _with_ids(requests: Sequence[pb.GenerateRequest], answer_id: str) -> Sequenc
     for i, request in enumerate(requests):
         request.request_id = answer_id if len(requests) == 1 else f"{answer_id}-{i}"
     return requests
+
+
+def methods_of(route: Route) -> list[str]:
+    return sorted((route.methods or set()) - {"HEAD"})
+
+
+def doc_of(route: Route) -> str:
+    return route.endpoint.__doc__ or ""
 
 
 def _ignored(names: Sequence[str]) -> dict[str, str]:

@@ -13,8 +13,8 @@ Files are read as transformers reads them, so that token ids are the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import AddedToken
@@ -40,12 +40,14 @@ class ModelText:
 
     tokenizer: Tokenizer | None
     unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
 
 
 def model_text_from_files(files: Mapping[str, bytes]) -> ModelText:
     """Build a ModelText from file names and contents. Raises BundleError."""
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
-    return ModelText(tokenizer, tuple(unserved_settings(_json_object(files, "generation_config.json"))))
+    unserved = tuple(unserved_settings(_json_object(files, "generation_config.json")))
+    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)))
 
 
 class Tokenizer:
@@ -78,6 +80,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the default chat template."""
+        template = self._templates.get("default")
+        return None if template is None else template.source
+
+    def token_strings(self, ids: Iterable[int]) -> list[str]:
+        """The entries of the vocabulary for these ids, e.g. `Ġthe`; empty for an id without a token."""
+        return [self._backend.id_to_token(id_) or "" for id_ in ids]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens in the text become their ids, as in transformers."""
@@ -138,6 +150,10 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BundleError(f"{name} holds a JSON {type(value).__name__}; it must hold an object")
     return value
+
+
+def _token_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+    return {**_json_object(files, "special_tokens_map.json"), **_json_object(files, "tokenizer_config.json")}
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

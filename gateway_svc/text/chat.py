@@ -32,7 +32,7 @@ class ChatTemplate:
     """One compiled template. An invalid source raises only in `render`, so text and token prompts still work."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._problem = ""
         try:

@@ -18,6 +18,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.api_keys import ApiKeys
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp, with_cors
+from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from svc_common.errors import RpcStats
@@ -202,9 +203,62 @@ async def test_models(http: HttpGateway) -> None:
 
 async def test_tokenize_and_detokenize(http: HttpGateway) -> None:
     _, _, answer = await http.post("/tokenize", {"prompt": "hi you"})
-    assert answer == {"count": len(ids_of("hi you")), "max_model_len": 256, "tokens": ids_of("hi you")}
+    ids = ids_of("hi you")
+    assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
+    _, _, answer = await http.post("/tokenize", {"prompt": "hi you", "return_token_strs": True})
+    assert answer["token_strs"] == [TOKENIZER.id_to_token(id_) for id_ in ids]
     assert (await http.post("/tokenize", HELLO))[2]["tokens"] == ids_of("hello")
     assert (await http.post("/detokenize", {"tokens": ids_of("hi you")}))[2] == {"prompt": "hi you"}
+
+
+async def test_tokenizer_info(http: HttpGateway) -> None:
+    status, _, answer = await http.get("/tokenizer_info?model=demo")
+    assert (status, answer["chat_template"]) == (200, "{{ messages[0].content }}")
+    assert set(answer) == {"eos_token", "bos_token", "pad_token", "chat_template"}
+    assert (await http.get("/tokenizer_info?model=other"))[0] == 404
+
+
+async def test_echo_of_token_ids(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play(ids_of(" you"))
+    body = {"prompt": [ids_of("hi"), ids_of("oh")], "echo": True}
+    _, _, answer = await http.post(COMPLETIONS, body)
+    assert [choice["text"] for choice in answer["choices"]] == ["hi you", "oh you"]
+    chunks = await http.stream(COMPLETIONS, body)
+    assert [texts(chunks, i) for i in range(2)] == ["hi you", "oh you"]
+    status, _, answer = await http.post(COMPLETIONS, {"prompt": [9999], "echo": True})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert answer["error"]["message"].startswith("prompt holds token id 9999")
+
+
+async def test_token_ids_of_prompt_and_output(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play(ids_of("hi"))
+    _, _, answer = await http.post(CHAT, {**HELLO, "return_token_ids": True})
+    assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (ids_of("hello"), ids_of("hi"))
+    _, _, answer = await http.post(COMPLETIONS, {"prompt": ["a", "bc"], "return_token_ids": True})
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids_of("a"), ids_of("bc")]
+    first, *chunks = await http.stream(CHAT, {**HELLO, "return_token_ids": True})
+    assert first["prompt_token_ids"] == ids_of("hello")
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [id_ for choice in choices for id_ in choice.get("token_ids", ())] == ids_of("hi")
+    _, _, answer = await http.post(CHAT, HELLO)
+    assert "prompt_token_ids" not in answer
+    assert "token_ids" not in answer["choices"][0]
+
+
+async def test_text_with_quotes_and_control_characters(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    text = 'say "hi"\n\t\\ \u00e9 \u2028 \x01'
+    scheduler.play(ids_of(text))
+    assert texts(await http.stream(COMPLETIONS, {"prompt": "a"})) == text
+    assert texts(await http.stream(CHAT, {**HELLO, "n": 2}), 1) == text
+
+
+async def test_the_description_of_the_api(http: HttpGateway) -> None:
+    _, _, described = await http.get("/openapi.json")
+    assert described["info"]["version"] == (await http.get("/version"))[2]["version"]
+    for path, rows in ENDPOINTS.items():
+        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(body["properties"]) == {row.name for row in rows}
+    assert "get" in described["paths"]["/v1/models/{model}"]
 
 
 async def test_health_and_version(http: HttpGateway) -> None:

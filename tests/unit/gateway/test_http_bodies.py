@@ -160,10 +160,17 @@ def test_too_many_prompts() -> None:
 
 
 def test_echo() -> None:
-    assert completion(prompt=["a", "b"], echo=True).echoes == ("a", "b")
-    assert completion(prompt=["a", "b"]).echoes == ("", "")
-    with pytest.raises(InvalidRequestError, match="echo needs a text prompt"):
-        completion(prompt=[1], echo=True)
+    assert completion(echo=True).has_echo
+    assert not completion().has_echo
+    with pytest.raises(InvalidRequestError, match="echo is 1; must be true or false"):
+        completion(echo=1)
+
+
+def test_token_ids_are_sent_only_if_they_are_needed() -> None:
+    assert not chat().requests[0].output.token_ids
+    asked = chat(return_token_ids=True)
+    assert asked.returns_token_ids
+    assert asked.requests[0].output.token_ids
 
 
 def test_messages() -> None:
@@ -223,7 +230,7 @@ def test_an_unsupported_field_accepts_only_values_that_disable_it(row: fields.Bo
     make = chat if row in fields.CHAT else completion
     for value in row.only or ():
         assert make(**{row.name: value}) == make()
-    for value in (1, {"a": 1}, ["a"], "a", True):
+    for value in (1, {"a": 1}, ["a"], "a", not (row.only or (False,))[0]):
         with pytest.raises(InvalidRequestError, match=f"{row.name} is not served by this version") as caught:
             make(**{row.name: value})
         assert caught.value.field == row.name
@@ -298,8 +305,11 @@ def test_bodies_that_are_not_json(data: bytes, words: str) -> None:
 
 
 def test_tokenize_and_detokenize() -> None:
-    request, ignored = tokenize_request(b'{"model": "m", "prompt": "a", "add_special_tokens": false, "x": 1}')
-    assert request == pb.TokenizeRequest(model="m", prompt=pb.Prompt(text="a"), add_special_tokens=False)
+    body = b'{"model": "m", "prompt": "a", "add_special_tokens": false, "return_token_strs": true, "x": 1}'
+    request, ignored = tokenize_request(body)
+    assert request == pb.TokenizeRequest(
+        model="m", prompt=pb.Prompt(text="a"), add_special_tokens=False, token_strings=True
+    )
     assert ignored == ["x"]
     request, _ = tokenize_request(json.dumps({"messages": HELLO}).encode())
     assert request.prompt.chat.messages[0].content == "hello"

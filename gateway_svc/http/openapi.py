@@ -1,0 +1,254 @@
+"""Describes the API in the format OpenAPI 3.1. Fields of bodies come from the tables in fields.py. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway_svc.http.fields import ENDPOINTS, BodyField
+from request_fields.fields import BY_PATH, Field, Kind
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
+ERROR_STATUSES = {
+    "400": "An invalid value, or a field that is not supported.",
+    "401": "No API key, or an unknown API key.",
+    "404": "An unknown path or model.",
+    "405": "The path does not accept the method.",
+    "408": "The body did not arrive in time, or the time in `timeout` has passed.",
+    "409": "The request is in use or was taken over.",
+    "413": "The body is too large.",
+    "429": "A limit is reached; retry later.",
+    "503": "No process can serve the request now; retry later.",
+}
+
+KINDS: Mapping[Kind, Schema] = {
+    Kind.FLOAT: {"type": "number"},
+    Kind.INT32: {"type": "integer"},
+    Kind.UINT32: {"type": "integer", "minimum": 0},
+    Kind.UINT64: {"type": "integer", "minimum": 0},
+    Kind.BOOL: FLAG,
+    Kind.STRING: TEXT,
+    Kind.STRINGS: {"type": "array", "items": TEXT},
+    Kind.TOKEN_IDS: TOKEN_IDS,
+}
+PART: Schema = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": TEXT, "text": TEXT},
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [TEXT, {"type": "array", "items": PART}, {"type": "null"}]},
+    },
+}
+# Fields that have no request field, or accept more than it. A field in neither table may have any type.
+OWN: Mapping[str, Schema] = {
+    "model": TEXT,
+    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
+    "prompt": {
+        "anyOf": [
+            {**TEXT, "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {**TEXT, "minLength": 1}},
+            {**TOKEN_IDS, "minItems": 1},
+            {"type": "array", "minItems": 1, "items": {**TOKEN_IDS, "minItems": 1}},
+        ]
+    },
+    "tokens": TOKEN_IDS,
+    "top_k": {"type": "integer", "minimum": -1},
+    "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    "stop": {"anyOf": [TEXT, {"type": "array", "items": {**TEXT, "minLength": 1, "maxLength": 256}, "maxItems": 16}]},
+    "stream": FLAG,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
+    },
+    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
+    "echo": FLAG,
+    "return_token_ids": FLAG,
+    "return_token_strs": FLAG,
+    "add_special_tokens": FLAG,
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "chat_template_kwargs": OBJECT,
+    "tools": {"type": "array", "items": OBJECT},
+}
+REQUIRED: Mapping[str, Sequence[str]] = {
+    "/v1/chat/completions": ["messages"],
+    "/v1/completions": ["prompt"],
+    "/detokenize": ["tokens"],
+}
+
+USAGE: Schema = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        "prompt_tokens": COUNT,
+        "completion_tokens": COUNT,
+        "total_tokens": COUNT,
+        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": COUNT}},
+    },
+}
+MODEL: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "max_model_len"],
+    "properties": {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": COUNT,
+        "owned_by": TEXT,
+        "max_model_len": COUNT,
+        "context_length": COUNT,
+        "context_window": COUNT,
+    },
+}
+
+
+def _completion(kind: str, choice: Schema) -> Schema:
+    own = {"index": COUNT, "finish_reason": {"enum": ["stop", "length", "abort", "tool_calls"]}, **choice}
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": TEXT,
+            "object": {"const": kind},
+            "created": COUNT,
+            "model": TEXT,
+            "system_fingerprint": TEXT,
+            "choices": {"type": "array", "items": {"type": "object", "required": list(own), "properties": own}},
+            "usage": USAGE,
+        },
+    }
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
+# Schemas of successful answers; an endpoint that is not listed answers with some object.
+ANSWERS: Mapping[str, Schema] = {
+    "/v1/chat/completions": _completion(
+        "chat.completion", {"message": _object(role={"const": "assistant"}, content=OPTIONAL_TEXT)}
+    ),
+    "/v1/completions": _completion("text_completion", {"text": TEXT}),
+    "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": MODEL}),
+    "/v1/models/{model}": MODEL,
+    "/tokenize": _object(count=COUNT, max_model_len=COUNT, tokens=TOKEN_IDS),
+    "/detokenize": _object(prompt=TEXT),
+    "/tokenizer_info": _object(
+        eos_token=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, pad_token=OPTIONAL_TEXT, chat_template=OPTIONAL_TEXT
+    ),
+    "/health": _object(status=TEXT),
+    "/version": _object(version=TEXT),
+}
+STREAMS = ("/v1/chat/completions", "/v1/completions")
+OPEN = ("/health",)  # need no API key
+QUERY: Mapping[str, Sequence[str]] = {"/tokenizer_info": ["model"]}
+
+
+def document(endpoints: Iterable[tuple[str, str, str]], version: str) -> Schema:
+    """The description. `endpoints`: path, method and meaning of each."""
+    paths: dict[str, Schema] = {}
+    for path, method, meaning in endpoints:
+        paths.setdefault(path, {})[method.lower()] = _operation(path, method, meaning)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version, "description": "OpenAI-compatible HTTP API; docs/http.md."},
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": _error_schema()},
+            "responses": {status: _error(words) for status, words in ERROR_STATUSES.items()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(path: str, method: str, meaning: str) -> Schema:
+    name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_")
+    operation: Schema = {
+        "operationId": f"{method.lower()}_{name}",
+        "summary": meaning,
+        "parameters": [*_path_parameters(path), *_query_parameters(path)],
+        "responses": {
+            "200": _answer(path),
+            **{one: {"$ref": f"#/components/responses/{one}"} for one in ERROR_STATUSES},
+        },
+    }
+    if path in OPEN:
+        operation["security"] = []
+    if method == "POST":
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(path)}}}
+    return operation
+
+
+def _path_parameters(path: str) -> list[Schema]:
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    return [{"name": name, "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}} for name in names]
+
+
+def _query_parameters(path: str) -> list[Schema]:
+    return [{"name": name, "in": "query", "schema": TEXT} for name in QUERY.get(path, ())]
+
+
+def _answer(path: str) -> Schema:
+    content = {"application/json": {"schema": ANSWERS.get(path, OBJECT)}}
+    if path in STREAMS:
+        content["text/event-stream"] = {"schema": _object(data=TEXT)}  # of one event
+    return {"description": "The answer.", "content": content}
+
+
+def _error(words: str) -> Schema:
+    return {
+        "description": words,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+
+
+def _error_schema() -> Schema:
+    return _object(error=_object(message=TEXT, type=TEXT, param=OPTIONAL_TEXT, code=OPTIONAL_TEXT))
+
+
+def _body(path: str) -> Schema:
+    """The schema of a body. Unknown fields are ignored; null means: not set."""
+    rows = ENDPOINTS.get(path, ())
+    return {
+        "type": "object",
+        "required": list(REQUIRED.get(path, ())),
+        "properties": {row.name: _field(row, is_required=row.name in REQUIRED.get(path, ())) for row in rows},
+    }
+
+
+def _field(row: BodyField, *, is_required: bool) -> Schema:
+    field = BY_PATH.get(row.path)
+    meaning = " ".join(words for words in (field.doc if field else "", row.doc) if words)
+    if not row.is_served:
+        allowed = [field.off] if field else list(row.only or ())
+        return {"enum": [*allowed, None], "description": "Not supported: only this value is accepted."}
+    schema = OWN.get(row.name) or (_of_request_field(field) if field else {})
+    described = {"description": meaning} if meaning else {}
+    return {**schema, **described} if is_required or not schema else {**described, "anyOf": [schema, {"type": "null"}]}
+
+
+def _of_request_field(field: Field) -> Schema:
+    schema = dict(KINDS.get(field.kind, {}))
+    if field.low is not None:
+        schema["exclusiveMinimum" if field.excludes_low else "minimum"] = field.low
+        if field.excludes_low:
+            schema.pop("minimum", None)
+    if field.high is not None:
+        schema["maximum"] = field.high
+    if field.max_items is not None:
+        schema["maxItems"] = field.max_items
+    if field.max_chars is not None:
+        schema["items"] = {**TEXT, "minLength": 1, "maxLength": field.max_chars}
+    return schema

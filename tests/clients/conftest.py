@@ -1,0 +1,33 @@
+"""One stack with the demo model and the HTTP API, for all client tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quire_client.demo import demo_model_dir
+
+from tests.processes.ports import free_port
+from tests.processes.stack import Stack
+
+MODEL = "demo"
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of the HTTP API, without /v1."""
+    with Stack(tmp_path_factory.mktemp("clients")) as stack:
+        yield start(stack, demo_model_dir())
+
+
+def start(stack: Stack, model_dir: Path) -> str:
+    """Start a scheduler, a worker and a gateway. Returns the URL of its HTTP API."""
+    address = f"127.0.0.1:{free_port()}"
+    scheduler = stack.start_scheduler()
+    flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
+    worker = stack.start_worker(scheduler, model_dir, *flags)
+    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+    worker.wait_ready()
+    gateway.wait_ready()
+    return f"http://{address}"

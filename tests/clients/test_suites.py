@@ -1,0 +1,57 @@
+"""Public test suites against the HTTP API: llm-comply checks answers, schemathesis fuzzes by openapi.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+# The demo model has no tool format, no reasoning and no pictures. The error test sends no model, which a gateway with
+# one model accepts, as vLLM does.
+UNSUPPORTED = {"chat-image-input", "chat-tool-calling", "chat-reasoning-summary", "chat-error-handling"}
+FUZZED = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "response_headers_conformance,unsupported_method,allow_header_conformance"
+)
+
+
+def test_llm_comply(url: str) -> None:
+    command = [
+        BIN / "llm-comply",
+        "run",
+        "--format",
+        "openai-chat",
+        "--json",
+        "-u",
+        f"{url}/v1",
+        "-k",
+        "none",
+        "-m",
+        "demo",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    results = {one["id"]: one for one in json.loads(done.stdout)["results"]}
+    failed = {name for name, one in results.items() if one["status"] != "passed"}
+    assert len(results) == 9
+    assert failed <= UNSUPPORTED, {name: results[name] for name in failed}
+
+
+def fuzz(url: str, folder: Path, *flags: str) -> None:
+    command = [BIN / "st", "run", f"{url}/openapi.json", "--checks", FUZZED, "--seed", "1", "--request-timeout", "30"]
+    command += ["--suppress-health-check", "all", "--warnings", "off", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=folder)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_schemathesis(url: str, tmp_path: Path) -> None:
+    fuzz(url, tmp_path, "--phases", "coverage,fuzzing", "--max-examples", "15")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1300)
+def test_schemathesis_with_more_examples(url: str, tmp_path: Path) -> None:
+    fuzz(url, tmp_path, "--max-examples", "400")
