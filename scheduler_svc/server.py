@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
+from scheduler_svc.seals import read_block_keys
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
@@ -230,6 +232,13 @@ def make_arguments() -> argparse.ArgumentParser:
         help="seconds that running requests have to finish after SIGTERM",
     )
     add_flags(parser)
+    parser.add_argument(
+        "--block-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys of all schedulers of this model, 64 hexadecimal digits per line. The first signs the cached blocks "
+        "of workers, and only blocks signed with one of them are adopted. Unset: the blocks of any worker are adopted",
+    )
     return parser
 
 
@@ -245,12 +254,13 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
         worker_patience_s=args.worker_patience_s,
         prefix_caching=not args.no_prefix_caching,
     )
+    keys = read_block_keys(args.block_key_file)
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.cached_prefixes())
     step_loop = StepLoop(config, index)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.channels_to("worker"))
+    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.channels_to("worker"), keys)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 

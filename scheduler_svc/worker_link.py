@@ -23,6 +23,7 @@ from prefix_index.index import PrefixIndex
 from scheduler_svc import columns, worker_wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.metrics import StepMeter
+from scheduler_svc.seals import BlockKeys
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.serve import OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
@@ -66,6 +67,7 @@ class LeasedWorker:
         call: StepCall,
         timeouts: LinkTimeouts,
         meter: StepMeter,
+        keys: BlockKeys | None = None,
     ) -> None:
         self.capacity = capacity
         self._address = address
@@ -73,6 +75,7 @@ class LeasedWorker:
         self._call = call
         self._timeouts = timeouts
         self._meter = meter
+        self._keys = keys
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepStreamRequest] = asyncio.Queue()
         self._in_flight: deque[SentStep] = deque()
@@ -100,7 +103,7 @@ class LeasedWorker:
         self._outbox.put_nowait(worker_pb2.StepStreamRequest(batch=steps[0], then=steps[1:]))
 
     def _sent(self, batch: StepBatch) -> worker_pb2.StepBatch:
-        message = worker_wire.step_batch_to_proto(batch, self._fence)
+        message = worker_wire.step_batch_to_proto(batch, self._fence, self._keys)
         self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
         return message
 
@@ -200,6 +203,7 @@ class Dialer:
         timeouts: LinkTimeouts,
         meter: StepMeter | None = None,
         open_channel: OpenChannel = open_channel,
+        keys: BlockKeys | None = None,
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
         self._index = index
@@ -207,6 +211,7 @@ class Dialer:
         self._timeouts = timeouts
         self._meter = meter or StepMeter()
         self._open_channel = open_channel
+        self._keys = keys
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -231,7 +236,7 @@ class Dialer:
                 ) from error
             except columns.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
-            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter)
+            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
 
@@ -293,6 +298,15 @@ class Dialer:
     ) -> list[CachedBlock]:
         request = worker_pb2.ListBlocksRequest(fence=fence)
         messages = [message async for message in stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S)]
-        return worker_wire.cached_blocks_from_proto(
-            messages, block_size=capacity.block_size, num_blocks=capacity.num_blocks
+        blocks = worker_wire.cached_blocks_from_proto(
+            messages,
+            block_size=capacity.block_size,
+            num_blocks=capacity.num_blocks,
+            worker_epoch=capacity.worker_epoch,
+            keys=self._keys,
         )
+        num_listed = sum(len(message.block_ids) // 4 for message in messages)
+        if len(blocks) < num_listed:
+            ignored = num_listed - len(blocks)
+            log.warning("worker %s: %d cached blocks have no valid seal; ignored", capacity.worker_id, ignored)
+        return blocks

@@ -23,6 +23,7 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
+from scheduler_svc.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
@@ -37,8 +38,10 @@ CHANGES = (
 )
 
 
-def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2.StepBatch:
-    """Converts one step to a message for the worker of `fence`."""
+def step_batch_to_proto(
+    batch: StepBatch, fence: worker_pb2.Fence, keys: BlockKeys | None = None
+) -> worker_pb2.StepBatch:
+    """Converts one step to a message for the worker of `fence`. With `keys`, commits have tags."""
     message = worker_pb2.StepBatch(
         step_id=batch.step_id,
         fence=fence,
@@ -56,6 +59,9 @@ def step_batch_to_proto(batch: StepBatch, fence: worker_pb2.Fence) -> worker_pb2
         if len(getattr(batch, names[0])):
             for name in names:
                 setattr(message, name, u32_to_bytes(getattr(batch, name)))
+    if keys is not None and batch.commit_digests:
+        lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
+        message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)
     return message
 
 
@@ -178,9 +184,17 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
 
 
 def cached_blocks_from_proto(
-    messages: Iterable[worker_pb2.ListBlocksResponse], *, block_size: int, num_blocks: int
+    messages: Iterable[worker_pb2.ListBlocksResponse],
+    *,
+    block_size: int,
+    num_blocks: int,
+    worker_epoch: int = 0,
+    keys: BlockKeys | None = None,
 ) -> list[CachedBlock]:
-    """The cached blocks that a worker lists. Raises WireError if columns disagree or a block is outside the pool."""
+    """The cached blocks that a worker lists; with `keys`, only those that a scheduler with such a key committed.
+
+    Raises WireError if columns disagree or a block is outside the pool.
+    """
     blocks: list[CachedBlock] = []
     for message in messages:
         block_ids = u32_from_bytes(message.block_ids, "block_ids")
@@ -193,12 +207,26 @@ def cached_blocks_from_proto(
             )
         if count and int(block_ids.max()) >= num_blocks:
             raise WireError(f"block_ids contains {int(block_ids.max())}, but the pool has {num_blocks} blocks")
+        if message.seals and len(message.seals) != count * SEAL_BYTES:
+            raise WireError(f"{count} block_ids with {len(message.seals)} bytes of seals; a block has {SEAL_BYTES}")
         per_block = tokens.reshape(count, block_size)
-        blocks.extend(
+        listed = [
             CachedBlock(block_id, message.hashes[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], per_block[i])
             for i, block_id in enumerate(block_ids.tolist())
-        )
+        ]
+        if keys is not None:
+            listed = _sealed(listed, message.seals or bytes(count * SEAL_BYTES), worker_epoch, keys)
+        blocks.extend(listed)
     return blocks
+
+
+def _sealed(blocks: list[CachedBlock], seals: bytes, worker_epoch: int, keys: BlockKeys) -> list[CachedBlock]:
+    """The blocks with a valid seal. `seals`: 24 bytes per block."""
+    return [
+        block
+        for i, block in enumerate(blocks)
+        if keys.is_valid(worker_epoch, block.block_id, block.digest, seals[i * SEAL_BYTES : (i + 1) * SEAL_BYTES])
+    ]
 
 
 def root_salt(info: types_pb2.ModelInfo) -> bytes:

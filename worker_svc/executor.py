@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,8 @@ from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import StepMeter
 from worker_svc.row_log import RowLog
-from worker_svc.wire import blocks_to_proto, step_batch_from_proto, step_output_to_proto
+from worker_svc.seals import Seals
+from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto, step_output_to_proto
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,7 +82,8 @@ class Lease:
     """One scheduler's lease of this worker: its fence, step numbers and last answers."""
 
     def __init__(self, epoch: int, worker_epoch: int, scheduler_id: str) -> None:
-        self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch)
+        nonce = secrets.randbits(64)
+        self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch, nonce=nonce)
         self.scheduler_id = scheduler_id
         self.next_step_id = FIRST_STEP_ID  # next id to accept; owned by the event loop
         self.next_to_run = FIRST_STEP_ID  # next id to run; owned by the model thread
@@ -156,6 +159,7 @@ class StepExecutor:
         self.num_leases = 0
         self.meter = StepMeter()
         self._row_log = RowLog()
+        self._seals = Seals()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # waits for pipelined steps, in order
@@ -247,6 +251,8 @@ class StepExecutor:
                 f"scheduler_epoch {fence.scheduler_epoch} does not hold the lease; {lease.epoch} does",
                 field="fence.scheduler_epoch",
             )
+        if fence.nonce != lease.fence.nonce:
+            raise StaleEpochError("the nonce is not that of the lease; call Lease", field="fence.nonce")
         return lease
 
     def _check_current(self, lease: Lease) -> None:
@@ -281,8 +287,9 @@ class StepExecutor:
         return answers
 
     def _accept(self, lease: Lease, message: worker_pb2.StepBatch, queued: list[QueuedStep]) -> Answer:
-        batch = step_batch_from_proto(message)
+        batch, tags = step_batch_from_proto(message), commit_tags(message)
         self._row_log.note(message, batch)
+        self._seals.note(lease.epoch, batch.commit_blocks, tags)
         answer: Answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(self._note_answered)
         self._in_flight.add(answer)
@@ -405,7 +412,7 @@ class StepExecutor:
         """All committed blocks, read between two steps."""
         runner = self._loaded()
         lease = self.check_fence(fence)
-        blocks = await self._call(lambda: list(_blocks(runner)))
+        blocks = await self._call(lambda: list(_blocks(runner, self._seals)))
         self._check_current(lease)
         return blocks
 
@@ -430,8 +437,8 @@ def _settle(steps: Sequence[QueuedStep], done: asyncio.Future[list[Outcome]]) ->
             step.answer.set_result(outcome)
 
 
-def _blocks(runner: Runner) -> Iterator[worker_pb2.ListBlocksResponse]:
-    return (blocks_to_proto(*columns) for columns in runner.committed_blocks())
+def _blocks(runner: Runner, seals: Seals) -> Iterator[worker_pb2.ListBlocksResponse]:
+    return (blocks_to_proto(*columns, seals) for columns in runner.committed_blocks())
 
 
 def _bad_epoch(epoch: int, last: int) -> StaleEpochError:

@@ -29,6 +29,7 @@ from worker_svc.engine.batch import (
     TokenRules,
 )
 from worker_svc.engine.config import EngineInfo
+from worker_svc.seals import TAG_BYTES, Seals
 
 HASH_BYTES = 16
 
@@ -121,6 +122,15 @@ def _sample_mask(data: bytes, num_rows: int) -> Bools:
     return mask.view(np.bool_)
 
 
+def commit_tags(message: worker_pb2.StepBatch) -> bytes:
+    """The tags of the committed blocks, 16 bytes each; empty if there are none."""
+    expected = TAG_BYTES * (len(message.commit_blocks) // 4)
+    if message.commit_tags and len(message.commit_tags) != expected:
+        found = f"is {len(message.commit_tags)} bytes"
+        raise _invalid("commit_tags", f"{found}, expected {expected} ({TAG_BYTES} per item of commit_blocks) or none")
+    return message.commit_tags
+
+
 def _hashes(data: bytes, num_blocks: int) -> list[bytes]:
     if len(data) != HASH_BYTES * num_blocks:
         expected = f"{HASH_BYTES * num_blocks} ({HASH_BYTES} per item of commit_blocks)"
@@ -180,10 +190,13 @@ def _row_error_to_proto(error: RowError) -> worker_pb2.RowError:
     return worker_pb2.RowError(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
 
 
-def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32) -> worker_pb2.ListBlocksResponse:
+def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32, seals: Seals) -> worker_pb2.ListBlocksResponse:
     """Committed blocks. block_ids [N], N digests of 16 bytes, token_ids [N, block_size]."""
     return worker_pb2.ListBlocksResponse(
-        block_ids=u32_to_bytes(block_ids), hashes=b"".join(hashes), token_ids=u32_to_bytes(token_ids)
+        block_ids=u32_to_bytes(block_ids),
+        hashes=b"".join(hashes),
+        token_ids=u32_to_bytes(token_ids),
+        seals=seals.of(block_ids),
     )
 
 

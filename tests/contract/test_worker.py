@@ -155,6 +155,20 @@ async def test_a_wrong_fence_is_refused_everywhere(worker: WorkerUnderTest, fenc
     assert worker.runner.num_steps == 0
 
 
+async def test_a_fence_needs_the_nonce_of_its_lease(worker: WorkerUnderTest) -> None:
+    await worker.lease(2)
+    batch, nonce = worker.batch(), worker.fence.nonce
+    for wrong in (0, nonce ^ 1):
+        batch.fence.nonce = wrong
+        error = await refusal(worker.step(batch))
+        assert (error.code(), error.details()) == (
+            FAILED_PRECONDITION,
+            "the nonce is not that of the lease; call Lease",
+        )
+    await worker.lease()
+    assert worker.fence.nonce != nonce
+
+
 async def test_a_new_lease_ends_an_idle_stream(worker: WorkerUnderTest) -> None:
     await worker.lease()
     stream = worker.stream()
@@ -204,6 +218,31 @@ async def test_a_lease_keeps_committed_blocks_and_closes_rows(worker: WorkerUnde
         hashes = [part.hashes[i * 16 : i * 16 + 16] for i in range(len(blocks))]
         found |= dict(zip(blocks, zip(hashes, tokens, strict=True), strict=True))
     assert found == {0: (digests[0], [10, 11, 12, 13]), 1: (digests[1], [14, 15, 16, 17])}
+
+
+async def test_a_committed_block_keeps_its_tag_and_the_epoch_of_its_lease(worker: WorkerUnderTest) -> None:
+    async def seals() -> bytes:
+        request = worker_pb2.ListBlocksRequest(fence=worker.fence)
+        return b"".join([part.seals async for part in worker.stub.ListBlocks(request, timeout=60)])
+
+    async def fill_and_commit(tags: bytes) -> None:
+        row = make_row(num_tokens=9)
+        await worker.step(worker.batch([row], opens=[row]))
+        blocks = {"commit_blocks": b"\0\0\0\0\1\0\0\0", "commit_hashes": bytes(32), "commit_tags": tags}
+        await worker.step(worker.batch(**blocks))
+
+    epochs = [epoch.to_bytes(8, "little") for epoch in (5, 6, 7)]
+    await worker.lease(5)
+    await fill_and_commit(b"")
+    assert await seals() == b""
+    await worker.lease(6)
+    await fill_and_commit(b"a" * 16 + b"b" * 16)
+    assert await seals() == epochs[1] + b"a" * 16 + epochs[1] + b"b" * 16
+    await worker.lease(7)
+    await fill_and_commit(b"")
+    assert await seals() == 2 * (epochs[2] + bytes(16)), "the tag of an earlier lease does not stay"
+    with pytest.raises(grpc.aio.AioRpcError, match="commit_tags is 15 bytes, expected 32"):
+        await fill_and_commit(b"c" * 15)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

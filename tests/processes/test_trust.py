@@ -247,3 +247,27 @@ def test_a_service_that_strangers_can_reach_does_not_start(tmp_path: Path, kind:
             service = stack.start_worker(scheduler, demo_model_dir(), *SIM, "--listen=0.0.0.0:0")
         assert service.wait() == 2
         assert "this service cannot recognise its peers: set --token-file" in service.log()
+
+
+async def test_blocks_of_an_unknown_scheduler_are_not_adopted(tmp_path: Path) -> None:
+    key = tmp_path / "keys"
+    key.write_text("5a" * 32)
+    prompt = {"token_ids": list(range(5, 205)), "max_tokens": 2, "ignore_eos": True}
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), *SIM)
+        gateway = stack.start_gateway(scheduler)
+        async with await stack.connect(gateway) as client:
+
+            async def cached_tokens() -> int:
+                return (await client.generate(**prompt)).usage.cached_tokens
+
+            assert await cached_tokens() == 0
+            scheduler.kill()
+            scheduler.command.append(f"--block-key-file={key}")
+            scheduler.start()
+            assert await cached_tokens() == 0
+            assert "cached blocks have no valid seal; ignored" in scheduler.log()
+            scheduler.kill()
+            scheduler.start()
+            assert await cached_tokens() > 100, "a scheduler with the same key adopts them"

@@ -211,7 +211,7 @@ async def test_an_idle_stream_does_not_delay_the_shutdown() -> None:
         (None, "does not exist"),
         ({}, "has no config.json"),
         ({"config.json": "{"}, "config.json"),
-        ({"config.json": '{"architectures": ["FooForCausalLM"]}'}, "cannot serve"),
+        ({"config.json": '{"architectures": ["FooForCausalLM"]}'}, "is not supported"),
     ],
 )
 def test_a_bad_folder_gives_one_line_and_exit_code_2(tmp_path: Path, files: dict[str, str] | None, says: str) -> None:

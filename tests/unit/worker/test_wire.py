@@ -11,6 +11,7 @@ from request_fields.fields import SamplingParams
 from svc_common.errors import InvalidRequestError
 from tests.contract.worker_fakes import make_info
 from worker_svc.engine.batch import NO_RULES, RowError, RowErrorCode, StepOutput
+from worker_svc.seals import Seals
 from worker_svc.wire import (
     ROW_ERROR_CODES,
     blocks_to_proto,
@@ -173,10 +174,11 @@ def test_every_row_error_code_has_a_number() -> None:
 
 def test_blocks_are_columns() -> None:
     tokens = np.array([[1, 2], [3, 4]], np.uint32)
-    message = blocks_to_proto(np.array([8, 9], np.uint32), [b"a" * 16, b"b" * 16], tokens)
+    message = blocks_to_proto(np.array([8, 9], np.uint32), [b"a" * 16, b"b" * 16], tokens, Seals())
     assert u32_from_bytes("block_ids", message.block_ids).tolist() == [8, 9]
     assert message.hashes == b"a" * 16 + b"b" * 16
     assert u32_from_bytes("token_ids", message.token_ids).tolist() == [1, 2, 3, 4]
+    assert message.seals == b""
 
 
 def test_capacity_has_the_facts_of_the_engine() -> None:

@@ -1,0 +1,71 @@
+"""Seals of committed blocks: a scheduler adopts only blocks that a holder of its key has committed.
+
+A digest says which tokens a cached block is for, but not that its keys and values are right: whoever had a lease could
+compute other tokens and commit them under that digest. So the leasing scheduler sends a tag with each commit:
+
+    tag = BLAKE2b(key, worker_epoch, scheduler_epoch, block id, digest)
+
+The worker stores it with the scheduler_epoch of the lease under which it came. A tag that is repeated under another
+lease has the wrong epoch, and a block that is written after its commit is no longer committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAG_BYTES = 16
+SEAL_BYTES = 8 + TAG_BYTES
+KEY_BYTES = 32
+
+
+class BlockKeyError(ValueError):
+    """The key file cannot be used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseIds:
+    """What a tag binds a block to."""
+
+    worker_epoch: int
+    scheduler_epoch: int
+
+
+class BlockKeys:
+    """The keys of the schedulers of a model. The first one makes tags, all of them check tags."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self._keys = keys
+
+    def tags(self, lease: LeaseIds, block_ids: Iterable[int], digests: Sequence[bytes]) -> bytes:
+        """16 bytes per block."""
+        key = self._keys[0]
+        return b"".join(_tag(key, lease, block, digest) for block, digest in zip(block_ids, digests, strict=True))
+
+    def is_valid(self, worker_epoch: int, block_id: int, digest: bytes, seal: bytes) -> bool:
+        """Whether a holder of one of the keys committed this block with this digest."""
+        lease = LeaseIds(worker_epoch, int.from_bytes(seal[:8], "little"))
+        return any(hmac.compare_digest(_tag(key, lease, block_id, digest), seal[8:]) for key in self._keys)
+
+
+def _tag(key: bytes, lease: LeaseIds, block_id: int, digest: bytes) -> bytes:
+    data = struct.pack("<QQI", lease.worker_epoch, lease.scheduler_epoch, block_id) + digest
+    return hashlib.blake2b(data, key=key, digest_size=TAG_BYTES).digest()
+
+
+def read_block_keys(path: Path | None) -> BlockKeys | None:
+    """The keys of a file, one per line, 64 hexadecimal digits each. Raises BlockKeyError."""
+    if path is None:
+        return None
+    try:
+        lines = path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BlockKeyError(f"--block-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not lines or not all(re.fullmatch(r"[0-9a-fA-F]{64}", line) for line in lines):
+        raise BlockKeyError(f"--block-key-file {path}: each line must be a key of 64 hexadecimal digits")
+    return BlockKeys([bytes.fromhex(line) for line in lines])
