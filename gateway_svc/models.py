@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 import xxhash
 from google.protobuf.message import DecodeError
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.text.bundle import BundleError, ModelText, Tokenizer, model_text_from_files
+from gateway_svc.text.chat_format import DETECTED, ParserNames
+from gateway_svc.text.chat_output import ChatFormat
 from request_fields.sizes import SizeLimits
 from svc_common.errors import InvalidRequestError
 
@@ -32,6 +34,7 @@ class ServedModel:
 
     info: types.ModelInfo
     text: ModelText
+    parsers: ParserNames = field(default=DETECTED)
 
     @property
     def name(self) -> str:
@@ -49,6 +52,13 @@ class ServedModel:
             return SMALL_PROMPT_BYTES
         return max(SMALL_PROMPT_BYTES, self.info.max_model_len * self.text.tokenizer.max_token_bytes)
 
+    def chat_format(self, template: str, *, has_tools: bool) -> ChatFormat:
+        """The format of answers to chats with this template: detected, or chosen by --tool-parser and the like."""
+        detected = ChatFormat()
+        if self.text.tokenizer is not None:
+            detected = self.text.tokenizer.chat_format(template, has_tools=has_tools)
+        return self.parsers.format_of(self.name, detected)
+
     def require_tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer. Raises InvalidRequestError if the model has none."""
         if self.text.tokenizer is None:
@@ -61,9 +71,13 @@ class ServedModel:
 
 
 class BundleCache:
-    """ModelText by bundle digest, shared by all schedulers of this gateway."""
+    """ModelText by bundle digest, shared by all schedulers of this gateway.
 
-    def __init__(self) -> None:
+    `templates`: chat templates, by name, that every model gets; they replace its templates of the same name.
+    """
+
+    def __init__(self, templates: Mapping[str, str] | None = None) -> None:
+        self._templates = dict(templates or {})
         self._texts: dict[bytes, ModelText] = {b"": ModelText(None)}
         self._locks: dict[bytes, asyncio.Lock] = {}
 
@@ -72,7 +86,7 @@ class BundleCache:
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._texts:
                 data = await fetch()
-                self._texts[digest] = await asyncio.to_thread(read_bundle, data, digest)
+                self._texts[digest] = await asyncio.to_thread(read_bundle, data, digest, self._templates)
                 self._drop_oldest()
             return self._texts[digest]
 
@@ -82,7 +96,7 @@ class BundleCache:
             del self._texts[oldest]
 
 
-def read_bundle(data: bytes, digest: bytes) -> ModelText:
+def read_bundle(data: bytes, digest: bytes, templates: Mapping[str, str] | None = None) -> ModelText:
     """Build a ModelText from a serialized ModelBundle. Raises BundleError if it is invalid or its digest differs."""
     actual = xxhash.xxh3_128_digest(data)
     if actual != digest:
@@ -93,7 +107,7 @@ def read_bundle(data: bytes, digest: bytes) -> ModelText:
     except DecodeError as error:
         raise BundleError(f"the bundle is not a valid ModelBundle: {error}") from None
     try:
-        return model_text_from_files({file.name: file.data for file in bundle.files})
+        return model_text_from_files({file.name: file.data for file in bundle.files}, templates)
     except BundleError:
         raise
     except Exception as error:  # the files are user input, and their parsers raise many types of exceptions

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc import validation
+from gateway_svc.chat_request import chat_token_ids
 from gateway_svc.models import ServedModel
-from gateway_svc.text.chat import ChatTemplateError
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 P = ParamSpec("P")
@@ -99,35 +98,7 @@ def prompt_token_ids(prompt: pb.Prompt, model: ServedModel, *, add_special_token
     if kind == "text":
         ids = model.require_tokenizer("prompt.text").encode(prompt.text, add_special_tokens=add_special_tokens)
     else:
-        ids = _chat_token_ids(prompt.chat, model)
+        ids = chat_token_ids(prompt.chat, model)
     if not ids:
         raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
     return ids
-
-
-def _chat_token_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
-    tokenizer = model.require_tokenizer("prompt.chat")
-    template_kwargs = _parse_json("prompt.chat.template_kwargs_json", chat.template_kwargs_json, dict, "an object")
-    tools = _parse_json("prompt.chat.tools_json", chat.tools_json, list, "an array")
-    try:
-        return tokenizer.encode_chat(
-            [{"role": message.role, "content": message.content} for message in chat.messages],
-            tools=tools,
-            template_kwargs=template_kwargs,
-            continue_final_message=chat.continue_final_message,
-        )
-    except ChatTemplateError as error:
-        raise InvalidRequestError(f"prompt.chat: {error}", field="prompt.chat") from None
-
-
-def _parse_json(field: str, text: str, kind: type, words: str) -> Any:
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{field} is not JSON: {error}", field=field) from None
-    if not isinstance(value, kind):
-        raise InvalidRequestError(f"{field} is a JSON {type(value).__name__}; it must be {words}", field=field)
-    return value

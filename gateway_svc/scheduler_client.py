@@ -23,6 +23,7 @@ from gateway_svc.models import BundleCache, ServedModel, describe_model, size_li
 from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
+from gateway_svc.text.chat_format import DETECTED, ParserNames
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
 from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
@@ -80,6 +81,7 @@ class SchedulerClient:
         *,
         gateway_id: str,
         bundles: BundleCache,
+        parsers: ParserNames = DETECTED,
         deltas_interval_s: float = 0.0,
         open_channel: OpenChannel = open_channel,
     ) -> None:
@@ -96,6 +98,7 @@ class SchedulerClient:
             deltas_interval_ms=round(1000 * deltas_interval_s),
         )
         self._bundles = bundles
+        self._parsers = parsers
         self._open_channel = open_channel
         self._closing: set[asyncio.Task[None]] = set()
         self._connect()
@@ -368,7 +371,7 @@ class SchedulerClient:
                 log.error("scheduler %s: %s", self.address, self.problem)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 10 * BACKOFF_MOST_S)
-        self.model = ServedModel(info, text)
+        self.model = ServedModel(info, text, self._parsers)
         describe_model(self.model)
         self.events.on_changed(self)
 

@@ -19,6 +19,7 @@ from quire.v1.inference_pb2_grpc import (
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
+from gateway_svc.chat_flags import TemplateFileError, add_chat_flags, chat_templates, parser_names
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
@@ -31,6 +32,7 @@ from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import MIN_PRIORITY, InferenceServicer
+from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
@@ -50,6 +52,22 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 # Size of the largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS), each a varint
 # of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
 MAX_RECEIVE_BYTES = 16 << 20
+
+
+class RedisUrlError(ValueError):
+    """--redis is not a valid Redis URL."""
+
+
+START_ERRORS = (
+    BindError,
+    RedisUrlError,
+    RecordKeyError,
+    TlsError,
+    TrustError,
+    ApiKeysError,
+    TemplateFileError,
+    ParserNameError,
+)
 
 EPILOG = """example:
   quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
@@ -79,7 +97,7 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
-    except (BindError, RedisUrlError, RecordKeyError, TlsError, TrustError, ApiKeysError) as error:
+    except START_ERRORS as error:
         sys.exit(f"quire-gateway: {error}")
 
 
@@ -136,6 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         "saves CPU here and in clients. 0: tokens are sent as they arrive, several in one chunk only when the gateway "
         "is busy",
     )
+    add_chat_flags(parser)
     parser.add_argument(
         "--max-streams",
         type=config.in_range(int, 1, 1_000_000),
@@ -244,10 +263,6 @@ def min_priority(args: argparse.Namespace) -> int:
     return MIN_PRIORITY if args.api_keys is None else 0
 
 
-class RedisUrlError(ValueError):
-    """--redis is not a valid Redis URL."""
-
-
 def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
     """The reader of the prefix index; None without --redis. Raises RedisUrlError."""
     if not args.redis:
@@ -279,7 +294,7 @@ def make_recorder(args: argparse.Namespace) -> Recorder | None:
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
-    """Run until SIGTERM or SIGINT. Raises BindError, RedisUrlError, RecordKeyError, TlsError or ApiKeysError.
+    """Run until SIGTERM or SIGINT. Raises START_ERRORS.
 
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
@@ -299,13 +314,14 @@ async def serve(
         interceptors=[] if keys is None else [ApiKeyInterceptor(keys)],
     )
     changed = asyncio.Event()
-    bundles = BundleCache()
+    bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
     chunk_interval_s = args.chunk_interval_ms / 1000
     clients = [
         SchedulerClient(
             address,
             gateway_id=gateway_id,
             bundles=bundles,
+            parsers=parsers,
             deltas_interval_s=chunk_interval_s,
             open_channel=trust.channels_to("scheduler"),
         )

@@ -246,7 +246,7 @@ class InferenceServicer(InferenceServiceServicer):
         else:
             prompt_ids = resumed.prompt_ids
         plan = await self._prompts.run(
-            request.continuation.ByteSize() + request.sampling.ByteSize(),
+            request.continuation.ByteSize() + request.sampling.ByteSize() + len(request.prompt.chat.tools_json),
             validation.plan_generation,
             request,
             model,

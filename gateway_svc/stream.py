@@ -17,9 +17,11 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer_stream import AnswerStream
 from gateway_svc.metrics import RequestMeter
 from gateway_svc.records.recorder import Recording
 from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
+from gateway_svc.text.answer import Part
 from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
 from gateway_svc.validation import GenerationPlan
@@ -47,6 +49,8 @@ class SampleStream:
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
         self._text = text
+        self._answer = None if plan.answer is None else AnswerStream(plan.answer, plan.request_id, index)
+        self._parts: list[Part] = []  # of the answer, to be sent
         self._cursor = 0
         self._text_bytes = 0
         self._digest = xxhash.xxh3_64()
@@ -69,6 +73,9 @@ class SampleStream:
         self._note(output, text)
         self._cursor = len(output)
         self.is_stopped = self._stop is not None
+        if self._answer is not None and self.is_stopped:
+            self._answer.finish("")
+        self._parts.clear()  # the client has them
         if self.is_stopped:
             return scheduler_pb2.SampleFinished(sample_index=self.index, reason=types.FINISH_REASON_STOP)
         return finish
@@ -96,6 +103,9 @@ class SampleStream:
         if finish is not None and self._text is not None and self._stop is None:
             text += self._text.flush()
         self.is_stopped = self._stop is not None
+        if self._answer is not None and (self.is_stopped or finish is not None):
+            self._parts += self._answer.finish(text)
+            text = ""
         chunk = self._chunk(ids, text)
         self._note(ids, text)
         if chunk is not None:
@@ -126,14 +136,22 @@ class SampleStream:
         if self._text is None or not ids:
             return "", len(ids)
         if finish is None or not _is_ended_by_token(finish):
-            return self._text.push(ids)
-        text, count = self._text.push(ids[:-1])
+            return self._push(self._text, ids)
+        text, count = self._push(self._text, ids[:-1])
         return text, count if self._stop is not None else len(ids)
+
+    def _push(self, sample_text: SampleText, ids: array[int]) -> tuple[str, int]:
+        """Text of the ids, and how many of the ids are output. A parsed answer goes to the parts instead."""
+        if self._answer is None:
+            return sample_text.push(ids)
+        parts, count = self._answer.push(sample_text, ids)
+        self._parts += parts
+        return "", count
 
     def _chunk(self, ids: array[int], text: str) -> pb.GenerateResponse | None:
         plan = self._plan
         shown = text if plan.wants_text else ""
-        if not shown and not (ids and plan.wants_token_ids):
+        if not (shown or self._parts) and not (ids and plan.wants_token_ids):
             return None
         event = pb.GenerateResponse()
         chunk = event.chunk  # filled in place, which costs half as much as building a Chunk and copying it
@@ -143,6 +161,9 @@ class SampleStream:
         chunk.text_offset = self._text_bytes
         if plan.wants_token_ids:
             chunk.token_ids.extend(ids)
+        if self._answer is not None and self._parts:
+            self._answer.add_to(chunk, self._parts)
+            self._parts = []
         return event
 
     def _note(self, ids: array[int], text: str) -> None:
@@ -155,6 +176,7 @@ class SampleStream:
         usage.CopyFrom(finish.usage)
         usage.prompt_tokens = len(self._plan.prompt_ids)
         usage.output_tokens = self.num_output
+        usage.reasoning_tokens = 0 if self._answer is None else self._answer.num_reasoning_tokens
         finished = pb.Finished(
             index=self.index,
             reason=finish.reason,
@@ -251,9 +273,10 @@ def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
         return [None] * plan.sampling.n
     stops = StopStrings(plan.stop.stop) if plan.stop.stop else None
     include_stop = plan.stop.include_stop_in_output
+    visible = frozenset(() if plan.answer is None else plan.answer.format.markers)
     return [
         SampleText(
-            tokenizer.new_detokenizer(skip_special_tokens=plan.skip_special_tokens),
+            tokenizer.new_detokenizer(skip_special_tokens=plan.skip_special_tokens, visible=visible),
             None if stops is None else stops.new_matcher(include_stop=include_stop),
             first_stop=plan.stop_condition.min_tokens,
         )

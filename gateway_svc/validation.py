@@ -16,6 +16,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
 from request_fields import checks
 from request_fields.fields import MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
@@ -23,8 +24,6 @@ from request_fields.sizes import LengthError
 from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-ROLES = ("system", "user", "assistant", "tool")
-MAX_MESSAGES = 10_000  # number of messages in a chat
 MAX_CONTINUATION_IDS = 4 << 20  # number of output ids of all samples together
 MAX_TOKENIZE_BYTES = 4 << 20
 MAX_DETOKENIZE_IDS = 1 << 20
@@ -54,6 +53,7 @@ class GenerationPlan:
     stop_condition: StopCondition  # the part of `stop` that depends on token ids only
     scheduling: pb.SchedulingParams
     wants_text: bool
+    answer: AnswerPlan | None  # how the text is parsed; None: it is sent as it is
     wants_token_ids: bool
     skip_special_tokens: bool
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation
@@ -138,7 +138,7 @@ def check_prompt(prompt: pb.Prompt) -> None:
     if kind == "tokens" and not prompt.tokens.ids:
         raise _invalid("prompt.tokens.ids", "is empty; send at least one token id")
     if kind == "chat":
-        _check_messages(prompt.chat.messages)
+        check_chat(prompt.chat)
 
 
 def plan_generation(
@@ -172,6 +172,7 @@ def plan_generation(
         checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
     outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
     output = request.output
+    wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
     return GenerationPlan(
         request_id=request_id,
         model=model,
@@ -181,7 +182,8 @@ def plan_generation(
         stop=stop,
         stop_condition=condition,
         scheduling=request.scheduling,
-        wants_text=(not output.HasField("text") or output.text) and model.text.tokenizer is not None,
+        wants_text=wants_text,
+        answer=answer_plan(request, model, prompt_ids) if wants_text else None,
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
         outputs=outputs,
@@ -274,17 +276,6 @@ def _check_id(field: str, request_id: str) -> None:
     if not REQUEST_ID.fullmatch(request_id):
         shown = request_id[:MAX_ID_CHARS_SHOWN]
         raise _invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
-
-
-def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
-    if not messages:
-        raise _invalid("prompt.chat.messages", "is empty; send at least one message")
-    if len(messages) > MAX_MESSAGES:
-        raise _invalid("prompt.chat.messages", f"has {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
-    for i, message in enumerate(messages):
-        if message.role not in ROLES:
-            shown = message.role[:MAX_ID_CHARS_SHOWN]
-            raise _invalid(f"prompt.chat.messages[{i}].role", f"is {shown!r}; must be one of {', '.join(ROLES)}")
 
 
 def _check_determinism(asked: int, model: ServedModel) -> None:

@@ -217,6 +217,11 @@ FIELDS = (
         "output.skip_special_tokens", Kind.BOOL, "Leave special tokens out of the text.",
         Side.GATEWAY, Resume.REPLAYED, default=True,
     ),
+    Field(
+        "output.parse_chat", Kind.BOOL,
+        "Send the text as reasoning, content and tool calls (docs/chat.md). The SDK's default is true for chats.",
+        Side.GATEWAY, Resume.REPLAYED, default=False,
+    ),
     Field("output.logprobs", Kind.UINT32, ""),
     Field("output.prompt_logprobs", Kind.UINT32, ""),
     Field(

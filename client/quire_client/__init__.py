@@ -7,6 +7,7 @@ with Client.connect("localhost:50051") as client:
 """
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream
+from quire_client.chat_requests import ChatOptions
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -27,7 +28,7 @@ from quire_client.errors import (
     Unauthenticated,
     Unimplemented,
 )
-from quire_client.requests import ChatOptions, GenerateOptions
+from quire_client.requests import GenerateOptions
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream
 from quire_client.tls import Tls
@@ -42,6 +43,8 @@ from quire_client.types import (
     SchedulerStatus,
     Status,
     TokenizeResult,
+    ToolCall,
+    ToolCallDelta,
     Usage,
     WorkerStatus,
 )
@@ -81,6 +84,8 @@ __all__ = [
     "StreamEndedEarly",
     "Tls",
     "TokenizeResult",
+    "ToolCall",
+    "ToolCallDelta",
     "Unauthenticated",
     "Unimplemented",
     "Usage",

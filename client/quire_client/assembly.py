@@ -18,8 +18,11 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client import convert
+from quire_client.answer import AnswerAssembler, NewParts, PartError
 from quire_client.errors import GenerationFailed, StreamCorrupted, StreamEndedEarly
 from quire_client.types import Delta, FinishReason, GenerateResult, Sample
+
+NO_PARTS = NewParts()
 
 
 def load_digest() -> Callable[[bytes], int] | None:
@@ -40,6 +43,7 @@ class _Partial:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     text_bytes: int = 0
+    answer: AnswerAssembler = field(default_factory=AnswerAssembler)
     finished: Sample | None = None
 
     @property
@@ -185,9 +189,17 @@ class StreamAssembler:
         if text:
             partial.texts.append(text)
             partial.text_bytes += len(text) if text.isascii() else len(text.encode())
-        if self._shows_token_ids:
-            return Delta(chunk.index, chunk.offset, tuple(chunk.token_ids), text)
-        return Delta(chunk.index, chunk.offset, (), text) if text else None
+        new = self._new_parts(partial, chunk) if chunk.parts else NO_PARTS
+        token_ids = tuple(chunk.token_ids) if self._shows_token_ids else ()
+        if not (self._shows_token_ids or text or new):
+            return None
+        return Delta(chunk.index, chunk.offset, token_ids, text + new.content, new.reasoning, tuple(new.tool_calls))
+
+    def _new_parts(self, partial: _Partial, chunk: pb.Chunk) -> NewParts:
+        try:
+            return partial.answer.add(chunk, is_resuming=self._is_resuming)
+        except PartError as error:
+            raise self._corrupted(f"sample {chunk.index}: {error}") from None
 
     def _new_text(self, partial: _Partial, chunk: pb.Chunk) -> str:
         """The new part of a chunk's text. After a break, a server may repeat text that was received before."""
@@ -210,7 +222,9 @@ class StreamAssembler:
         if not partial.start:
             self._check_digest(finished, partial.token_ids)
         token_ids = partial.token_ids if self._shows_token_ids else ()
-        sample = convert.sample(finished, token_ids, "".join(partial.texts))
+        answer = partial.answer
+        sample = convert.sample(finished, token_ids, "".join(partial.texts) + answer.content)
+        sample = replace(sample, reasoning=answer.reasoning, tool_calls=answer.tool_calls)
         if self._is_resuming:
             sample = replace(sample, usage=replace(sample.usage, output_tokens=partial.num_tokens))
         partial.finished = sample

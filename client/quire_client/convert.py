@@ -60,6 +60,7 @@ def usage(message: types_pb2.Usage) -> Usage:
         cached_tokens=message.cached_tokens,
         output_tokens=message.output_tokens,
         recomputed_tokens=message.recomputed_tokens,
+        reasoning_tokens=message.reasoning_tokens,
     )
 
 

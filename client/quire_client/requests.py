@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
+from quire_client.chat_requests import ChatOptions, Messages, fill_chat
 from quire_client.errors import invalid
-from quire_client.types import Message
 from request_fields.fields import FIELDS, Field, Kind
-
-MessageLike = Message | Mapping[str, str] | tuple[str, str]
-Messages = str | Iterable[MessageLike]
 
 MAX_CHARS_SHOWN = 80
 DETERMINISM = {
     "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
     "exact": types_pb2.DETERMINISM_EXACT,
 }
-
-
-class ChatOptions(TypedDict, total=False):
-    """Inputs of a chat template in addition to the messages."""
-
-    template_kwargs: Mapping[str, Any]  # extra variables, e.g. {"enable_thinking": True}
-    tools: Sequence[Mapping[str, Any]]
-    continue_final_message: bool  # continue the last message instead of starting an answer
 
 
 class GenerateOptions(ChatOptions, total=False):
@@ -64,6 +52,7 @@ class GenerateOptions(ChatOptions, total=False):
     send_text: bool  # default True
     send_token_ids: bool  # default True
     skip_special_tokens: bool  # default True
+    parse_chat: bool  # separate reasoning, content and tool calls; default True for messages
     # Scheduling
     priority: int  # lower runs first; range [-1000, 1000]
     cache_salt: str  # requests with different salts share no cached blocks
@@ -98,6 +87,8 @@ def generate_request(
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
     _assign(request, "model", options)
     _assign(request, "request_id", options)
+    if messages is not None:
+        request.output.parse_chat = True
     for field in FIELDS:
         if field.is_served and options.get(field.option) is not None:
             _set_field(getattr(request, field.message) if field.message else request, field, options)
@@ -149,7 +140,7 @@ def prompt_message(
         raise invalid(chat_options[0], f"{chat_options[0]} requires messages: only a chat uses the chat template")
     request = pb.Prompt()
     if messages is not None:
-        _fill_chat(request.chat, messages, options)
+        fill_chat(request.chat, messages, options)
     elif token_ids is not None:
         request.tokens.SetInParent()
         _extend(request.tokens, "ids", token_ids, "token_ids")
@@ -170,32 +161,6 @@ def detokenize_request(ids: Iterable[int], model: str, skip_special_tokens: bool
     request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
     _extend(request, "ids", ids)
     return request
-
-
-def _fill_chat(chat: pb.Chat, messages: Messages, options: Mapping[str, Any]) -> None:
-    chat.SetInParent()
-    for message in [Message("user", messages)] if isinstance(messages, str) else messages:
-        role, content = _role_and_content(message)
-        entry = chat.messages.add()
-        _assign(entry, "role", {"role": role})
-        _assign(entry, "content", {"content": content})
-    if options.get("template_kwargs"):
-        chat.template_kwargs_json = json.dumps(options["template_kwargs"])
-    if options.get("tools"):
-        chat.tools_json = json.dumps(options["tools"])
-    chat.continue_final_message = bool(options.get("continue_final_message", False))
-
-
-def _role_and_content(message: MessageLike) -> tuple[str, str]:
-    if isinstance(message, Message):
-        return message.role, message.content
-    if isinstance(message, tuple) and len(message) == 2:
-        return message
-    if isinstance(message, Mapping) and set(message) == {"role", "content"}:
-        return message["role"], message["content"]
-    raise invalid(
-        "messages", f'a message must be {{"role": ..., "content": ...}}, a pair or a Message; got {message!r}'
-    )
 
 
 def _determinism(value: str) -> types_pb2.Determinism.ValueType:

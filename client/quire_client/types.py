@@ -17,11 +17,34 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. `arguments` is JSON text as the model wrote it: it may be cut off or invalid."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """New arguments of tool call number `index` of a sample."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. `role` is system, user, assistant or tool."""
+    """One message of a conversation. `role` is system, developer, user, assistant or tool."""
 
     role: str
-    content: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant message
+    tool_call_id: str = ""  # of a tool message: the id of the call whose result it is
+    name: str = ""
+    reasoning: str = ""  # of an assistant message
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +52,16 @@ class Delta:
     """New output of one sample.
 
     `offset` is the output position of the first token. `text` has whole characters only and may lag behind the tokens:
-    an incomplete character or a possible start of a stop string is held back until the next tokens.
+    an incomplete character or a possible start of a stop string is held back until the next tokens. In a chat, `text`
+    is the content; reasoning and tool calls are separate.
     """
 
     index: int
     offset: int
     token_ids: tuple[int, ...]
     text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +72,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     output_tokens: int = 0
     recomputed_tokens: int = 0  # recomputed after a preemption or a move to another worker
+    reasoning_tokens: int = 0  # output tokens of reasoning, in a chat
 
     @property
     def total_tokens(self) -> int:
@@ -64,13 +91,20 @@ class Sample:
     usage: Usage = field(default_factory=Usage)
     preemptions: int = 0
     message: str = ""  # the reason, if finish_reason is ERROR
+    reasoning: str = ""  # in a chat
+    tool_calls: tuple[ToolCall, ...] = ()  # in a chat
+
+    def as_message(self) -> Message:
+        """The answer as a message, to continue the conversation."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
     """A complete request: its `n` samples in order of their index.
 
-    `text`, `token_ids` and `finish_reason` belong to the first sample; `usage` counts the whole request.
+    `text`, `token_ids`, `reasoning`, `tool_calls` and `finish_reason` belong to the first sample; `usage` counts the
+    whole request.
     """
 
     request_id: str
@@ -88,6 +122,14 @@ class GenerateResult:
         return self.samples[0].token_ids
 
     @property
+    def reasoning(self) -> str:
+        return self.samples[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.samples[0].tool_calls
+
+    @property
     def finish_reason(self) -> FinishReason:
         return self.samples[0].finish_reason
 
@@ -100,6 +142,7 @@ class GenerateResult:
             cached_tokens=first.cached_tokens,
             output_tokens=sum(s.usage.output_tokens for s in self.samples),
             recomputed_tokens=sum(s.usage.recomputed_tokens for s in self.samples),
+            reasoning_tokens=sum(s.usage.reasoning_tokens for s in self.samples),
         )
 
 

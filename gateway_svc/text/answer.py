@@ -73,12 +73,13 @@ class AnswerReader:
     """The text that is not read yet, and the parts that were written. Offsets (`at`) are relative to the position.
 
     Space directly before and after a marker belongs to the format and is dropped; all other space is text.
-    `is_reasoning`: the position is inside of reasoning.
+    `is_reasoning`: the position is inside of reasoning. `is_past_reasoning`: there will be no more of it.
     """
 
     def __init__(self) -> None:
         self.is_ended = False
         self.is_reasoning = False
+        self.is_past_reasoning = False
         self._text = ""
         self._position = 0
         self._parts: list[Part] = []

@@ -3,7 +3,7 @@
     tokenizer.json               needed for text; without it a model accepts and returns token ids only
     tokenizer_config.json        special tokens, add_bos_token, chat_template
     special_tokens_map.json      special tokens of older checkpoints
-    chat_template.jinja          preferred to the one in tokenizer_config.json
+    chat_template.jinja          preferred to chat_template.json, and that to the one in tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
     generation_config.json       read for unsupported settings only; the worker reads the sampling defaults
 
@@ -15,19 +15,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from gateway_svc.text.chat import ChatMessages, ChatTemplate, ChatTemplateError
+from gateway_svc.text.chat_format import detect_format
+from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.detokenizer import Detokenizer, DetokenizerFactory
 from request_fields.checks import unserved_settings
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 TEMPLATE_FOLDER = "additional_chat_templates/"
+
+
+class RenderOptions(TypedDict, total=False):
+    """Options of a chat template in addition to the messages."""
+
+    tools: Sequence[Any] | None
+    template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
+    add_generation_prompt: bool
 
 
 class BundleError(ValueError):
@@ -43,9 +54,11 @@ class ModelText:
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
 
 
-def model_text_from_files(files: Mapping[str, bytes]) -> ModelText:
-    """Build a ModelText from file names and contents. Raises BundleError."""
-    tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
+def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> ModelText:
+    """Build a ModelText from file names and contents. `templates`: further chat templates, by name; they replace
+    templates of the same name. Raises BundleError.
+    """
+    tokenizer = Tokenizer.from_files(files, templates) if "tokenizer.json" in files else None
     unserved = tuple(unserved_settings(_json_object(files, "generation_config.json")))
     return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)))
 
@@ -56,11 +69,13 @@ class Tokenizer:
     def __init__(self, backend: Backend, templates: Mapping[str, ChatTemplate]) -> None:
         self._backend = backend
         self._templates = dict(templates)
+        self._formats = {name: detect_format(one.source, self.has_token) for name, one in templates.items()}
+        self._bare_format = detect_format("", self.has_token)
         self._detokenizers = DetokenizerFactory(backend)
         self.max_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
 
     @classmethod
-    def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
+    def from_files(cls, files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> Tokenizer:
         """Build from the files of a model folder, by name. Raises BundleError."""
         config = _json_object(files, "tokenizer_config.json")
         legacy = _json_object(files, "special_tokens_map.json")
@@ -74,7 +89,7 @@ class Tokenizer:
         _add_missing_tokens(backend, named, {**legacy, **config})
         _update_post_processor(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-        sources = _template_sources(files, config)
+        sources = {**_template_sources(files, config), **(templates or {})}
         return cls(backend, {name: ChatTemplate(source, named) for name, source in sources.items()})
 
     @property
@@ -100,44 +115,46 @@ class Tokenizer:
         """Text of token ids. Incomplete characters become U+FFFD; ids without a token are skipped."""
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
-    def encode_chat(
-        self,
-        messages: ChatMessages,
-        *,
-        tools: Sequence[Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-    ) -> list[int]:
+    def encode_chat(self, messages: ChatMessages, *, template: str = "", **options: Unpack[RenderOptions]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises ChatTemplateError."""
-        text = self.render_chat(
-            messages, tools=tools, template_kwargs=template_kwargs, continue_final_message=continue_final_message
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, template=template, **options), add_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: ChatMessages,
-        *,
-        tools: Sequence[Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-    ) -> str:
-        """The conversation as the text that `encode_chat` tokenizes. Raises ChatTemplateError."""
-        return self._template(has_tools=tools is not None).render(
-            messages, tools=tools, template_kwargs=template_kwargs or {}, continue_final_message=continue_final_message
-        )
+    def render_chat(self, messages: ChatMessages, *, template: str = "", **options: Unpack[RenderOptions]) -> str:
+        """The conversation as the text that `encode_chat` tokenizes. Raises ChatTemplateError.
 
-    def new_detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one stream of ids."""
-        return self._detokenizers.new(skip_special_tokens=skip_special_tokens)
+        `template`: a name; "": the one for tools if there are tools and it exists, else the default.
+        """
+        return self._template(template, has_tools=bool(options.get("tools"))).render(messages, **options)
 
-    def _template(self, *, has_tools: bool) -> ChatTemplate:
-        template = self._templates.get("tool_use") if has_tools else None
-        template = template or self._templates.get("default")
-        if template is None:
-            have = f" (it has only: {', '.join(sorted(self._templates))})" if self._templates else ""
-            raise ChatTemplateError(f"the model has no chat template{have}; send prompt.text or prompt.tokens")
-        return template
+    def chat_format(self, template: str = "", *, has_tools: bool = False) -> ChatFormat:
+        """The format of answers to a chat, as far as the template and the vocabulary show it."""
+        chosen = self._chosen(template, has_tools=has_tools)
+        return self._formats.get(chosen, self._bare_format)
+
+    def has_token(self, text: str) -> bool:
+        """The text is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
+    def new_detokenizer(self, *, skip_special_tokens: bool, visible: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer for one stream of ids. `visible`: special tokens that are never skipped."""
+        return self._detokenizers.new(skip_special_tokens=skip_special_tokens, visible=visible)
+
+    def _chosen(self, name: str, *, has_tools: bool) -> str:
+        if name:
+            return name
+        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
+
+    def _template(self, name: str, *, has_tools: bool) -> ChatTemplate:
+        template = self._templates.get(self._chosen(name, has_tools=has_tools))
+        if template is not None:
+            return template
+        have = ", ".join(sorted(self._templates))
+        if name:
+            raise ChatTemplateError(
+                f"there is no chat template {name[:80]!r}; templates of this model: {have or 'none'}"
+            )
+        shown = f" (it has only: {have})" if have else ""
+        raise ChatTemplateError(f"the model has no chat template{shown}; send prompt.text or prompt.tokens")
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -200,13 +217,21 @@ def _update_post_processor(backend: Backend, config: Mapping[str, Any], named: M
     backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
+def _inline_sources(value: Any) -> dict[str, str]:
+    """One template, or several by name: as an object, or as a list of objects with name and template."""
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(name): str(source) for name, source in value.items()}
+    if isinstance(value, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in value if isinstance(entry, dict)}
+    return {}
+
+
 def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
     sources: dict[str, str] = {}
-    inline = config.get("chat_template")
-    if isinstance(inline, str):
-        sources["default"] = inline
-    elif isinstance(inline, list):
-        sources.update({str(entry["name"]): str(entry["template"]) for entry in inline if isinstance(entry, dict)})
+    for value in (config, _json_object(files, "chat_template.json")):
+        sources.update(_inline_sources(value.get("chat_template")))
     separate = {
         name.removeprefix(TEMPLATE_FOLDER).removesuffix(".jinja"): name
         for name in files

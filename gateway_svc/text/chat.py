@@ -7,6 +7,7 @@ the template's message.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeAlias
@@ -21,6 +22,7 @@ from jinja2.utils import Namespace
 ChatMessages: TypeAlias = Sequence[Mapping[str, Any]]
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+TOOLS_USE = re.compile(r"\{[%{](?:(?![%}]\}).)*?\btools\b", re.DOTALL)  # in a statement or an expression
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether the template strips the content
 
 
@@ -42,6 +44,11 @@ class ChatTemplate:
         except Exception as error:  # raised by Python's compiler, e.g. for a template that is nested too deeply
             self._problem = f"the model's chat template cannot be compiled: {type(error).__name__}: {error}"
 
+    @property
+    def uses_tools(self) -> bool:
+        """The template reads the variable `tools`."""
+        return TOOLS_USE.search(self.source) is not None
+
     def render(
         self,
         messages: ChatMessages,
@@ -49,6 +56,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as text: ready for an assistant turn, or with the last message left incomplete.
 
@@ -56,12 +64,19 @@ class ChatTemplate:
         """
         if self._problem:
             raise ChatTemplateError(self._problem)
+        if tools and not self.uses_tools:
+            raise ChatTemplateError(
+                "the model's chat template does not use tools, so the model would not see them; remove the tools, or "
+                "name a template that uses them"
+            )
+        if "developer" not in self.source:
+            messages = [_without_developer(message) for message in messages]
         variables = {**self._special_tokens, **(template_kwargs or {})}
         taken = [name for name in RESERVED if name in variables and name != "documents"]
         if taken:
             raise ChatTemplateError(f"template variable {taken[0]!r} is set by the server; remove {taken[0]!r}")
         if not continue_final_message:
-            return self._render(messages, tools, variables, add_generation_prompt=True)
+            return self._render(messages, tools, variables, add_generation_prompt=add_generation_prompt)
         return self._render_open(messages, tools, variables)
 
     def _render(
@@ -96,6 +111,11 @@ class ChatTemplate:
         cut = text.rindex(bare_tag)
         is_spacing_kept = text[cut : cut + len(CONTINUE_TAG)] == CONTINUE_TAG
         return text[:cut] if is_spacing_kept else text[:cut].rstrip()
+
+
+def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's newer name of the role system, for templates that know only the older one."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -72,6 +72,11 @@ class ChatParser:
         return self._reader.is_reasoning
 
     @property
+    def is_past_reasoning(self) -> bool:
+        """No reasoning can follow."""
+        return self._reader.is_past_reasoning
+
+    @property
     def num_calls(self) -> int:
         """Tool calls that have begun."""
         return self._reader.num_calls if self._is_parallel else min(1, self._reader.num_calls)
@@ -105,6 +110,7 @@ def _read(
     yield
     if format.reasoning is not None:
         yield from format.reasoning.read(reader, is_begun=is_reasoning_begun)
+    reader.is_past_reasoning = True
     if format.tools is not None:
         yield from format.tools.read(reader, tools)
     yield from reader.write_until(Kind.CONTENT, ())

@@ -39,23 +39,31 @@ class DetokenizerFactory:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
-        self._special_ids = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder().items()
+        self._special_ids = {id_: token.content for id_, token in added if token.special}
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
-        self._caches: dict[bool, dict[int, Any]] = {False: {}, True: {}}
+        # By visible special tokens (None: all are visible): the skipped ids, and a cache of the others' texts.
+        self._kinds: dict[frozenset[str] | None, tuple[frozenset[int], dict[int, Any]]] = {None: (frozenset(), {})}
 
-    def new(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer at the start of a stream."""
-        cache = self._caches[skip_special_tokens]
+    def new(self, *, skip_special_tokens: bool, visible: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer at the start of a stream. `visible`: special tokens that are never skipped."""
+        skipped, cache = self._kind(visible if skip_special_tokens else None)
         if self._is_byte_level:
-            return _ByteLevel(_Pieces(cache, self._reader(skip_special_tokens, _bytes_of_token, b"")))
+            return _ByteLevel(_Pieces(cache, self._reader(skipped, _bytes_of_token, b"")))
         if self._plan is not None:
-            return _Pipeline(self._plan, _Pieces(cache, self._reader(skip_special_tokens, self._plan.piece, None)))
-        return _Window(self._backend, self._special_ids if skip_special_tokens else set())
+            return _Pipeline(self._plan, _Pieces(cache, self._reader(skipped, self._plan.piece, None)))
+        return _Window(self._backend, skipped)
 
-    def _reader(self, skip_special_tokens: bool, convert: Callable[[str], Any], nothing: Any) -> Callable[[int], Any]:
+    def _kind(self, visible: frozenset[str] | None) -> tuple[frozenset[int], dict[int, Any]]:
+        if visible not in self._kinds:
+            hidden = (id_ for id_, text in self._special_ids.items() if text not in (visible or ()))
+            self._kinds[visible] = frozenset(hidden), {}
+        return self._kinds[visible]
+
+    def _reader(self, skipped: frozenset[int], convert: Callable[[str], Any], nothing: Any) -> Callable[[int], Any]:
         def read(id_: int) -> Any:
-            if skip_special_tokens and id_ in self._special_ids:
+            if id_ in skipped:
                 return nothing
             token = self._backend.id_to_token(id_)
             return nothing if token is None else convert(token)
@@ -232,7 +240,7 @@ class _Window:
 
     __slots__ = ("_backend", "_ids", "_num_read", "_skipped")
 
-    def __init__(self, backend: Backend, skipped: set[int]) -> None:
+    def __init__(self, backend: Backend, skipped: frozenset[int]) -> None:
         self._backend = backend
         self._skipped = skipped
         self._ids: list[int] = []  # first context ids, whose text was returned; then ids whose text was not

@@ -30,7 +30,7 @@ class ReasoningFormat:
         yield from reader.skip_space()
         if (yield from reader.write_until(Kind.REASONING, (self.end,))):
             reader.skip((yield from reader.space_end()) + len(self.end))
-            reader.is_reasoning = False
+            reader.is_reasoning, reader.is_past_reasoning = False, True
             yield from reader.skip_space()
 
     def is_open_in(self, text: str) -> bool:

@@ -14,8 +14,9 @@ from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.stream import AsyncGenerateStream
 from quire_client.aio.transport import Gateway, open_channel
 from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
+from quire_client.chat_requests import ChatOptions, Messages
 from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound, cannot_connect
-from quire_client.requests import ChatOptions, GenerateOptions, Messages
+from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.tls import Tls, channel_security

@@ -87,7 +87,7 @@ class Conversation:
             write("\n")
             complain(describe(error))
         else:
-            self._messages = [*messages, Message("assistant", result.text)]
+            self._messages = [*messages, result.samples[0].as_message()]
 
     def _answer(self, messages: list[Message]) -> GenerateResult:
         with self._client.stream_chat(messages, **self._options) as stream:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from quire_client.cli.output import complain, read_stdin, sample_fields, to_json, usage_line, write
+from quire_client.cli.output import AnswerWriter, complain, read_stdin, sample_fields, to_json, usage_line, write
 from quire_client.cli.security import tls_option
 from quire_client.requests import GenerateOptions
 from quire_client.sync import Client, GenerateStream
@@ -100,12 +100,15 @@ def _is_given(value: object) -> bool:
 
 def show_stream(stream: GenerateStream, *, is_single: bool = True) -> GenerateResult:
     """Print text as it is generated. Several samples are printed at the end, because their chunks interleave."""
+    writer = AnswerWriter()
     for delta in stream:
         if is_single:
-            write(delta.text)
+            writer.write(delta)
     result = stream.result()
     if is_single:
-        write("\n" if result.text else f"{shown(result.samples[0])}\n")
+        writer.end()
+        if not (result.text or result.reasoning or result.tool_calls):
+            write(f"{shown(result.samples[0])}\n")
         return result
     for sample in result.samples:
         print(f"--- sample {sample.index} ({sample.finish_reason.value})\n{shown(sample)}")

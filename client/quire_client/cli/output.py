@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from quire_client.errors import InvalidRequest
-from quire_client.types import FinishReason, Sample, Usage
+from quire_client.types import Delta, FinishReason, Sample, Usage
 
 
 def complain(message: str) -> None:
@@ -20,6 +20,41 @@ def write(text: str) -> None:
     """Write text without a line end and flush it, for streams."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+class AnswerWriter:
+    """Writes an answer as it arrives: reasoning dimmed in a terminal, else with a label; tool calls with a label."""
+
+    def __init__(self) -> None:
+        self._is_tty = sys.stdout.isatty()
+        self._last = ""  # what was written last: reasoning, text, or the id of a tool call
+
+    def write(self, delta: Delta) -> None:
+        """Write the new output of one sample."""
+        if delta.reasoning:
+            self._begin("reasoning", "\x1b[2m" if self._is_tty else "reasoning: ")
+            write(delta.reasoning)
+        if delta.text:
+            self._begin("text", "")
+            write(delta.text)
+        for call in delta.tool_calls:
+            self._begin(call.id, f"tool call: {call.name} ")
+            write(call.arguments)
+
+    def end(self) -> None:
+        """End the answer; nothing is written if it is empty."""
+        if self._last:
+            self._begin("", "")
+
+    def _begin(self, kind: str, label: str) -> None:
+        if kind == self._last:
+            return
+        if self._last == "reasoning" and self._is_tty:
+            write("\x1b[0m")
+        if self._last:
+            write("\n")
+        write(label)
+        self._last = kind
 
 
 def read_stdin() -> str:
@@ -36,7 +71,13 @@ def to_json(value: Any) -> str:
 
 
 def sample_fields(sample: Sample) -> dict[str, Any]:
-    return {"token_ids": sample.token_ids, "text": sample.text, "finish_reason": sample.finish_reason}
+    chat = {"reasoning": sample.reasoning, "tool_calls": sample.tool_calls}
+    return {
+        "token_ids": sample.token_ids,
+        "text": sample.text,
+        **{name: value for name, value in chat.items() if value},
+        "finish_reason": sample.finish_reason,
+    }
 
 
 def usage_line(usage: Usage, seconds: float) -> str:

@@ -11,8 +11,9 @@ from quire.v1 import inference_pb2 as pb
 
 from quire_client import convert, requests
 from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
+from quire_client.chat_requests import ChatOptions, Messages
 from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound, cannot_connect
-from quire_client.requests import ChatOptions, GenerateOptions, Messages
+from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.sync.calls import Calls

@@ -45,7 +45,13 @@ def test_generate_json_is_one_line(gateway, capsys):
         "token_ids": [104, 101, 108, 108, 111],
         "text": "hello",
         "finish_reason": "eos",
-        "usage": {"prompt_tokens": 2, "cached_tokens": 0, "output_tokens": 5, "recomputed_tokens": 0},
+        "usage": {
+            "prompt_tokens": 2,
+            "cached_tokens": 0,
+            "output_tokens": 5,
+            "recomputed_tokens": 0,
+            "reasoning_tokens": 0,
+        },
     }
     request = gateway.requests[-1]
     assert (request.stop.max_tokens, request.stop.ignore_eos) == (8, True)

@@ -46,7 +46,14 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
     Kind.BIASES: ({"1": 0.5}, {"2": -1}),
 }
 # Supported over gRPC only: a body has no field for them.
-WITHOUT_BODY_FIELD = {"resumable", "output.text", "output.token_ids", "scheduling.determinism", "scheduling.tenant_id"}
+WITHOUT_BODY_FIELD = {
+    "resumable",
+    "output.text",
+    "output.token_ids",
+    "output.parse_chat",
+    "scheduling.determinism",
+    "scheduling.tenant_id",
+}
 
 
 def chat(**body: Any) -> Generation:

@@ -1,0 +1,105 @@
+"""Assembles the parts of a parsed chat answer. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.v1 import inference_pb2 as pb
+
+from quire_client.types import ToolCall, ToolCallDelta
+
+
+class PartError(ValueError):
+    """A part does not continue the answer received so far."""
+
+
+@dataclass(slots=True)
+class _Item:
+    kind: str  # reasoning, content or tool_call
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class NewParts:
+    """The new output of one chunk."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+class AnswerAssembler:
+    """The items of one answer so far."""
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+
+    @property
+    def reasoning(self) -> str:
+        return self._text_of("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._text_of("content")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(ToolCall(item.call_id, item.name, item.text) for item in self._items if item.kind == "tool_call")
+
+    def add(self, chunk: pb.Chunk, *, is_resuming: bool) -> NewParts:
+        """Add the parts of a chunk. After a break, a server may repeat text that was received before.
+
+        Raises PartError.
+        """
+        new = NewParts()
+        for part in chunk.parts:
+            text = self._append(part, is_resuming=is_resuming)
+            if not text:
+                continue
+            if part.HasField("tool_call"):
+                call = part.tool_call
+                new.tool_calls.append(ToolCallDelta(call.index, call.id, call.name, text))
+            elif part.HasField("reasoning"):
+                new.reasoning += text
+            else:
+                new.content += text
+        return new
+
+    def _append(self, part: pb.AnswerPart, *, is_resuming: bool) -> str:
+        """Append the part's new text to its item, and return it."""
+        kind = part.WhichOneof("kind") or "content"
+        text = part.tool_call.arguments if kind == "tool_call" else getattr(part, kind)
+        if part.item == len(self._items):
+            self._items.append(_Item(kind, part.tool_call.id, part.tool_call.name))
+        if part.item >= len(self._items) or self._items[part.item].kind != kind:
+            raise PartError(f"received a part of item {part.item} ({kind}) after {len(self._items)} items")
+        item = self._items[part.item]
+        if part.offset != item.num_bytes:
+            text = _new_text(item, part, text, is_resuming=is_resuming)
+        if text:
+            item.texts.append(text)
+            item.num_bytes += len(text) if text.isascii() else len(text.encode())
+        return text
+
+    def _text_of(self, kind: str) -> str:
+        return "".join(item.text for item in self._items if item.kind == kind)
+
+
+def _new_text(item: _Item, part: pb.AnswerPart, text: str, *, is_resuming: bool) -> str:
+    data, have = text.encode(), item.num_bytes - part.offset
+    if not is_resuming or have < 0:
+        raise PartError(f"a part of item {part.item} starts at byte {part.offset}, expected {item.num_bytes}")
+    known = item.text.encode()[part.offset :]
+    if data[:have] != known[: len(data)]:
+        raise PartError(f"item {part.item} at byte {part.offset} changed after the stream broke")
+    return data[have:].decode()

@@ -1,0 +1,63 @@
+"""The flags of the gateway for chats."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gateway_svc.text.chat_format import AUTO, NONE, ParserNames
+from gateway_svc.text.reasoning import REASONING_FORMATS
+from gateway_svc.text.tool_formats import TOOL_FORMATS
+
+
+class TemplateFileError(ValueError):
+    """A value of --chat-template is not NAME=FILE, or the file cannot be read."""
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to the gateway's parser."""
+    chat = parser.add_argument_group("chats (docs/chat.md)")
+    chat.add_argument(
+        "--chat-template",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a Jinja chat template that requests can name; `default=FILE` replaces the default template of all "
+        "models. Repeat the flag for more templates (in the environment variable, separate them by commas). Requests "
+        "cannot send templates",
+    )
+    chat.add_argument(
+        "--tool-parser",
+        action="append",
+        default=[],
+        metavar="[MODEL=]NAME",
+        help="how a model writes tool calls: " + ", ".join((AUTO, NONE, *TOOL_FORMATS)) + ". Unset: auto, from the "
+        "chat template",
+    )
+    chat.add_argument(
+        "--reasoning-parser",
+        action="append",
+        default=[],
+        metavar="[MODEL=]NAME",
+        help="how a model marks its reasoning: " + ", ".join((AUTO, NONE, *REASONING_FORMATS)) + ". Unset: auto, from "
+        "the chat template and the vocabulary",
+    )
+
+
+def chat_templates(args: argparse.Namespace) -> dict[str, str]:
+    """The templates of --chat-template, by name. Raises TemplateFileError."""
+    templates: dict[str, str] = {}
+    for value in args.chat_template:
+        name, _, path = value.partition("=")
+        if not name or not path:
+            raise TemplateFileError(f"--chat-template is {value!r}; must be NAME=FILE")
+        try:
+            templates[name] = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TemplateFileError(f"--chat-template {value}: the file cannot be read: {error}") from None
+    return templates
+
+
+def parser_names(args: argparse.Namespace) -> ParserNames:
+    """The parsers of --tool-parser and --reasoning-parser. Raises ParserNameError."""
+    return ParserNames.from_flags(args.tool_parser, args.reasoning_parser)

@@ -1,0 +1,228 @@
+"""The chat of a request: its checks, its form for the template, and how its answer is parsed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.models import ServedModel
+from gateway_svc.text.bundle import Tokenizer
+from gateway_svc.text.chat import ChatTemplateError
+from gateway_svc.text.chat_output import ChatFormat, ChatParser
+from svc_common.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 10_000  # number of messages in a chat
+MAX_TOOLS = 1024
+MAX_SHOWN = 80  # characters of a wrong value in an error
+TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for the start of reasoning
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the parsers find no other names
+CHAT = "prompt.chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that the template and the parser get: none with tool_choice NONE."""
+
+    given: tuple[Mapping[str, Any], ...] = ()  # as in tools_json
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by name
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answers to a chat are parsed."""
+
+    format: ChatFormat
+    schemas: Mapping[str, Mapping[str, Any]]
+    is_parallel: bool
+    is_reasoning_begun: bool  # the prompt ends with the start of reasoning
+
+    def new_parser(self) -> ChatParser:
+        """A parser for one answer."""
+        return ChatParser(
+            self.format,
+            is_reasoning_begun=self.is_reasoning_begun,
+            tools=self.schemas,
+            is_parallel=self.is_parallel,
+        )
+
+
+def check_chat(chat: pb.Chat) -> None:
+    """Check what does not depend on the model, except the JSON fields. Raises InvalidRequestError."""
+    if not chat.messages:
+        raise _invalid("messages", "is empty; send at least one message")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise _invalid("messages", f"has {len(chat.messages)} messages; at most {MAX_MESSAGES} are allowed")
+    for i, message in enumerate(chat.messages):
+        _check_message(f"messages[{i}]", message)
+    if chat.tool_choice not in pb.ToolChoice.values():
+        raise _invalid("tool_choice", f"is {chat.tool_choice}; must be a value of ToolChoice")
+    if chat.tool_name and chat.tool_choice not in (pb.TOOL_CHOICE_UNSPECIFIED, pb.TOOL_CHOICE_REQUIRED):
+        raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; with it, tool_choice must be REQUIRED or unset")
+    if must_call(chat) and not chat.tools_json:
+        field_name = "tool_name" if chat.tool_name else "tool_choice"
+        raise _invalid(field_name, "requires a call, but tools_json is not set; send the tools")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise _invalid("add_generation_prompt", "is true with continue_final_message; set only one of them")
+
+
+def must_call(chat: pb.Chat) -> bool:
+    """The answer must have a tool call."""
+    return bool(chat.tool_name) or chat.tool_choice == pb.TOOL_CHOICE_REQUIRED
+
+
+def _check_message(where: str, message: pb.ChatMessage) -> None:
+    if message.role not in ROLES:
+        raise _invalid(f"{where}.role", f"is {_shown(message.role)}; must be one of {', '.join(ROLES)}")
+    if message.tool_calls and message.role != "assistant":
+        raise _invalid(
+            f"{where}.tool_calls", f"is set, but the role is {message.role}; only assistant messages have it"
+        )
+    if message.reasoning and message.role != "assistant":
+        raise _invalid(f"{where}.reasoning", f"is set, but the role is {message.role}; only assistant messages have it")
+    if message.tool_call_id and message.role != "tool":
+        raise _invalid(f"{where}.tool_call_id", f"is set, but the role is {message.role}; only tool messages have it")
+    if message.content and message.parts:
+        raise _invalid(f"{where}.parts", "is set, and content too; set only one of them")
+    for i, part in enumerate(message.parts):
+        if not part.HasField("text"):
+            raise _invalid(f"{where}.parts[{i}]", "has no text; text is the only kind of content that is supported")
+    for i, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise _invalid(f"{where}.tool_calls[{i}].name", "is empty; send the name of the tool")
+
+
+def chat_token_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
+    """Token ids of a chat. Raises InvalidRequestError with the template's message."""
+    tokenizer = model.require_tokenizer(CHAT)
+    template_kwargs = _parse_json("template_kwargs_json", chat.template_kwargs_json, dict, "an object")
+    tools = read_tools(chat).given
+    adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    try:
+        return tokenizer.encode_chat(
+            [_message_variables(message) for message in chat.messages],
+            template=chat.chat_template,
+            tools=list(tools) or None,
+            template_kwargs=template_kwargs,
+            continue_final_message=chat.continue_final_message,
+            add_generation_prompt=adds_prompt,
+        )
+    except ChatTemplateError as error:
+        raise InvalidRequestError(f"{CHAT}: {error}", field=CHAT) from None
+
+
+def _message_variables(message: pb.ChatMessage) -> dict[str, Any]:
+    """The message as templates expect it. Fields that are not set are missing, because templates test for them."""
+    content = "\n".join(part.text for part in message.parts) if message.parts else message.content
+    variables: dict[str, Any] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        variables["tool_calls"] = [_call_variables(call) for call in message.tool_calls]
+    if message.reasoning:
+        variables |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    given = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return variables | {name: value for name, value in given.items() if value}
+
+
+def _call_variables(call: pb.ToolCall) -> dict[str, Any]:
+    """Arguments are a JSON value, which templates serialize; text that is not JSON stays text."""
+    try:
+        arguments = json.loads(call.arguments) if call.arguments else {}
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def read_tools(chat: pb.Chat) -> Tools:
+    """Parse and check the tools. Raises InvalidRequestError."""
+    given = _parse_json("tools_json", chat.tools_json, list, "an array") or []
+    if len(given) > MAX_TOOLS:
+        raise _invalid("tools_json", f"has {len(given)} tools; at most {MAX_TOOLS} are allowed")
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(given):
+        name, schema = _read_tool(f"tools_json[{i}]", tool)
+        if name in schemas:
+            raise _invalid(f"tools_json[{i}].function.name", f"is {_shown(name)}, the same as of an earlier tool")
+        schemas[name] = schema
+    if chat.tool_name and chat.tool_name not in schemas:
+        have = ", ".join(schemas)[:MAX_SHOWN]
+        raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; must be the name of a tool of the request: {have}")
+    if must_call(chat) and not schemas:
+        raise _invalid("tool_choice", "requires a call, but tools_json is empty; send the tools")
+    return Tools() if chat.tool_choice == pb.TOOL_CHOICE_NONE else Tools(tuple(given), schemas)
+
+
+def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and schema of the parameters of one tool."""
+    if not isinstance(tool, dict):
+        raise _invalid(where, 'must be an object: {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if tool.get("type") != "function":
+        raise _invalid(f"{where}.type", f"is {_shown(tool.get('type'))}; must be 'function', the only supported type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _invalid(f"{where}.function", "must be an object with a name")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise _invalid(
+            f"{where}.function.name", f"is {_shown(name)}; must be 1 to 128 characters of A-Z a-z 0-9 _ . : / -"
+        )
+    if schema is not None and not isinstance(schema, dict):
+        raise _invalid(f"{where}.function.parameters", "must be a JSON schema of an object")
+    return name, schema or {}
+
+
+def answer_plan(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int]) -> AnswerPlan | None:
+    """How to parse the answers; None: the request wants plain text. Raises InvalidRequestError."""
+    if not request.output.parse_chat or model.text.tokenizer is None:
+        return None
+    chat = request.prompt.chat
+    tools = read_tools(chat)
+    format = model.chat_format(chat.chat_template, has_tools=bool(tools.given))
+    if not tools.given:
+        format = ChatFormat(format.reasoning, None)
+    if must_call(chat) and format.tools is None:
+        raise _invalid(
+            "tool_choice",
+            "requires a call, but the gateway does not know the format of this model's calls; set its --tool-parser",
+        )
+    return AnswerPlan(
+        format,
+        tools.schemas,
+        is_parallel=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
+        is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
+    )
+
+
+def _is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """The prompt ends inside of reasoning: with its start marker, or in a final message that is continued."""
+    if format.reasoning is None:
+        return False
+    if chat.continue_final_message and chat.messages:
+        return format.reasoning.is_open_in(chat.messages[-1].content)
+    tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    return tail.rstrip().endswith(format.reasoning.start)
+
+
+def _parse_json(name: str, text: str, kind: type, words: str) -> Any:
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
+    except (ValueError, RecursionError) as error:
+        raise _invalid(name, f"is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise _invalid(name, f"is a JSON {type(value).__name__}; it must be {words}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:MAX_SHOWN]
+
+
+def _invalid(name: str, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{CHAT}.{name} {words}", field=f"{CHAT}.{name}")

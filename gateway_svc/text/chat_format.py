@@ -1,0 +1,77 @@
+"""Chooses the format of a model's answers from its chat template and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.reasoning import REASONING_FORMATS, ReasoningFormat
+from gateway_svc.text.tool_formats import TOOL_FORMATS, ToolFormat
+
+AUTO, NONE = "auto", "none"
+# Words of a template that calls tools in this format; the first format whose words all occur is used.
+TOOL_WORDS = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", '"parameters":')),
+)
+
+
+class ParserNameError(ValueError):
+    """A name of a parser, or of a model for it, that does not exist."""
+
+
+def detect_format(template: str, has_token: Callable[[str], bool]) -> ChatFormat:
+    """The format that a template's source and the vocabulary show. A template names its markers of tool calls;
+    reasoning may be marked by tokens only.
+    """
+    tools = next((name for name, words in TOOL_WORDS if all(word in template for word in words)), None)
+    reasoning = next(
+        (one for one in REASONING_FORMATS.values() if one.end in template or all(map(has_token, one.markers))), None
+    )
+    return ChatFormat(reasoning, None if tools is None else TOOL_FORMATS[tools])
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """Parsers chosen by flags: a parser's name, `none` or `auto`, by model name; "" for all other models."""
+
+    tools: Mapping[str, str]
+    reasoning: Mapping[str, str]
+
+    @classmethod
+    def from_flags(cls, tools: Sequence[str], reasoning: Sequence[str]) -> ParserNames:
+        """Each flag is NAME or MODEL=NAME. Raises ParserNameError."""
+        return cls(
+            _by_model("--tool-parser", tools, TOOL_FORMATS),
+            _by_model("--reasoning-parser", reasoning, REASONING_FORMATS),
+        )
+
+    def format_of(self, model: str, detected: ChatFormat) -> ChatFormat:
+        """The format of a model's answers."""
+        tools, reasoning = _of(self.tools, model), _of(self.reasoning, model)
+        chosen_tools: ToolFormat | None = detected.tools if tools == AUTO else TOOL_FORMATS.get(tools)
+        chosen_reasoning: ReasoningFormat | None = (
+            detected.reasoning if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
+        )
+        return ChatFormat(chosen_reasoning, chosen_tools)
+
+
+DETECTED = ParserNames({}, {})
+
+
+def _of(names: Mapping[str, str], model: str) -> str:
+    return names.get(model, names.get("", AUTO))
+
+
+def _by_model(flag: str, values: Sequence[str], known: Mapping[str, object]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for value in values:
+        model, _, name = value.rpartition("=")
+        if name not in (AUTO, NONE, *known):
+            raise ParserNameError(f"{flag} {value!r}: no parser {name!r}; use one of {', '.join((AUTO, NONE, *known))}")
+        names[model] = name
+    return names

@@ -1,0 +1,182 @@
+"""Chats with tools in the SDK: messages and options become a request, parts become a typed answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire_client import InvalidRequest, Message, StreamCorrupted, ToolCall, ToolCallDelta
+from quire_client.assembly import StreamAssembler
+from quire_client.cli.output import AnswerWriter
+from quire_client.requests import generate_request
+from quire_client.types import Delta
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+def chat(messages, **options):
+    return generate_request(None, None, messages, options)
+
+
+def test_openai_messages_become_a_chat():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "Rain?", "name": "Ann"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": "no"},
+    ]
+    request = chat(messages)
+    assert list(request.prompt.chat.messages) == [
+        pb.ChatMessage(role="developer", content="Be\nbrief."),
+        pb.ChatMessage(role="user", content="Rain?", name="Ann"),
+        pb.ChatMessage(
+            role="assistant",
+            reasoning="Hm.",
+            tool_calls=[pb.ToolCall(id="c1", name="weather", arguments='{"city": "Paris"}')],
+        ),
+        pb.ChatMessage(role="tool", content="no", tool_call_id="c1"),
+    ]
+    assert request.output.parse_chat
+    assert not chat("Hi", parse_chat=False).output.parse_chat
+    assert not generate_request("Hi", None, None, {}).output.HasField("parse_chat")
+
+
+def test_an_answer_can_be_sent_back_as_a_message():
+    call = ToolCall("c1", "weather", "{}")
+    request = chat([Message("assistant", "Wait.", tool_calls=(call,), reasoning="Hm.")])
+    assert list(request.prompt.chat.messages) == [
+        pb.ChatMessage(
+            role="assistant",
+            content="Wait.",
+            reasoning="Hm.",
+            tool_calls=[pb.ToolCall(id="c1", name="weather", arguments="{}")],
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", {"tool_choice": pb.TOOL_CHOICE_AUTO}),
+        ("none", {"tool_choice": pb.TOOL_CHOICE_NONE}),
+        ("required", {"tool_choice": pb.TOOL_CHOICE_REQUIRED}),
+        ("weather", {"tool_name": "weather"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"tool_name": "weather"}),
+    ],
+)
+def test_options_of_a_chat(choice, expected):
+    request = chat(
+        "Hi",
+        tools=[TOOL],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        chat_template="other",
+        add_generation_prompt=False,
+        template_kwargs={"a": 1},
+    )
+    assert request.prompt.chat == pb.Chat(
+        messages=[pb.ChatMessage(role="user", content="Hi")],
+        tools_json=json.dumps([TOOL]),
+        parallel_tool_calls=False,
+        chat_template="other",
+        add_generation_prompt=False,
+        template_kwargs_json='{"a": 1}',
+        **expected,
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": "a", "audio": {"id": "x"}},
+        {"role": "user", "content": "a", "unknown": 1},
+        {"role": "assistant", "tool_calls": [1]},
+        {"role": 1, "content": "a"},
+        "text",
+    ],
+)
+def test_invalid_messages_are_refused(message):
+    with pytest.raises(InvalidRequest) as caught:
+        chat([message])
+    assert caught.value.field_violations[0].field == "messages"
+
+
+def test_an_empty_tool_choice_is_refused():
+    with pytest.raises(InvalidRequest):
+        chat("Hi", tool_choice={"type": "function"})
+
+
+def event(seq, **kind):
+    return pb.GenerateResponse(event_seq=seq, **kind)
+
+
+ACCEPTED = pb.Accepted(request_id="r", seed=1, model="m", prompt_tokens=1)
+
+
+def part(item, offset, *, call=None, **text):
+    if call is not None:
+        text = {"tool_call": pb.ToolCallPart(index=0, id="c", name="f", arguments=call)}
+    return pb.AnswerPart(item=item, offset=offset, **text)
+
+
+def test_parts_become_deltas_and_a_sample():
+    assembler = StreamAssembler(chat("Hi"))
+    assembler.feed(event(0, accepted=ACCEPTED))
+    deltas = [
+        assembler.feed(
+            event(1, chunk=pb.Chunk(token_ids=[1], parts=[part(0, 0, reasoning="Hm"), part(1, 0, content="é")]))
+        ),
+        assembler.feed(
+            event(2, chunk=pb.Chunk(offset=1, token_ids=[2], parts=[part(1, 2, content="!"), part(2, 0, call="{")]))
+        ),
+        assembler.feed(event(3, chunk=pb.Chunk(offset=2, token_ids=[3], parts=[part(2, 1, call="}")]))),
+    ]
+    finished = pb.Finished(
+        reason=types_pb2.FINISH_REASON_EOS, usage=types_pb2.Usage(output_tokens=3, reasoning_tokens=1)
+    )
+    finished.output_digest = assembler._digest(b"\1\0\0\0\2\0\0\0\3\0\0\0")
+    assembler.feed(event(4, finished=finished))
+    assert deltas == [
+        Delta(0, 0, (1,), "é", "Hm"),
+        Delta(0, 1, (2,), "!", "", (ToolCallDelta(0, "c", "f", "{"),)),
+        Delta(0, 2, (3,), "", "", (ToolCallDelta(0, "c", "f", "}"),)),
+    ]
+    result = assembler.result()
+    assert (result.text, result.reasoning, result.tool_calls) == ("é!", "Hm", (ToolCall("c", "f", "{}"),))
+    assert result.usage.reasoning_tokens == 1
+
+
+def resuming():
+    assembler = StreamAssembler(chat("Hi"), can_resume=True)
+    assembler.feed(event(0, accepted=ACCEPTED))
+    assembler.feed(event(1, chunk=pb.Chunk(token_ids=[1], parts=[part(0, 0, content="ab"), part(1, 0, call="{é")])))
+    assembler.next_request()
+    assembler.feed(event(0, accepted=ACCEPTED))
+    return assembler
+
+
+def test_text_that_is_repeated_after_a_break_is_dropped():
+    assembler = resuming()
+    delta = assembler.feed(event(1, chunk=pb.Chunk(offset=1, token_ids=[2], parts=[part(1, 1, call="é}")])))
+    assert delta == Delta(0, 1, (2,), "", "", (ToolCallDelta(0, "c", "f", "}"),))
+
+
+@pytest.mark.parametrize(
+    "wrong", [part(1, 0, call="[é"), part(1, 9, call="}"), part(3, 0, content="x"), part(1, 3, content="x")]
+)
+def test_parts_that_do_not_continue_the_answer_are_refused(wrong):
+    with pytest.raises(StreamCorrupted):
+        resuming().feed(event(1, chunk=pb.Chunk(offset=1, token_ids=[2], parts=[wrong])))
+
+
+def test_the_command_labels_reasoning_and_calls(capsys):
+    writer = AnswerWriter()
+    writer.write(Delta(0, 0, (), "", "Hm"))
+    writer.write(Delta(0, 0, (), "Yes", "."))
+    writer.write(Delta(0, 0, (), "", "", (ToolCallDelta(0, "c", "f", "{"), ToolCallDelta(0, "c", "f", "}"))))
+    writer.end()
+    assert capsys.readouterr().out == "reasoning: Hm.\nYes\ntool call: f {}\n"

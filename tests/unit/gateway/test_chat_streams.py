@@ -1,0 +1,306 @@
+"""Chats over real gRPC with a fake scheduler: prompts with tools, and answers in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+from tokenizers import AddedToken
+
+from gateway_svc.text.chat_output import call_id
+from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
+from tests.unit.gateway.fakes import EOS, FakeScheduler, Result, TestGateway, make_bundle, make_info, refused
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
+
+TOOLS = json.dumps([WEATHER, CLOCK])
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]"]
+ANSWER = (
+    "<think>\nWhich city?\n</think>\n\nI look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+ITEMS = [
+    ("reasoning", "Which city?"),
+    ("content", "I look."),
+    ("weather", '{"city": "Zürich"}'),
+    ("clock", "{}"),
+]
+
+
+def make_tokenizer() -> Any:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def chat_of(*messages: pb.ChatMessage, **options: Any) -> pb.Prompt:
+    messages = messages or (pb.ChatMessage(role="user", content="Hello"),)
+    return pb.Prompt(chat=pb.Chat(messages=messages, **options))
+
+
+@asynccontextmanager
+async def serving(template: str = TEMPLATES["hermes"]) -> AsyncIterator[tuple[TestGateway, FakeScheduler]]:
+    bundle = make_bundle(bundle_files(make_tokenizer(), {"chat_template": template}))
+    scheduler = FakeScheduler(make_info(bundle, max_model_len=2048, max_num_blocks=256), bundle)
+    await scheduler.start()
+    try:
+        async with TestGateway([scheduler.address]) as gateway:
+            await gateway.ready()
+            yield gateway, scheduler
+    finally:
+        await scheduler.stop()
+
+
+def items(parts: Sequence[pb.AnswerPart]) -> list[tuple[str, str]]:
+    """Kind or function name, and text, per item; checks the positions."""
+    texts: list[bytes] = []
+    kinds: list[str] = []
+    for part in parts:
+        call = part.tool_call
+        text = call.arguments if part.HasField("tool_call") else part.reasoning or part.content
+        if part.item == len(texts):
+            texts.append(b"")
+            kinds.append(call.name or part.WhichOneof("kind") or "")
+        assert part.item == len(texts) - 1
+        assert part.offset == len(texts[-1])
+        texts[-1] += text.encode()
+    return [(kind, text.decode()) for kind, text in zip(kinds, texts, strict=True)]
+
+
+def parts_of(result: Result) -> list[pb.AnswerPart]:
+    return [part for chunk in result.chunks for part in chunk.parts]
+
+
+def parsed(**output: Any) -> pb.OutputParams:
+    return pb.OutputParams(parse_chat=True, **output)
+
+
+async def test_an_answer_is_sent_as_parts() -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play([*encode(ANSWER), 1], EOS)
+        result = await gateway.collect(request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed())
+    parts = parts_of(result)
+    assert items(parts) == ITEMS
+    assert result.text() == ""
+    calls = [part.tool_call for part in parts if part.HasField("tool_call")]
+    assert [(call.index, call.id) for call in calls] == [(0, call_id("r", 0, 0)), (1, call_id("r", 0, 1))]
+    assert result.finished[0].usage.reasoning_tokens == len(encode(ANSWER[: ANSWER.index("\n\nI look")]))
+
+
+async def first_parts(gateway: TestGateway, request: pb.GenerateRequest, count: int) -> list[pb.AnswerPart]:
+    """The parts that a client has with the first `count` tokens, before it loses the stream."""
+    call = gateway.generate(request)
+    num_tokens, parts = 0, []
+    while num_tokens < count:
+        event = await call.read()
+        num_tokens += len(event.chunk.token_ids)
+        parts += event.chunk.parts
+    call.cancel()
+    return parts
+
+
+async def test_a_resumed_answer_continues_after_any_token() -> None:
+    """The parts of the tokens that the client has, and those of the resumed stream, are the parts of the answer."""
+    ids = encode(ANSWER)
+    async with serving() as (gateway, scheduler):
+        request = pb.GenerateRequest(
+            request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed(), sampling=types.SamplingParams(seed=1)
+        )
+        for count in range(1, len(ids), 2):
+            scheduler.on_submit = lambda submit, count=count: scheduler.send(submit.handle, ids[:count])  # type: ignore[misc]
+            before = await first_parts(gateway, request, count)
+            scheduler.play([*ids, 1], EOS)
+            sample = types.SampleState(index=0, output_token_ids=ids[:count])
+            again = pb.GenerateRequest(continuation=types.Continuation(samples=[sample]))
+            again.MergeFrom(request)
+            rest = await gateway.collect(again)
+            assert items([*before, *parts_of(rest)]) == ITEMS
+            expected = [call_id("r", 0, 0), call_id("r", 0, 1)]
+            assert all(p.tool_call.id == expected[p.tool_call.index] for p in parts_of(rest) if p.HasField("tool_call"))
+            assert rest.finished[0].usage.reasoning_tokens == len(encode(ANSWER[: ANSWER.index("\n\nI look")]))
+
+
+async def test_markers_that_are_special_tokens_reach_the_parser() -> None:
+    text = 'Hm.[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}'
+    async with serving(TEMPLATES["mistral"]) as (gateway, scheduler):
+        scheduler.play(encode(text))
+        result = await gateway.collect(request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed())
+        plain = await gateway.collect(prompt=chat_of(tools_json=TOOLS))
+    assert items(parts_of(result)) == [("content", "Hm."), ("weather", '{"city": "Zürich"}')]
+    assert parts_of(result)[-1].tool_call.id == call_id("r", 0, 0, is_short=True)
+    assert plain.text() == 'Hm.weather{"city": "Zürich"}'
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [("reasoning", "Which city?"), ("content", ANSWER.partition("</think>\n\n")[2])]),
+        (
+            {"tools_json": TOOLS, "tool_choice": pb.TOOL_CHOICE_NONE},
+            [("reasoning", "Which city?"), ("content", ANSWER.partition("</think>\n\n")[2])],
+        ),
+        ({"tools_json": TOOLS, "parallel_tool_calls": False}, ITEMS[:3]),
+        ({"tools_json": TOOLS, "tool_choice": pb.TOOL_CHOICE_AUTO}, ITEMS),
+    ],
+)
+async def test_what_is_parsed_depends_on_the_tools(options: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode(ANSWER))
+        result = await gateway.collect(prompt=chat_of(**options), output=parsed())
+    assert items(parts_of(result)) == expected
+
+
+async def test_the_prompt_may_open_the_reasoning() -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode("Hm.</think>Yes."))
+        opened = chat_of(template_kwargs_json='{"open_thinking": true}')
+        result = await gateway.collect(prompt=opened, output=parsed())
+        assert items(parts_of(result)) == [("reasoning", "Hm."), ("content", "Yes.")]
+        message = pb.ChatMessage(role="assistant", content="<think>First, ")
+        prefill = chat_of(pb.ChatMessage(role="user", content="Hi"), message, continue_final_message=True)
+        result = await gateway.collect(prompt=prefill, output=parsed())
+        assert items(parts_of(result)) == [("reasoning", "Hm."), ("content", "Yes.")]
+        result = await gateway.collect(prompt=chat_of(), output=parsed())
+        assert items(parts_of(result)) == [("content", "Hm.</think>Yes.")]
+
+
+async def test_a_stop_string_ends_a_parsed_answer() -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode(ANSWER))
+        stop = types.StopParams(stop=["look"])
+        result = await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed(), stop=stop)
+    assert items(parts_of(result)) == [("reasoning", "Which city?"), ("content", "I ")]
+    assert result.finished[0].stop == "look"
+
+
+async def test_output_without_text_has_no_parts() -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode(ANSWER))
+        result = await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed(text=False))
+    assert parts_of(result) == []
+    assert result.ids() == encode(ANSWER)
+
+
+async def prompt_text(gateway: TestGateway, prompt: pb.Prompt) -> str:
+    ids = (await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))).ids
+    return (await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text
+
+
+async def test_messages_reach_the_template() -> None:
+    call = pb.ToolCall(id="call_1", name="weather", arguments='{"city": "Zürich"}')
+    messages = [
+        pb.ChatMessage(role="developer", parts=[pb.ContentPart(text="Be"), pb.ContentPart(text="brief.")]),
+        pb.ChatMessage(role="user", content="Rain?"),
+        pb.ChatMessage(role="assistant", reasoning="Which city?", tool_calls=[call]),
+        pb.ChatMessage(role="tool", tool_call_id="call_1", name="weather", content="sun"),
+    ]
+    async with serving() as (gateway, _):
+        text = await prompt_text(gateway, chat_of(*messages, tools_json=TOOLS))
+    assert "<|im_start|>system\nBe\nbrief.\nTools:" in text
+    assert '"name": "weather"' in text
+    assert (
+        "<|im_start|>assistant\n<think>Which city?</think>"
+        '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call><|im_end|>'
+    ) in text
+    assert text.endswith("<|im_start|>user\n<tool_response>sun</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_the_generation_prompt_can_be_left_out() -> None:
+    async with serving() as (gateway, _):
+        text = await prompt_text(gateway, chat_of(add_generation_prompt=False))
+    assert text == "<|im_start|>user\nHello<|im_end|>\n"
+
+
+async def test_a_template_is_chosen_by_name() -> None:
+    templates = [{"name": "default", "template": "A"}, {"name": "other", "template": "B{{ tools }}"}]
+    async with serving(templates) as (gateway, _):  # type: ignore[arg-type]
+        assert await prompt_text(gateway, chat_of()) == "A"
+        assert await prompt_text(gateway, chat_of(chat_template="other")) == "BNone"
+        error = await refused_tokenize(gateway, chat_of(chat_template="third"))
+        assert "no chat template 'third'; templates of this model: default, other" in error
+
+
+async def refused_tokenize(gateway: TestGateway, prompt: pb.Prompt) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    return caught.value.details() or ""
+
+
+USER = pb.ChatMessage(role="user", content="Hi")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (chat_of(pb.ChatMessage(role="bot")), "messages[0].role is 'bot'; must be one of system, developer"),
+        (chat_of(pb.ChatMessage(role="user", tool_calls=[pb.ToolCall(name="f")])), "messages[0].tool_calls is set"),
+        (chat_of(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()])), "tool_calls[0].name is empty"),
+        (chat_of(pb.ChatMessage(role="user", reasoning="x")), "messages[0].reasoning is set"),
+        (chat_of(pb.ChatMessage(role="user", tool_call_id="x")), "messages[0].tool_call_id is set"),
+        (chat_of(pb.ChatMessage(role="user", parts=[pb.ContentPart()])), "messages[0].parts[0] has no text"),
+        (
+            chat_of(pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")])),
+            "messages[0].parts is set, and content too",
+        ),
+        (chat_of(tool_choice=pb.TOOL_CHOICE_REQUIRED), "tool_choice requires a call, but tools_json is not set"),
+        (chat_of(tool_choice=pb.TOOL_CHOICE_REQUIRED, tools_json="[]"), "tool_choice requires a call"),
+        (chat_of(tool_name="weather"), "tool_name requires a call, but tools_json is not set"),
+        (chat_of(tool_name="rain", tools_json=TOOLS), "tool_name is 'rain'; must be the name of a tool"),
+        (chat_of(tool_name="clock", tool_choice=pb.TOOL_CHOICE_AUTO, tools_json=TOOLS), "must be REQUIRED or unset"),
+        (chat_of(tool_choice=9), "tool_choice is 9"),
+        (chat_of(continue_final_message=True, add_generation_prompt=True), "set only one of them"),
+        (chat_of(tools_json="{"), "tools_json is not JSON"),
+        (chat_of(tools_json="{}"), "tools_json is a JSON dict; it must be an array"),
+        (chat_of(tools_json="[1]"), "tools_json[0] must be an object"),
+        (chat_of(tools_json='[{"type": "web"}]'), "tools_json[0].type is 'web'"),
+        (chat_of(tools_json='[{"type": "function"}]'), "tools_json[0].function must be an object"),
+        (
+            chat_of(tools_json='[{"type": "function", "function": {"name": "a b"}}]'),
+            "tools_json[0].function.name is 'a b'",
+        ),
+        (
+            chat_of(tools_json='[{"type": "function", "function": {"name": "f", "parameters": 1}}]'),
+            "parameters must be a JSON schema",
+        ),
+        (chat_of(tools_json=json.dumps([CLOCK, CLOCK])), "tools_json[1].function.name is 'clock', the same as"),
+    ],
+)
+async def test_invalid_chats_are_refused(gateway: TestGateway, prompt: pb.Prompt, words: str) -> None:
+    error = await refused(gateway.generate(prompt=prompt))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (error.details() or "")
+
+
+async def test_tools_without_a_template_for_them_are_refused(gateway: TestGateway) -> None:
+    error = await refused(gateway.generate(prompt=chat_of(tools_json=TOOLS)))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "chat template does not use tools" in (error.details() or "")
+
+
+async def test_a_required_call_needs_a_known_format() -> None:
+    async with serving("{{ tools }}") as (gateway, _):
+        prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
+        error = await refused(gateway.generate(prompt=prompt, output=parsed()))
+    assert "set its --tool-parser" in (error.details() or "")
+
+
+async def test_the_template_s_message_is_sent() -> None:
+    call = pb.ToolCall(id="1", name="weather", arguments="{}")
+    async with serving(TEMPLATES["llama3"]) as (gateway, _):
+        error = await refused_tokenize(gateway, chat_of(pb.ChatMessage(role="assistant", tool_calls=[call, call])))
+    assert "only supports single tool-calls at once" in error
