@@ -1,0 +1,34 @@
+"""Unmodified clients against the HTTP API, each a program in the environment of scripts/install_clients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from quire_client.demo import demo_model_dir
+
+from tests.clients.conftest import MODEL
+from tests.processes.stack import ROOT
+
+PYTHON = ROOT / os.environ.get("CLIENTS_VENV", ".clients") / "bin/python"
+PROGRAMS = Path(__file__).parent / "programs"
+
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} does not exist; run scripts/install_clients .venv/bin"),
+]
+
+
+@pytest.mark.parametrize(
+    "program", ["langchain_chat", "litellm_chat", "agents_chat", "instructor_objects", "lm_eval_scores"]
+)
+def test_a_client(url: str, program: str) -> None:
+    command = [PYTHON, PROGRAMS / f"{program}.py", url, MODEL]
+    if program == "lm_eval_scores":
+        command.append(demo_model_dir())
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
