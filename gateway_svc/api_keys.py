@@ -51,16 +51,16 @@ class ApiKeysError(ValueError):
 class ApiKeys:
     """The accepted keys, as digests. Read again at most every `REREAD_S`."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, flag: str = "--api-keys") -> None:
         self._folder = folder
         self._clock = clock
         self._read_at = clock()
         try:
             self._owners = _read(folder)
         except OSError as error:
-            raise ApiKeysError(f"--api-keys {folder}: {error.strerror or error}") from None
+            raise ApiKeysError(f"{flag} {folder}: {error.strerror or error}") from None
         if not self._owners:
-            raise ApiKeysError(f"--api-keys {folder}: the folder holds no key; add a file with a key")
+            raise ApiKeysError(f"{flag} {folder}: the folder holds no key; add a file with a key")
         log.info("%d API keys", len(self._owners))
 
     def owner_of(self, key: str) -> str | None:

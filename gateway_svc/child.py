@@ -26,6 +26,7 @@ def main() -> None:
     args.listen, args.http_listen = addresses[0], addresses[1] if len(addresses) > 1 else config.OFF
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
+    args.admin_listen = port_of_child(args.admin_listen, index)
     end_with_parent(parent)
     # After a restart, other processes are serving already: accept connections only when this process is ready as well.
     try:

@@ -12,10 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.v1.inference_pb2_grpc import (
-    add_AdminServiceServicer_to_server,
-    add_InferenceServiceServicer_to_server,
-)
+from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
@@ -24,6 +21,7 @@ from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
+from gateway_svc.operator_port import add_admin_flags, add_admin_service
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
@@ -239,6 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="CA certificates (PEM); clients need a certificate signed by one of them. Unset: clients need none",
     )
+    add_admin_flags(parser)
     add_flags(parser)
     parser.add_argument(
         "--scheduler-patience-s",
@@ -345,7 +344,7 @@ async def serve(
     admin = make_admin(args, server, read)
     http = make_http(args, servicer, directory, prompts, server, keys, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    add_AdminServiceServicer_to_server(AdminServicer(directory), server.grpc)
+    operations = add_admin_service(args, AdminServicer(directory), server, credentials)
     await admin.start()
     if reader is not None:
         reader.start()
@@ -355,6 +354,9 @@ async def serve(
     try:
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
+        if operations is not None:
+            log.info("AdminService at %s", await operations.start())
+            operations.set_serving(True)
         if http is not None:
             log.info("HTTP API at %s", await http.start())
         settle_gc()
@@ -366,6 +368,8 @@ async def serve(
         if http is not None:
             servicer.end_streams()  # streams are still open here only after a second signal
             await http.stop()
+        if operations is not None:
+            await operations.grpc.stop(None)
         dispatcher.close()
         await cancel(*tasks)
         if recorder is not None:

@@ -1,0 +1,79 @@
+"""AdminService on a port of its own: keys for inference cannot call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quire_client import Client, QuireError
+
+from tests.processes.ports import free_port
+from tests.processes.stack import Service, Stack
+
+NO_SCHEDULER = Service("none", [], "127.0.0.1:1", Path("none"))  # no scheduler listens here
+USER, OPERATOR = "key-of-a-user", "key-of-an-operator"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("users", "operators")}
+    (folders["users"] / "team").write_text(USER)
+    (folders["operators"] / "ops").write_text(OPERATOR)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def ports(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The addresses for inference and for operations."""
+    admin = f"127.0.0.1:{free_port()}"
+    flags = (f"--api-keys={folders['users']}", f"--admin-keys={folders['operators']}", f"--admin-listen={admin}")
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        gateway = stack.start_gateway(NO_SCHEDULER, flags=flags)
+        wait_for(gateway, "AdminService at")
+        yield gateway.address, admin
+
+
+def wait_for(service: Service, words: str) -> None:
+    import time
+
+    deadline = time.monotonic() + 30.0
+    while words not in service.log():
+        assert time.monotonic() < deadline, service.log()
+        assert service.is_running, service.log()
+        time.sleep(0.05)
+
+
+def refusal_of_drain(address: str, key: str | None) -> tuple[str, str]:
+    with Client.connect(address, api_key=key) as client, pytest.raises(QuireError) as refused:
+        client.drain_worker("worker-0")
+    return refused.value.code.name, str(refused.value)
+
+
+def test_each_port_accepts_its_own_keys_only(ports: tuple[str, str]) -> None:
+    public, admin = ports
+    code, words = refusal_of_drain(public, USER)
+    assert code == "PERMISSION_DENIED"
+    assert "use the address of the gateway's --admin-listen" in words
+    assert refusal_of_drain(public, OPERATOR)[0] == "UNAUTHENTICATED"
+    assert refusal_of_drain(admin, USER)[0] == "UNAUTHENTICATED"
+    assert refusal_of_drain(admin, None)[0] == "UNAUTHENTICATED"
+    code, words = refusal_of_drain(admin, OPERATOR)
+    assert code == "NOT_FOUND", words  # accepted: there is no such worker
+    with Client.connect(admin, api_key=OPERATOR) as client, pytest.raises(QuireError) as refused:
+        client.generate(token_ids=[1], max_tokens=1)
+    assert refused.value.code.name == "UNIMPLEMENTED", "no inference on the port for operations"
+
+
+def test_keys_for_inference_are_never_keys_for_operations(tmp_path: Path, folders: dict[str, Path]) -> None:
+    with Stack(tmp_path) as stack:
+        gateway = stack.start_gateway(NO_SCHEDULER, flags=(f"--api-keys={folders['users']}",))
+        wait_for(gateway, "listens on")
+        assert refusal_of_drain(gateway.address, USER)[0] == "PERMISSION_DENIED"
+
+
+def test_a_port_for_operations_that_strangers_can_reach_needs_keys(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        gateway = stack.start_gateway(NO_SCHEDULER, flags=(f"--admin-listen=0.0.0.0:{free_port()}",))
+        assert gateway.wait() == 1
+        assert "set --admin-keys, listen on 127.0.0.1, or set --insecure" in gateway.log()
