@@ -15,9 +15,11 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
 U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
+NO_LOGPROBS: F32 = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,14 @@ class RowOpen:
     block_table: U32
     num_computed_tokens: int
     fork_of_row: int | None = None
+    num_candidates: int = 0  # of a beam: number of best continuations that the worker returns
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step of one worker: columns of length B over rows, and the changes since the previous step.
 
-    The worker applies, in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
+    The worker applies, in this order: close_rows, opens, table changes, copies, commits, beams, forward, sampling.
     """
 
     worker_id: str
@@ -89,6 +92,9 @@ class StepBatch:
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
     commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
     commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
+    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] their tokens become the computed tokens of
+    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] these rows, all at once, and then
+    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] this token, instead of a sampled one
     then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
 
 
@@ -109,6 +115,10 @@ class StepOutput:
     rows: U32  # [S] rows that sampled: the rows of sample_mask in batch order, then fork_rows
     token_ids: U32  # [S]
     failures: list[RowFailure] = field(default_factory=list)
+    # The best continuations of each beam among `rows`: those of one row are adjacent, in falling order.
+    candidate_rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    candidate_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    candidate_logprobs: F32 = field(default_factory=lambda: NO_LOGPROBS)  # [C]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class Finished:
     num_preemptions: int
     stop_token_id: int | None = None
     message: str = ""
+    logprob: float | None = None  # of a sequence that a beam search found: sum over its tokens
+    score: float | None = None  # and the score by which it was chosen
 
 
 @dataclass(frozen=True, slots=True)

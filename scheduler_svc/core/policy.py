@@ -39,6 +39,14 @@ def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> int:
     return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size).sum())
 
 
+def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int) -> int:
+    """The largest number of blocks that the beams of one search will hold together. They always share the full blocks
+    of the prompt; the last token of each needs no KV.
+    """
+    shared = num_prompt // block_size
+    return shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
+
+
 def _growth(remaining: I64) -> I64:
     """Number of tokens that still get KV: all remaining tokens except the last, which is never computed."""
     return np.maximum(remaining - 1, 0)

@@ -35,6 +35,7 @@ from scheduler_svc.core.messages import (
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
+from scheduler_svc.core.queue.beam_answers import BeamAnswers
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
@@ -74,6 +75,7 @@ class Scheduler:
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
+        self._beams = BeamAnswers(self._requests, self._share, self._retry_or_end)
         self._expired: list[Finished] = []
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -113,8 +115,8 @@ class Scheduler:
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
         self._requests.update_schedulable()
-        for row in worker.rows.active().tolist():
-            self._requests.requeue(worker.preempt(row), MigrationReason.LOST)
+        while worker.rows.num_used:
+            self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), MigrationReason.LOST)
         self._prefix_events.leave(worker)
 
     def drain_worker(self, worker_id: str) -> None:
@@ -131,9 +133,9 @@ class Scheduler:
         workers = self._workers.values()
         takers = [worker for worker in workers if not worker.is_draining]
         for worker in workers:
-            for row in worker.rows.active().tolist() if worker.is_draining else ():
-                if any(could_run(worker.rows.sequence(row), taker.capacity) for taker in takers):
-                    self._requests.requeue(worker.preempt(row), MigrationReason.DRAIN)
+            for seq in worker.running() if worker.is_draining else ():
+                if seq.row is not None and any(could_run(seq, taker.capacity) for taker in takers):
+                    self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -159,8 +161,10 @@ class Scheduler:
         return _finishes(self._requests.abort(request_id, reason, message))
 
     def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason) -> Deltas:
-        """End one sample: the gateway matched a stop string in its text."""
+        """End one sample: the gateway matched a stop string in its text. A beam search has no samples until it ends."""
         group = self._requests.groups.get(request_id)
+        if group is not None and group.search is not None:
+            return _finishes([])
         live = [s for s in group.sequences if s.sample_index == sample_index and not s.is_finished] if group else []
         return _finishes([self._requests.end(seq, reason) for seq in live])
 
@@ -312,7 +316,7 @@ class Scheduler:
             self._finish_prompt_only(worker, step, deltas)
         if step.releases:
             worker.free_released(step)
-        return deltas
+        return self._beams.update(worker, step, output, deltas) if step.has_beams else deltas
 
     def _note_prefill_pace(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
@@ -343,18 +347,23 @@ class Scheduler:
         taint = taint_of(worker, {failure.row for failure in live}, step)
         worker.pool.forget(taint.blocks)
         for row in taint.rows:
-            self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
+            if worker.rows.sequences[row] is not None:  # else it was closed with another beam of its search
+                self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
         causes = [failure for failure in live if failure.row not in taint.rows]
-        finished = [self._retry_or_end(worker, worker.rows.sequence(f.row), f) for f in causes]
-        return [end for end in finished if end is not None]
+        return [end for failure in causes for end in self._retry_or_end(worker, failure)]
 
-    def _retry_or_end(self, worker: WorkerBooks, seq: Sequence, failure: RowFailure) -> Finished | None:
+    def _retry_or_end(self, worker: WorkerBooks, failure: RowFailure) -> list[Finished]:
+        if worker.rows.sequences[failure.row] is None:
+            return []  # it was closed with another beam of its search
+        seq = worker.rows.sequence(failure.row)
+        if seq.group.search is not None:
+            seq = seq.group.sequences[0]
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
         if seq.failed_on is not None or not any(could_run(seq, other.capacity) for other in others):
-            return self._requests.end(seq, FinishReason.ERROR, message=failure.message)
+            return self._requests.end_failed(seq, failure.message)
         seq.failed_on = worker.capacity.worker_id
         self._requests.requeue(worker.preempt(failure.row), MigrationReason.FAILED)
-        return None
+        return []
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

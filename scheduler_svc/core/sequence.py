@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.beams import BeamParams
 from request_fields.fields import StopCondition as StopCondition
+from scheduler_svc.core.beams import BeamSearch
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -131,7 +133,8 @@ class SequenceGroup:
     sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
-    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against.
+    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. With `beam_params`, the
+    sequences are the beams of a search, and its best sequences become the samples 0 to n - 1 when it ends.
     """
 
     request_id: str
@@ -152,7 +155,14 @@ class SequenceGroup:
     origin: str = ""  # the gateway that sent it; equal for all streams of that gateway
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
+    beam_params: BeamParams | None = None
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant
     sequences: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None  # of a request with `beam_params`, from its arrival
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that run for this request: its samples, or its beams."""
+        return self.n if self.beam_params is None else self.beam_params.width

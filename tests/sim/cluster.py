@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from prefix_index.changes import Holder
+from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -23,10 +24,10 @@ from scheduler_svc.core.errors import (
     UnexpectedStepError,
 )
 from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOutput, WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
+from scheduler_svc.core.policy import beam_blocks, ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
-from tests.sim.oracle import Expected, expected_output
+from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 
 ROOT_SALT = b"sim"
@@ -50,6 +51,7 @@ class Request:
     finished: list[FinishReason | None]
     ended_by_us: set[int] = field(default_factory=set)  # samples that the gateway ended
     num_cached: dict[int, int] = field(default_factory=dict)  # per sample, at its first admission
+    beams: BeamParams | None = None
 
     @property
     def is_done(self) -> bool:
@@ -58,6 +60,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + self.stop.max_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.n if self.beams is None else self.beams.width
 
 
 class Cluster:
@@ -109,9 +115,14 @@ class Cluster:
         priority: int = 0,
         root_key: bytes = b"",
         owner: int = 0,
+        beams: BeamParams | None = None,
     ) -> Request:
         """A request with the answer of the oracle."""
         eos = self.config.eos_token_ids
+        if beams is None:
+            expected = [expected_output(prompt, root_key, seed, i, stop, eos, self.vocab_size) for i in range(n)]
+        else:
+            n, expected = beams.num_returned, expected_beams(prompt, root_key, beams, stop, eos, self.vocab_size)
         number = len(self.requests) + 1
         return Request(
             request_id=f"r{number}",
@@ -123,7 +134,8 @@ class Cluster:
             owner=owner,
             handle=number,
             priority=priority,
-            expected=[expected_output(prompt, root_key, seed, i, stop, eos, self.vocab_size) for i in range(n)],
+            expected=expected,
+            beams=beams,
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
         )
@@ -158,6 +170,7 @@ class Cluster:
             sampling=request.seed,
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
+            beam_params=request.beams,
         )
 
     def _check_refusal(self, request: Request, error: Exception) -> None:
@@ -174,8 +187,12 @@ class Cluster:
         return (
             request.num_tokens <= c.max_model_len
             and ceil_div(request.num_tokens, c.block_size) <= c.num_blocks
-            and request.n <= c.max_num_seqs
+            and request.num_sequences <= c.max_num_seqs
+            and (request.beams is None or self._beam_blocks(request) <= c.num_blocks)
         )
+
+    def _beam_blocks(self, request: Request) -> int:
+        return beam_blocks(len(request.prompt), request.stop.max_tokens, request.num_sequences, self.block_size)
 
     def abort(self, request: Request) -> None:
         """The client has cancelled."""
@@ -226,7 +243,7 @@ class Cluster:
         for batch in batches:
             worker = self.workers[batch.worker_id]
             self.trace.append(("send", batch))
-            if worker.is_draining and any(opened.fork_of_row is None for opened in batch.opens):
+            if worker.is_draining and any(_is_new(opened) for opened in batch.opens):
                 raise Violation(f"worker {batch.worker_id} is draining and gets a new row")
             for row in batch.close_rows.tolist():
                 self._opened_for.pop((batch.worker_id, row), None)
@@ -307,7 +324,7 @@ class Cluster:
 
     def _check_reason(self, name: str, request: Request, finished: Finished) -> None:
         sample = finished.sample_index
-        if finished.reason is FinishReason.ERROR:
+        if finished.reason is FinishReason.ERROR and request.expected[sample].reason is not FinishReason.ERROR:
             if request.request_id not in self._failed_requests:
                 raise Violation(f"{name}: {finished.message}")
             return
@@ -414,7 +431,7 @@ class Cluster:
 
     def settle(self, choose: Callable[[list[SymbolicWorker]], SymbolicWorker]) -> None:
         """No more requests or faults: all open requests must end within a bounded number of steps."""
-        work = sum(request.num_tokens * request.n for request in self.open.values())
+        work = sum(request.num_tokens * request.num_sequences for request in self.open.values())
         bound, num_idle = self.num_steps + 200 + 20 * work, 0
         while self.schedule() or self.busy_workers() or self.scheduler.has_work:
             self.now += 1.0
@@ -463,3 +480,8 @@ class Cluster:
         for block in worker.list_blocks():
             if worker.content[block.block_id] != block.digest:
                 raise Violation(f"worker {name}: committed block {block.block_id} holds the wrong content")
+
+
+def _is_new(opened: RowOpen) -> bool:
+    """Whether a row begins a sequence, and not another sample or beam of a request that runs on the worker."""
+    return opened.fork_of_row is None and not (opened.num_candidates and opened.sample_index)

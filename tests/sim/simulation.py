@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
@@ -56,6 +57,8 @@ class Simulation:
     ) -> None:
         self.seed = seed
         self.rng = rng = Random(seed)
+        self._beam_rng = Random(f"beams {seed}")
+        self._beam_rate = self._beam_rng.choice((0.0, 0.2, 0.6))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -112,8 +115,9 @@ class Simulation:
         budget = max_num_seqs + rng.choice((0, 1, 5, 20, 100))
         self._next_epoch += 1
         return WorkerCapacity(
-            worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len, pipeline_depth=rng.randint(1, 6)
-        )
+            worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
+            pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size,
+        )  # fmt: skip
 
     def _choose_prompt(self) -> list[int]:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
@@ -136,6 +140,14 @@ class Simulation:
             max_tokens = room + 1
         stop_ids = frozenset(self._random_tokens(rng.choice((0, 0, 1, 2))))
         return StopCondition(max_tokens, stop_ids, ignore_eos=rng.random() < 0.4)
+
+    def _choose_beams(self, stop: StopCondition) -> BeamParams | None:
+        """From a separate source, so that seeds of old bugs give the same runs."""
+        rng = self._beam_rng
+        if rng.random() >= self._beam_rate or not stop.max_tokens:
+            return None
+        width = rng.randint(2, 5)
+        return BeamParams(width, rng.randint(1, width), rng.choice((0.0, 1.0, 2.0)), rng.choice(list(EarlyStopping)))
 
     def _random_worker(self) -> SymbolicWorker:
         return self.rng.choice(list(self.cluster.workers.values()))
@@ -184,16 +196,19 @@ class Simulation:
         rng = self.rng
         self._num_arrived += 1
         prompt = self._choose_prompt()
+        stop = self._choose_stop(len(prompt))
+        beams = self._choose_beams(stop)
         request = self.cluster.make_request(
             prompt,
-            self._choose_stop(len(prompt)),
+            stop,
             seed=rng.choice((7, rng.randrange(1 << 32))),
             n=rng.choice((1, 1, rng.randint(1, self.setup.max_n))),
             priority=rng.choice((0, 0, 0, -1, 1, 5)),
             root_key=rng.choice(self._roots),
             owner=rng.randrange(NUM_OWNERS),
+            beams=beams,
         )
-        if rng.random() < 0.15:  # another scheduler served it until now
+        if rng.random() < 0.15 and beams is None:  # another scheduler served it until now
             request.delivered = [e.tokens[: rng.randint(0, len(e.tokens))] for e in request.expected]
         self.cluster.submit(request)
 
@@ -203,6 +218,8 @@ class Simulation:
     def _stop_sample(self) -> None:
         request = self.rng.choice(list(self.cluster.open.values()))
         live = [sample for sample, reason in enumerate(request.finished) if reason is None]
+        if request.beams is not None:
+            return  # gateways refuse stop strings with beams
         self.cluster.stop_sample(request, self.rng.choice(live))
 
     def _answer(self) -> None:
@@ -241,12 +258,15 @@ class Simulation:
             return
         c, longest = self.cluster, ceil_div(self.cluster.max_model_len, self.cluster.block_size)
         self._next_epoch += 1
+        width = max((request.num_sequences for request in c.open.values() if request.beams is not None), default=1)
+        rows = max(4, width)
         c.join(
             WorkerCapacity(
-                "ample", self._next_epoch, longest, c.block_size, 4, 4 + self.rng.randint(0, 20), c.max_model_len
+                "ample", self._next_epoch, longest * width, c.block_size, rows, rows + self.rng.randint(0, 20),
+                c.max_model_len, vocab_size=c.vocab_size,
             ),
             is_lazy=self.setup.is_lazy,
-        )
+        )  # fmt: skip
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

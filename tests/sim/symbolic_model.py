@@ -60,6 +60,19 @@ def next_token(digest: int, seed: int, sample_index: int, output_position: int, 
     return mix(digest ^ mix(noise)) % vocab_size
 
 
+def logprobs(digest: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """Log probabilities of all tokens after a prefix, for beam search: [vocab_size], negative and hardly ever equal."""
+    draws = mix_column(np.uint64(digest) ^ mix_column(np.arange(1, vocab_size + 1, dtype=np.uint64) * _N_TOKEN))
+    return -(draws >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
+
+
+def best_candidates(digest: int, vocab_size: int, count: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
+    """Ids and log probabilities of the most likely tokens, in falling order."""
+    values = logprobs(digest, vocab_size)
+    ids = np.argsort(-values, kind="stable")[:count]
+    return ids.astype(np.uint32), values[ids]
+
+
 def next_token_column(digests: U64, seeds: U64, samples: U64, positions: U64, vocab_size: int) -> U64:
     """`next_token` for every element."""
     one = np.uint64(1)

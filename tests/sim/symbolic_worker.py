@@ -10,6 +10,7 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     writes      slots follow from the table, no slot twice, never into a shared or a committed block
     commits     full blocks, written by acknowledged steps, with the digest of their whole chain
     forks       off a prompt that completes in this very step
+    beams       continue a beam of their request by one of its candidates; they share its blocks or copy the last one
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
 """
@@ -101,6 +102,8 @@ class SymbolicWorker:
         self.is_open = np.zeros(rows, dtype=np.bool_)
         self.is_broken = np.zeros(rows, dtype=np.bool_)
         self.is_sticky = np.zeros(rows, dtype=np.bool_)  # broken, and fails in every later step too
+        self.num_candidates = np.zeros(rows, dtype=np.int64)
+        self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
         self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
         self.group: list[RowOpen | None] = [None] * rows
         self.seed = np.zeros(rows, dtype=np.uint64)
@@ -174,6 +177,8 @@ class SymbolicWorker:
             self._copy(batch, {block for _, block in fresh})
         if len(batch.commit_blocks):
             self._commit(batch, num_acked)
+        if len(batch.beam_rows):
+            self._move_beams(batch)
         rows, broken = self._forward(batch)
         return self._sample(batch, rows, broken)
 
@@ -207,6 +212,7 @@ class SymbolicWorker:
         self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
         self.num_computed_tokens[row] = opened.num_computed_tokens
+        self.num_candidates[row] = opened.num_candidates
         self.tokens[row, :count] = tokens
         terms = symbolic_model.term_column(tokens.astype(np.uint64), self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(opened.group.root_key))
@@ -233,6 +239,8 @@ class SymbolicWorker:
 
     def _change_tables(self, batch: StepBatch, fresh: list[tuple[int, int]]) -> None:
         bs, copied = self.capacity.block_size, dict(zip(batch.copy_dst.tolist(), batch.copy_src.tolist(), strict=True))
+        parents = dict(zip(batch.beam_rows.tolist(), batch.beam_parents.tolist(), strict=True))
+        taken = {row: self.table[parent, : self.table_len[parent]].tolist() for row, parent in parents.items()}
         changes = zip(batch.table_rows.tolist(), batch.table_indices.tolist(), batch.table_blocks.tolist(), strict=True)
         for row, index, block in changes:
             self._need_open(row, "changes the table of")
@@ -242,13 +250,17 @@ class SymbolicWorker:
                 self.table_len[row] += 1
             else:
                 old = int(self.table[row, index])
-                if copied.get(block) != old:
+                if row in taken and taken[row][index] != old:  # it takes the block over from its parent
+                    if copied.get(block, block) != taken[row][index]:
+                        raise Violation(f"beam {row}: block {block} is neither its parent's nor a copy of it")
+                elif copied.get(block) != old:
                     raise Violation(f"row {row}: block {old} is replaced by {block} without a copy")
                 self.refs[old] -= 1
             self.table[row, index] = block
             self.slots[row, index * bs : (index + 1) * bs] = np.arange(block * bs, (block + 1) * bs)
             self.refs[block] += 1
-            fresh.append((row, block))
+            if block not in taken.get(row, ())[index:]:
+                fresh.append((row, block))
 
     def _take_fresh(self, fresh: list[tuple[int, int]]) -> None:
         """A newly allocated block is only in the tables of its row and of rows that share it from this step on."""
@@ -284,6 +296,23 @@ class SymbolicWorker:
             self.committed.pop(block, None)  # the order of the table is that of the commits
             self.committed[block] = digest
             self.is_committed[block] = True
+
+    def _move_beams(self, batch: StepBatch) -> None:
+        rows, parents = batch.beam_rows.astype(np.int64), batch.beam_parents.astype(np.int64)
+        for row, parent, token in zip(rows.tolist(), parents.tolist(), batch.beam_tokens.tolist(), strict=True):
+            self._need_open(row, "moves beam")
+            self._need_open(parent, "moves a beam to")
+            if self.group[row].group is not self.group[parent].group or not self.num_candidates[row]:
+                raise Violation(f"row {row} becomes a beam of row {parent}, which belongs to another request")
+            if token not in self.candidates.get(parent, ()):
+                raise Violation(f"beam {row} gets token {token}, which is no candidate of row {parent}")
+        ends = self.num_computed_tokens[parents]
+        tokens, digests = self.tokens[parents], self.digests[parents]
+        self.tokens[rows], self.digests[rows] = tokens, digests
+        self.tokens[rows, ends] = batch.beam_tokens
+        terms = symbolic_model.term_column(batch.beam_tokens.astype(np.uint64), self._places[ends])
+        self.digests[rows, ends] = digests[np.arange(len(rows)), ends - 1] + terms
+        self.history_len[rows], self.num_computed_tokens[rows] = ends + 1, ends
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -440,6 +469,7 @@ class SymbolicWorker:
         samplers = asked[~np.isin(asked, broken)] if broken else asked
         if len(samplers):
             self._append_samples(samplers)
+        candidates = self._candidates(samplers[self.num_candidates[samplers] > 0])
         if broken:
             self.failed_requests.update(self.group[row].group.request_id for row in broken)
             broken = [row for row in broken if not self.is_silent[row] or row not in asked]
@@ -449,7 +479,22 @@ class SymbolicWorker:
             rows=samplers.astype(np.uint32),
             token_ids=self.tokens[samplers, self.history_len[samplers] - 1],
             failures=[RowFailure(row, "simulated failure") for row in broken],
+            candidate_rows=candidates[0],
+            candidate_ids=candidates[1],
+            candidate_logprobs=candidates[2],
         )
+
+    def _candidates(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The most likely tokens after the computed tokens of each beam. Garbage gives other tokens."""
+        self.candidates.update(dict.fromkeys(rows.tolist(), ()))
+        parts = [(np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.float32))]
+        for row in rows.tolist():
+            last = self.num_computed_tokens[row] - 1
+            digest = self.digests[row, last] ^ (self.kv[self.slots[row, last]] == POISON)
+            ids, logprobs = symbolic_model.best_candidates(int(digest), self.vocab_size, int(self.num_candidates[row]))
+            self.candidates[row] = set(ids.tolist())
+            parts.append((np.full(len(ids), row, dtype=np.uint32), ids, logprobs))
+        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
     def _append_samples(self, rows: np.ndarray) -> None:
         ends = self.history_len[rows]

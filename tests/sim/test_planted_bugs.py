@@ -16,6 +16,7 @@ import pytest
 
 from prefix_index import hashing
 from scheduler_svc.core import scheduler
+from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
@@ -23,6 +24,7 @@ from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps import failures, step_planner, worker_books
+from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.failures import Taint
 from scheduler_svc.core.steps.rows import RowTable
@@ -406,6 +408,64 @@ def draining_worker_gets_sequences(patch: Patch) -> None:
         return placed
 
     wrap(patch, QueueScan, "place", place)
+
+
+# -- beams -------------------------------------------------------------------------------------------------------------
+
+
+@bug("which other rows share|written to one slot")
+def last_block_of_a_beam_not_copied(patch: Patch) -> None:
+    def copy(original: Any, planner: StepPlanner, row: int, plan: StepPlan) -> None:
+        if not planner.books.rows.is_beam[row]:
+            original(planner, row, plan)
+
+    wrap(patch, StepPlanner, "_copy_block", copy)
+
+
+@bug("reads the wrong content|which other rows share")
+def beam_keeps_its_own_blocks(patch: Patch) -> None:
+    wrap(patch, BeamRows, "_take_tables", lambda original, beams, rows, parents: None)
+
+
+@bug("which another open row has|neither its parent's nor a copy|which other rows share|written to one slot")
+def beam_takes_no_reference(patch: Patch) -> None:
+    def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BlockManager, "share", lambda pool, blocks: None)
+            original(beams, rows, parents)
+
+    wrap(patch, BeamRows, "_take_tables", take)
+
+
+@bug("reads the wrong content|no candidate of row|the oracle has|opens with a prompt")
+def beam_keeps_its_own_tokens(patch: Patch) -> None:
+    wrap(patch, BeamRows, "_take_tokens", lambda original, beams, rows, parents: None)
+    trust_digests(patch)
+
+
+@bug("not that of its chain|no acknowledged step has computed")
+def beam_keeps_its_own_digests(patch: Patch) -> None:
+    def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
+        known = {row: list(beams._table.digests[row]) for row in rows.tolist()}
+        original(beams, rows, parents)
+        for row, digests in known.items():
+            beams._table.digests[row][:] = digests
+
+    wrap(patch, BeamRows, "_take_tokens", take)
+
+
+@bug("the oracle has")
+def scores_lost_at_a_preemption(patch: Patch) -> None:
+    def forget(original: Any, search: BeamSearch) -> None:
+        original(search)
+        search.scores[:] = 0
+
+    wrap(patch, BeamSearch, "forget_candidates", forget)
+
+
+@bug("belongs to another request|no candidate of row|the oracle has|reads the wrong content|no progress")
+def moves_not_sent(patch: Patch) -> None:
+    change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -193,7 +193,8 @@ class Fleet:
     def _eligible(self, seq: Sequence) -> Bools:
         """Workers that could run the sequence if they were idle."""
         eligible = self._is_open
-        if not self._size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens):
+        group = seq.group
+        if group.beam_params is not None or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
             eligible = eligible & np.array(
                 [could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_
             )

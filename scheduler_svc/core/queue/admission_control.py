@@ -20,6 +20,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import (
     DEADLINE_FRACTION,
+    beam_blocks,
     expected_tokens,
     first_token_wait_s,
     is_queue_full,
@@ -89,7 +90,7 @@ class AdmissionControl:
                 f"the queue is full: {num_waiting} requests are waiting, and the limit is {self._config.max_waiting}; "
                 "retry later"
             )
-        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.n, self._measures.mean_output)
+        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
         if is_queue_full(queue.expected_tokens + new, queue.expected_tokens_of(slot) + new, num_tenants, limit):
             raise QueueFullError(
@@ -110,6 +111,25 @@ class AdmissionControl:
             raise NeverFitsError(
                 f"sampling.n is {group.n}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest worker",
                 field="sampling.n",
+            )
+        if has_workers and group.beam_params is not None:
+            self._check_beams(group, first.block_size)
+
+    def _check_beams(self, group: SequenceGroup, block_size: int) -> None:
+        width, num_prompt, max_tokens = group.num_sequences, len(group.prompt), group.stop.max_tokens
+        if width > self._fleet.most_rows:
+            raise NeverFitsError(
+                f"sampling.beam_width is {width}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest "
+                "worker",
+                field="sampling.beam_width",
+            )
+        num_needed = block_size * beam_blocks(num_prompt, max_tokens, width, block_size)
+        if num_needed > self._fleet.largest_pool:
+            raise NeverFitsError(
+                f"sampling.beam_width is {width}; with {num_prompt} prompt tokens and max_tokens {max_tokens} the "
+                f"beams need {num_needed} tokens of one KV pool, and the largest pool has "
+                f"{self._fleet.largest_pool}: lower beam_width or max_tokens",
+                field="sampling.beam_width",
             )
 
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:

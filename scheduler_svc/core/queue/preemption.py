@@ -10,7 +10,7 @@ from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.step_plan import StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_books import WorkerBooks, num_forks_needed
 
 
 def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bool:
@@ -27,6 +27,8 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
         decode, prefill = planner.split_by_stage()
         needy = planner.rows_that_need_a_block(decode) if len(decode) else decode
         num_needed = planner.num_blocks_for(needy)
+        if worker.beams_to_open:
+            num_needed += planner.num_blocks_to_open()
         if num_needed <= worker.pool.num_free + worker.num_pending_free:
             break
         has_preempted = True
@@ -39,6 +41,8 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     if len(needy):
         planner.give_blocks(needy, plan)
     planner.plan_running(plan, decode, prefill)
+    if worker.beams_to_open:
+        planner.open_beams(plan)
     return has_preempted
 
 
@@ -56,7 +60,7 @@ def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, waterma
 
 
 def _has_space(seq: Sequence, worker: WorkerBooks) -> bool:
-    return worker.has_space(1, ceil_div(seq.data.num_tokens, worker.capacity.block_size))
+    return worker.has_space(1 + num_forks_needed(seq), ceil_div(seq.data.num_tokens, worker.capacity.block_size))
 
 
 def _may_displace(seq: Sequence, worker: WorkerBooks) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
+from request_fields.fields import End
+from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
@@ -54,7 +57,10 @@ class Requests:
         group.arrival = now
         group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
         group.tenant_slot = self.share.join(group.tenant_id)
-        group.sequences = [self._make_sequence(group, i) for i in range(group.n) if i not in group.finished_samples]
+        live = (i for i in range(group.num_sequences) if i not in group.finished_samples)
+        group.sequences = [self._make_sequence(group, i) for i in live]
+        if group.beam_params is not None:
+            group.search = BeamSearch(group.beam_params, group.stop, self._config.eos_token_ids)
         self.groups[group.request_id] = group
         self.priorities[group.priority] += 1
         finished = [self._end_early(seq) for seq in group.sequences if self._stops.is_complete(seq)]
@@ -87,7 +93,37 @@ class Requests:
         if group is None:
             return []
         live = [seq for seq in group.sequences if not seq.is_finished]
-        return [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
+        ends = [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
+        return [end for end in ends if end.sample_index < group.n]  # a search may have more beams than samples
+
+    def end_failed(self, seq: Sequence, message: str) -> list[Finished]:
+        """End a sequence that failed; with all its beams if it is one."""
+        if seq.group.search is not None:
+            return self.abort(seq.group.request_id, FinishReason.ERROR, message)
+        return [self.end(seq, FinishReason.ERROR, message=message)]
+
+    def end_search(self, group: SequenceGroup) -> list[Finished]:
+        """End a beam search. Its best sequences are the samples of the request."""
+        search = group.search
+        if search is None:
+            raise RuntimeError(f"request {group.request_id} has no beam search: a bug in the scheduler")
+        first, found = group.sequences[0], search.hypotheses
+        ends = self.abort(group.request_id, FinishReason.ERROR, f"only {len(found)} different outputs are possible")
+        return [
+            replace(
+                end,
+                reason=FinishReason(best.end.value),
+                num_output_tokens=len(best.token_ids),
+                num_cached_tokens=first.num_cached_tokens,
+                num_recomputed_tokens=first.num_recomputed_tokens,
+                num_preemptions=first.num_preemptions,
+                stop_token_id=int(best.token_ids[-1]) if best.end is End.STOP else None,
+                message="",
+                logprob=best.logprob,
+                score=best.score,
+            )
+            for end, best in zip(ends, found, strict=False)
+        ] + ends[len(found) :]
 
     def expire(self, now: float) -> list[Finished]:
         """End requests that still wait at their deadline."""
@@ -256,7 +292,7 @@ def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = N
         group=seq.group,
         sample_index=seq.sample_index,
         reason=reason,
-        num_output_tokens=len(seq.data.output),
+        num_output_tokens=len(seq.data.output) if seq.group.search is None else 0,  # beams are never sent
         num_cached_tokens=seq.num_cached_tokens,
         num_recomputed_tokens=seq.num_recomputed_tokens,
         num_preemptions=seq.num_preemptions,

@@ -6,15 +6,20 @@ import numpy as np
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import expected_remaining, final_blocks, projected_peak
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.policy import beam_blocks, expected_remaining, final_blocks, projected_peak
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.rows import I64, RowTable
 from scheduler_svc.core.steps.sharing import shared_before
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
-    """Whether an idle worker of this capacity could run the sequence."""
-    return capacity.size_limits.fits(len(seq.group.prompt), seq.group.stop.max_tokens)
+    """Whether an idle worker of this capacity could run the sequence, with all beams if it is one."""
+    group = seq.group
+    fits = capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
+    if group.beam_params is None:
+        return fits
+    most_blocks = beam_blocks(len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size)
+    return fits and group.num_sequences <= capacity.max_num_seqs and most_blocks <= capacity.num_blocks
 
 
 def excess_blocks(
@@ -46,7 +51,7 @@ def excess_blocks(
         return 0
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
-    may_stop = np.concatenate((stops, [not group.stop.ignore_eos or bool(group.stop.stop_token_ids)] * num_new))
+    may_stop = np.concatenate((stops, [_may_stop(group)] * num_new))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
     num_saved = len(hits) - pool.num_unused(hits) + num_forks * (len(group.prompt) // table.block_size)
     num_opened = final_blocks(tokens, remaining, table.block_size) - int(table.num_blocks[rows].sum()) - num_saved
@@ -56,6 +61,11 @@ def excess_blocks(
     shared_prompt = len(group.prompt) // table.block_size
     saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * num_forks)
     return max(0, projected_peak(tokens[order], remaining[order], saved[order], table.block_size) - max_blocks)
+
+
+def _may_stop(group: SequenceGroup) -> bool:
+    """Whether its sequences may end before max_tokens. A beam that ends is replaced by another one."""
+    return group.beam_params is None and (not group.stop.ignore_eos or bool(group.stop.stop_token_ids))
 
 
 def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:

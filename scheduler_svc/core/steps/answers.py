@@ -55,6 +55,9 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
     if step.generation is not table.generation:
         is_live = step.generation[rows] == table.generation[rows]
         rows, token_ids = rows[is_live], token_ids[is_live]
+    if step.has_beams:  # their tokens are chosen by `BeamSearch`
+        is_sampled = ~table.is_beam[rows]
+        rows, token_ids = rows[is_sampled], token_ids[is_sampled]
     positions = table.num_tokens[rows]
     table.tokens[rows, positions] = token_ids
     table.num_tokens[rows] = positions + 1

@@ -50,6 +50,8 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self.is_beam = np.zeros(rows, dtype=np.bool_)  # its tokens are chosen by `group.search`, so it is not pipelined
+        self.num_beams = 0  # rows in use that are beams
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
@@ -123,13 +125,17 @@ class RowTable:
         self.sample_index[row] = seq.sample_index
         self.tenant[row] = group.tenant_slot
         self.priority[row] = group.priority
-        self.ignore_eos[row] = group.stop.ignore_eos
-        self.has_stop_ids[row] = bool(group.stop.stop_token_ids)
+        is_beam = group.beam_params is not None
+        self.is_beam[row] = is_beam
+        self.num_beams += is_beam
+        self.ignore_eos[row] = group.stop.ignore_eos or is_beam
+        self.has_stop_ids[row] = bool(group.stop.stop_token_ids) and not is_beam
         return row
 
     def close(self, row: int) -> None:
         self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
         self.generation[row] += 1
+        self.num_beams -= int(self.is_beam[row])
         self.sequences[row] = None
         del self._order[row]
         self._active = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,19 @@ class StepPlan:
         self.budget -= num_tokens
 
 
+class BeamMoves(NamedTuple):
+    """New tokens and tables of beams, for the next step."""
+
+    rows: U32
+    parents: U32
+    token_ids: U32
+    tables: list[tuple[I64, I64, I64]]  # columns: row, index, block
+
+
+# Changes since the previous step that the next step carries: rows closed, blocks committed, beams moved.
+Changes = tuple[list[int], list[Fill], BeamMoves | None]
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A step that was sent but not answered yet, with all data to check and apply its answer."""
@@ -61,6 +74,7 @@ class InFlightStep:
     prompt_only: list[int]  # rows with max_tokens 0 whose prompt this step completes
     is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
+    has_beams: bool = False  # some of the rows are beams
     sent_at: float = 0.0
     releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
 
@@ -80,13 +94,17 @@ def make_batch(
     step: InFlightStep,
     sample_mask: Bools,
     slots: U32,
-    changes: tuple[list[int], list[Fill]],
+    changes: Changes,
 ) -> StepBatch:
-    """The message of a step. `changes`: rows closed and blocks committed since the previous step."""
-    closed, commits = changes
+    """The message of a step."""
+    closed, commits, moves = changes
     fork_rows, fork_parents = _columns(plan.forks)
     copy_src, copy_dst = _columns(plan.copies)
+    if moves is not None:
+        plan.tables[:0] = moves.tables
     table_rows, table_indices, table_blocks = _joined(plan.tables)
+    if moves is not None:
+        table_rows, table_indices, table_blocks = newest_of_each(table_rows, table_indices, table_blocks)
     return StepBatch(
         worker_id=worker_id,
         step_id=step.step_id,
@@ -107,6 +125,9 @@ def make_batch(
         copy_dst=copy_dst,
         commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
         commit_digests=[digest for _, digest in commits] if commits else [],
+        beam_rows=EMPTY if moves is None else moves.rows,
+        beam_parents=EMPTY if moves is None else moves.parents,
+        beam_tokens=EMPTY if moves is None else moves.token_ids,
     )
 
 
@@ -134,3 +155,13 @@ def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
         return EMPTY, EMPTY, EMPTY
     rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
     return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
+
+
+def newest_of_each(rows: U32, indices: U32, blocks: U32) -> tuple[U32, U32, U32]:
+    """The table changes without those that a later change of the same entry replaces: a beam may get a shared block,
+    and a copy of it in the same step.
+    """
+    entries = rows.astype(np.int64) << 32 | indices
+    _, newest = np.unique(entries[::-1], return_index=True)
+    kept = np.sort(len(entries) - 1 - newest)
+    return rows[kept], indices[kept], blocks[kept]

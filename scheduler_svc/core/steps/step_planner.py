@@ -74,9 +74,9 @@ class StepPlanner:
 
     def _new_run(self) -> DecodeRun | None:
         """A new run; None if it may not begin. Every row that has tokens to compute must have exactly one, its newest,
-        and must either own the block to which it writes or need a new block.
+        and must either own the block to which it writes or need a new block. Beams are not pipelined.
         """
-        if self.books.pending_prefill or self.books.num_reserved_rows:
+        if self.books.pending_prefill or self.books.num_reserved_rows or self._rows.num_beams:
             return None
         r = self._rows
         rows, _ = self.split_by_stage()
@@ -203,21 +203,70 @@ class StepPlanner:
         r, seq = self._rows, self._rows.sequence(row)
         if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
+        if len(seq.data.output):  # beams that are computed again
+            self.books.beams_to_open.add(row)
+            return
         prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
         table = blocks.astype(np.uint32)
         for sample in seq.forks:
             sample.digests = list(seq.digests)
             self._pool.share(blocks)
             child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
-            r.pending[child] = 1 if r.limit[row] > len(prompt) else 0
+            r.pending[child] = 1 if r.limit[row] > len(prompt) and not r.is_beam[child] else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
             plan.opens.append(
-                RowOpen(child, seq.group, sample.sample_index, EMPTY, len(prompt), table, len(prompt), fork_of_row=row)
+                RowOpen(
+                    row=child,
+                    group=seq.group,
+                    sample_index=sample.sample_index,
+                    token_ids=EMPTY,
+                    prompt_len=len(prompt),
+                    block_table=table,
+                    num_computed_tokens=len(prompt),
+                    fork_of_row=row,
+                    num_candidates=self._num_candidates(sample),
+                )
             )
             plan.forks.append((child, row))
         self.books.num_reserved_rows -= len(seq.forks)
         seq.forks = []
+
+    # -- beams that are computed again --------------------------------------------------------------------------------
+
+    def num_blocks_to_open(self) -> int:
+        """Number of blocks that the beams need which wait for their first beam, now computed."""
+        return sum(self._num_unshared(beam) for beam in self._waiting_beams())
+
+    def open_beams(self, plan: StepPlan) -> None:
+        """Give waiting beams their rows, as far as blocks and tokens of the step suffice. They share the blocks that
+        the first beam has in common with them.
+        """
+        for beam in self._waiting_beams():
+            if plan.budget < 1 or self._num_unshared(beam) > self._pool.num_free:
+                return
+            first = beam.group.sequences[0]
+            first.forks.remove(beam)
+            self.books.num_reserved_rows -= 1
+            if not first.forks and first.row is not None:
+                self.books.beams_to_open.discard(first.row)
+            self.admit(beam, self._hits(beam), plan)
+
+    def _waiting_beams(self) -> list[Sequence]:
+        return [beam for row in self.books.beams_to_open for beam in self._rows.sequence(row).forks]
+
+    def _hits(self, seq: Sequence) -> I64:
+        token_ids = seq.data.token_ids()
+        self.books.extend_digests(seq)
+        return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self._capacity.block_size)
+
+    def _num_unshared(self, seq: Sequence) -> int:
+        hits = self._hits(seq)
+        return ceil_div(seq.data.num_tokens, self._capacity.block_size) - len(hits) + self._pool.num_unused(hits)
+
+    def _num_candidates(self, seq: Sequence) -> int:
+        search = seq.group.search
+        return 0 if search is None else min(search.num_candidates, self._capacity.vocab_size)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +286,7 @@ class StepPlanner:
         reaches_end = ends == known
         sample_mask = reaches_end & (left > 0)
         r.num_computed_tokens[rows] = ends
-        r.pending[rows] = pending + sample_mask
+        r.pending[rows] = pending + (sample_mask & ~r.is_beam[rows] if r.num_beams else sample_mask)
         num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
         self.may_continue = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
@@ -256,6 +305,7 @@ class StepPlanner:
             forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
             is_full=plan.budget < 1,
+            has_beams=r.num_beams > 0,
             sent_at=plan.now,
         )
         plan.forks = sampling_forks
@@ -320,6 +370,7 @@ class StepPlanner:
                 prompt_len=len(seq.group.prompt),
                 block_table=blocks,
                 num_computed_tokens=num_computed,
+                num_candidates=self._num_candidates(seq),
             )
         )
         return row

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefix_index.hashing import block_bytes, chained, root_digest, token_bytes
-from scheduler_svc.core.blocks.block_manager import BlockManager, Fill
+from prefix_index.hashing import block_bytes, chained, extend_digests, root_digest, token_bytes
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
+from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.rows import I64, U32, RowTable
-from scheduler_svc.core.steps.step_plan import InFlightStep
+from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
 
 
 class Room(NamedTuple):
@@ -52,6 +53,7 @@ class WorkerBooks:
             keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
+        self.beams = BeamRows(self.rows, self.pool)
         self.in_flight: deque[InFlightStep] = deque()
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
         self.is_draining = False
@@ -60,7 +62,12 @@ class WorkerBooks:
         self._num_answered = 0  # steps
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
+        self.beams_to_open: set[int] = set()  # rows of first beams that the other beams of their searches wait for
         self._closed: list[int] = []
+
+    def running(self) -> list[Sequence]:
+        """The sequences that have a row, in order of admission."""
+        return [self.rows.sequence(row) for row in self.rows.active().tolist()]
 
     @property
     def can_send(self) -> bool:
@@ -72,13 +79,14 @@ class WorkerBooks:
 
     @property
     def has_changes(self) -> bool:
-        """Whether rows were closed or blocks committed since the newest step. The next step carries these changes."""
-        return bool(self._closed or self.pool.commits)
+        """Whether there are changes since the newest step that the next step will carry."""
+        return bool(self._closed or self.pool.commits or self.beams.has_moves)
 
-    def take_changes(self) -> tuple[list[int], list[Fill]]:
-        """Rows closed and blocks committed since the last call."""
+    def take_changes(self) -> Changes:
+        """Rows closed, blocks committed and beams moved since the last call."""
         closed, self._closed = self._closed, []
-        return closed, self.pool.take_commits() if self.pool.commits else []
+        commits = self.pool.take_commits() if self.pool.commits else []
+        return closed, commits, self.beams.take() if self.rows.num_beams else None
 
     def unreserve_row(self) -> None:
         """Release the row of a sample that ended before it forked from its running prompt."""
@@ -130,6 +138,10 @@ class WorkerBooks:
         bs = self.capacity.block_size
         return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
 
+    def extend_digests(self, seq: Sequence) -> None:
+        """Compute the missing digests of a waiting sequence that is not in the queue."""
+        extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), self.capacity.block_size)
+
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
 
@@ -137,10 +149,10 @@ class WorkerBooks:
 
     def find_room(self, seq: Sequence, watermark: float, mean_output: float) -> Room | Refusal:
         """Room for a waiting sequence with all forks that find a free row, else for the sequence alone, else a
-        refusal.
+        refusal. The beams of a search need room together.
         """
         bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
-        if num_forks < 0:
+        if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
@@ -148,7 +160,7 @@ class WorkerBooks:
         if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
             return self.refuse()
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
-        if num_excess and num_forks:
+        if num_excess and num_forks > num_forks_needed(seq):
             num_forks, num_excess = 0, self._excess_blocks(seq, hits, 0, watermark, mean_output)
         return self._refuse_for(num_excess) if num_excess else Room(hits, num_forks)
 
@@ -162,9 +174,10 @@ class WorkerBooks:
         num_saved = int(np.count_nonzero(is_held[hits]))
         num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - num_saved + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
-        if num_rows >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
+        num_forks = num_forks_needed(seq)
+        if num_rows + num_forks >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
             return self.refuse(can_preempt=False)
-        num_excess = self._excess_blocks(seq, hits, 0, watermark, mean_output)
+        num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
         return self._refuse_for(num_excess) if num_excess else None
 
     def _excess_blocks(self, seq: Sequence, hits: I64, num_forks: int, watermark: float, mean_output: float) -> int:
@@ -244,7 +257,20 @@ class WorkerBooks:
     # -- rows end -----------------------------------------------------------------------------------------------------
 
     def preempt(self, row: int) -> Sequence:
-        """Close the row. Returns its sequence, which keeps its tokens and waits again."""
+        """Close the row. Returns its sequence, which keeps its tokens and waits again. The beams of a search are closed
+        together: the first one is returned, with the others as its forks.
+        """
+        group = self.rows.sequence(row).group
+        if group.search is None:
+            return self._preempt_row(row)
+        group.search.forget_candidates()
+        for seq in group.sequences:
+            if seq.row is not None:
+                self._preempt_row(seq.row)
+        first, *group.sequences[0].forks = group.sequences
+        return first
+
+    def _preempt_row(self, row: int) -> Sequence:
         seq = self.rows.sequence(row)
         seq.data.output = self.rows.output_tokens(row)
         seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.num_computed_tokens[row]))
@@ -268,6 +294,8 @@ class WorkerBooks:
         self._release(self.rows.table[row, : self.rows.num_blocks[row]][::-1].astype(np.int64))
         self.rows.close(row)
         self.prefilling.discard(row)
+        self.beams_to_open.discard(row)
+        self.beams.drop(row)
         self.room_version += 1
         self._closed.append(row)
 
@@ -276,3 +304,8 @@ class WorkerBooks:
             self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
+
+
+def num_forks_needed(seq: Sequence) -> int:
+    """Number of forks that a sequence must have a row for when it is admitted."""
+    return len(seq.forks) if seq.group.search is not None else 0

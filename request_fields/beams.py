@@ -1,0 +1,45 @@
+"""Beam search parameters of one request, and the checks that depend on several fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from request_fields.fields import FieldError
+
+
+class EarlyStopping(Enum):
+    """When a beam search ends, with the names and meanings of `early_stopping` in transformers.
+
+    FALSE: when the best running beam, at its present length, can no longer beat the worst kept sequence. TRUE: as soon
+    as `width` sequences are complete. NEVER: like FALSE, but a positive length_penalty assumes the largest length.
+    """
+
+    FALSE = 1
+    TRUE = 2
+    NEVER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Parameters of one beam search: the typed form of the `sampling` fields about beams."""
+
+    width: int  # beams that run at once
+    num_returned: int  # best sequences that the client gets
+    length_penalty: float = 1.0  # a sequence's score is its log probability / length ** length_penalty
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+
+
+def beam_params(sampling: Mapping[str, Any], max_tokens: int) -> BeamParams | None:
+    """The beam search that `sampling` fields ask for, by field name; None if they ask for none. Raises FieldError."""
+    width, n = sampling.get("beam_width") or 0, sampling.get("n") or 1
+    if width < 2:
+        return None
+    if n > width:
+        raise FieldError("sampling.n", f"is {n}; must be at most sampling.beam_width, {width}")
+    if not max_tokens:
+        raise FieldError("stop.max_tokens", "is 0; must be at least 1 with sampling.beam_width")
+    early = sampling.get("early_stopping") or EarlyStopping.FALSE.value
+    return BeamParams(width, n, float(sampling.get("length_penalty", 1.0)), EarlyStopping(early))
