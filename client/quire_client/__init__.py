@@ -6,88 +6,40 @@ with Client.connect("localhost:50051") as client:
     print(client.chat("What does os.path.join do?").text)
 """
 
-from quire_client.aio import AsyncClient, AsyncGenerateStream
-from quire_client.chat_requests import ChatOptions
-from quire_client.errors import (
-    AlreadyExists,
-    Cancelled,
-    ConnectionFailed,
-    DeadlineExceeded,
-    FieldViolation,
-    GenerationFailed,
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    NotConfigured,
-    Overloaded,
-    PermissionDenied,
-    QuireError,
-    RequestNotFound,
-    StreamCorrupted,
-    StreamEndedEarly,
-    Unauthenticated,
-    Unimplemented,
-)
-from quire_client.requests import GenerateOptions
-from quire_client.retry import RetryPolicy
-from quire_client.sync import Client, GenerateStream
-from quire_client.tls import Tls
-from quire_client.types import (
-    AbortResult,
-    Delta,
-    FinishReason,
-    GenerateResult,
-    Message,
-    ModelInfo,
-    Sample,
-    SchedulerStatus,
-    Status,
-    TokenizeResult,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-    WorkerStatus,
-)
+from __future__ import annotations
 
-__all__ = [
-    "AbortResult",
-    "AlreadyExists",
-    "AsyncClient",
-    "AsyncGenerateStream",
-    "Cancelled",
-    "ChatOptions",
-    "Client",
-    "ConnectionFailed",
-    "DeadlineExceeded",
-    "Delta",
-    "FieldViolation",
-    "FinishReason",
-    "GenerateOptions",
-    "GenerateResult",
-    "GenerateStream",
-    "GenerationFailed",
-    "InternalError",
-    "InvalidRequest",
-    "Message",
-    "ModelInfo",
-    "ModelNotFound",
-    "NotConfigured",
-    "Overloaded",
-    "PermissionDenied",
-    "QuireError",
-    "RequestNotFound",
-    "RetryPolicy",
-    "Sample",
-    "SchedulerStatus",
-    "Status",
-    "StreamCorrupted",
-    "StreamEndedEarly",
-    "Tls",
-    "TokenizeResult",
-    "ToolCall",
-    "ToolCallDelta",
-    "Unauthenticated",
-    "Unimplemented",
-    "Usage",
-    "WorkerStatus",
-]
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire_client.api import *  # noqa: F403
+
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """A public name of `quire_client.api`, imported when it is first used: the command sets gRPC's variables before."""
+    if name == "__version__":
+        return _version()
+    if name != "__all__" and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")  # as in `from quire_client import convert`
+    api = importlib.import_module("quire_client.api")
+    if name == "__all__" or name in api.__all__:
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__"), "__version__"})
+
+
+def _version() -> str:
+    """The version of the installed distribution: the wheel, else a checkout."""
+    for distribution in ("quire-client", "quire"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire_client import protobuf_wire
+from quire_client.diagnosis import check_address
 from quire_client.errors import invalid
 
 DEFAULT_TARGET = "localhost:50051"
@@ -41,6 +42,8 @@ def resolve_targets(target: str | Sequence[str] | None) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(part for entry in listed for part in _split(entry)))
     if not found:
         raise invalid("target", f"target={given!r} names no gateway; use host:port, or host:port,host:port for several")
+    for address in found:
+        check_address(address)
     return found
 
 

@@ -21,7 +21,6 @@ QuireError                the base: code, message, request_id, details
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +52,6 @@ TRANSPORT_WORDS = (
     "ping timeout",
     "unexpected <class 'asyncio.exceptions.cancellederror'>",
 )
-CLOSED_AT_ONCE = (
-    "it closed the connection immediately: it may require TLS (--tls, QUIRE_TLS=1, tls=True) or a client certificate "
-    "(--tls-cert and --tls-key)"
-)
-# Messages of failed TLS connections, and the remedy.
-TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "the CA of its certificate is unknown here; set --tls-ca, QUIRE_TLS_CA or "
-    "Tls(ca_file=...)",
-    "Hostname Verification Check failed": "its certificate has another name; set --tls-server-name, "
-    "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
-    "WRONG_VERSION_NUMBER": "it does not use TLS; remove --tls and the QUIRE_TLS* variables",
-    "Socket closed": CLOSED_AT_ONCE,
-    "Connection reset": CLOSED_AT_ONCE,
-}
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -243,18 +228,6 @@ def _is_dead_connection(code: grpc.StatusCode, message: str) -> bool:
 def invalid(field: str, message: str) -> InvalidRequest:
     """An invalid argument, detected before anything is sent."""
     return InvalidRequest(message, field_violations=(FieldViolation(field, message),))
-
-
-def cannot_connect(targets: Sequence[str], error: QuireError) -> ConnectionFailed:
-    """The error of a `connect` that got no answer. gRPC's message ends with the cause, except for TLS."""
-    for words, advice in TLS_ADVICE.items():
-        if words in error.message:
-            return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {advice}")
-    cause = error.message.rpartition(": ")[2]
-    return ConnectionFailed(
-        f"no gateway answers at {', '.join(targets)} ({cause}); start one with `quire up`, "
-        "or set QUIRE_TARGET=host:port"
-    )
 
 
 def _call(error: grpc.RpcError, name: str, default: Any) -> Any:

@@ -105,7 +105,7 @@ def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
     other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
     for tls, words in (
-        (False, "it may require TLS"),
+        (False, "it requires TLS"),
         (Tls(files.ca, server_name=NAME), "a client certificate"),
         (Tls(files.ca, other_cert, other_key, NAME), "a client certificate"),
         (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -12,10 +13,11 @@ from quire.v1 import inference_pb2 as pb
 from quire_client import convert, requests
 from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.stream import AsyncGenerateStream
-from quire_client.aio.transport import Gateway, open_channel
+from quire_client.aio.transport import Gateway, in_thread, open_channel
 from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
 from quire_client.chat_requests import ChatOptions, Messages
-from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound, cannot_connect
+from quire_client.diagnosis import cannot_connect
+from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
@@ -100,7 +102,8 @@ class AsyncClient:
             await client._calls.wait_until_reachable(connect_timeout_s)
         except (ConnectionFailed, DeadlineExceeded) as error:
             await client.close()
-            raise cannot_connect(targets, error) from None
+            explain = partial(cannot_connect, targets, error, is_tls=credentials is not None)
+            raise await in_thread(explain) from None
         except BaseException:
             await client.close()
             raise

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["AsyncGateways", "Call", "Flag", "Gateway", "open_channel", "read_event", "sleep"]
+__all__ = ["AsyncGateways", "Call", "Flag", "Gateway", "in_thread", "open_channel", "read_event", "sleep"]
 
 
 class Call(Protocol):
@@ -153,6 +153,11 @@ def open_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, options)
     return grpc.aio.secure_channel(target, credentials, options)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Call a blocking function without blocking the event loop."""
+    return await asyncio.to_thread(function)
 
 
 async def read_event(call: Call, request_id: str) -> pb.GenerateResponse | None:

@@ -17,6 +17,7 @@ from quire_client.bench.figures import Record
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 40
 NUM_BINS = 60
+NUM_STEPS = 5
 MAX_CURVE_POINTS = 400
 FORMATS = (".html", ".png")
 
@@ -46,6 +47,7 @@ class Panel:
     x_label: str
     y_label: str
     points: Sequence[tuple[float, float]]
+    is_count: bool = False  # y is a whole number
 
 
 def check_plot_path(path: Path) -> None:
@@ -75,7 +77,7 @@ def make_panels(records: Sequence[Record]) -> list[Panel]:
         Panel("Inter-token latency", "ms", "fraction of tokens", _curve(gaps_ms)),
         Panel("End to end", "ms", fraction, _curve([1000 * record.e2e_s for record in records])),
         Panel("Output throughput", "seconds since the start", "tokens/s", _throughput(records)),
-        Panel("Requests in flight", "seconds since the start", "requests", _in_flight(records)),
+        Panel("Requests in flight", "seconds since the start", "requests", _in_flight(records), is_count=True),
     ]
 
 
@@ -121,26 +123,41 @@ def _svg(panel: Panel) -> str:
     if not panel.points:
         parts.append(f'<text x="{LEFT}" y="{HEIGHT // 2}">nothing measured</text></svg>')
         return "".join(parts)
-    high_x = nice_ceiling(max(x for x, _ in panel.points))
-    high_y = nice_ceiling(max(y for _, y in panel.points))
-    parts += _axes(panel, high_x, high_y)
+    steps_x = axis_steps(max(x for x, _ in panel.points))
+    steps_y = axis_steps(max(y for _, y in panel.points), is_whole=panel.is_count)
+    high_x, high_y = steps_x[-1], steps_y[-1]
+    parts += _axes(panel, steps_x, steps_y)
     points = " ".join(f"{_x(x / high_x):.1f},{_y(y / high_y):.1f}" for x, y in panel.points)
     parts.append(f'<polyline class="curve" points="{points}"/></svg>')
     return "".join(parts)
 
 
-def _axes(panel: Panel, high_x: float, high_y: float) -> list[str]:
-    parts = []
-    for i in range(6):
-        x, y = _x(i / 5), _y(i / 5)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{high_y * i / 5:.4g}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{high_x * i / 5:.4g}</text>')
+def _axes(panel: Panel, steps_x: Sequence[float], steps_y: Sequence[float]) -> list[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    middle_x, middle_y = (LEFT + right) / 2, (TOP + bottom) / 2
+    parts = []
+    for value in steps_y:
+        y = _y(value / steps_y[-1])
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
+    for value in steps_x:
+        x = _x(value / steps_x[-1])
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:.6g}</text>')
     parts.append(f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{bottom}H{right}"/>')
-    parts.append(f'<text x="{right}" y="{HEIGHT - 8}" text-anchor="end">{html.escape(panel.x_label)}</text>')
-    parts.append(f'<text x="{right}" y="20" text-anchor="end">{html.escape(panel.y_label)}</text>')
+    parts.append(f'<text x="{middle_x:.0f}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(panel.x_label)}</text>')
+    turn = f'transform="rotate(-90 14 {middle_y:.0f})"'
+    parts.append(f'<text x="14" y="{middle_y:.0f}" {turn} text-anchor="middle">{html.escape(panel.y_label)}</text>')
     return parts
+
+
+def axis_steps(high: float, *, is_whole: bool = False) -> list[float]:
+    """Round values from 0 to at least `high`, in equal steps; whole numbers for counts."""
+    step = nice_ceiling(high / NUM_STEPS)
+    if is_whole:
+        step = math.ceil(max(1.0, step))
+    count = max(1, math.ceil(high / step * 0.999999))
+    return [step * i for i in range(count + 1)]
 
 
 def nice_ceiling(value: float) -> float:

@@ -10,10 +10,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from quire_client.cli.arguments import make_parser
-from quire_client.cli.output import complain
-from quire_client.errors import QuireError
+if TYPE_CHECKING:
+    from quire_client.errors import QuireError
 
 INTERRUPTED = 130
 # gRPC's older poller: a message wakes one thread on its way to the event loop instead of four.
@@ -22,9 +22,13 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_fo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
-    args = make_parser().parse_args(argv)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs connection errors to stderr
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads it when it is imported; else it logs to stderr
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    from quire_client.cli.arguments import make_parser
+    from quire_client.cli.output import complain
+    from quire_client.errors import QuireError
+
+    args = make_parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode
@@ -43,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(error: QuireError) -> str:
-    """An error in one line, with the invalid fields and the retry delay."""
+    """An error in one line, with the invalid fields as flags and the retry delay."""
+    from quire_client.cli.flag_names import with_flag_names
+
     parts = [error.message]
     parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
     if error.retry_after_s:
         parts.append(f"retry in {error.retry_after_s:.1f} s")
-    return "; ".join(parts).replace("\n", " ")
+    return with_flag_names("; ".join(parts).replace("\n", " "))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import quire_client
 from quire_client.channel import DEFAULT_TARGET
 from quire_client.cli.batch_arguments import BATCH_EXAMPLES, add_batch_flags
 from quire_client.cli.bench_arguments import BENCH_EXAMPLES, add_bench_flags
+from quire_client.cli.parser import Parser
 from quire_client.cli.values import at_least, not_negative, number, port, positive, token_ids
 from request_fields.fields import FIELDS, Field, Kind
 
@@ -47,61 +49,58 @@ GENERATE_EXAMPLES = """\
 examples:
   quire generate "Once upon a time" --max-tokens 40
   quire generate --tokens 1,2,3 --max-tokens 8 --temperature 0 --ignore-eos --json
-  quire generate "A colour:" --n 3 --seed 7 --json
+  quire generate "A colour:" --n 3 --temperature 1 --seed 7 --json
   cat prompt.txt | quire generate
+"""
+
+COMPLETION_EXAMPLES = """\
+examples:
+  quire completion bash > ~/.local/share/bash-completion/completions/quire
+  quire completion zsh > "${fpath[1]}/_quire"
+  quire completion fish > ~/.config/fish/completions/quire.fish
 """
 
 CHAT_EXAMPLES = """\
 examples:
-  quire chat                                 a conversation: Ctrl-C stops an answer, Ctrl-D exits, /new resets
+  quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
   quire chat "What is json.dumps for?"       one question
   quire chat --system "Answer in one word." "Which language is this?"
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=110)
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of the whole command line. Each command sets `module` and `function`."""
-    parser = argparse.ArgumentParser(
-        prog="quire",
-        description="Quire: distributed LLM inference over gRPC.",
-        epilog=EXAMPLES,
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="quire", description="Quire: distributed LLM inference over gRPC.", epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"quire {quire_client.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_generate(commands)
     _add_resume(commands)
     _add_chat(commands)
     _add_inspection(commands)
+    _add_abort(commands)
     _add_drain(commands)
     _add_doctor(commands)
     _add_batch(commands)
     _add_bench(commands)
+    _add_completion(commands, parser)
     return parser
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: argparse._SubParsersAction[Parser],
     name: str,
     module: str,
     function: str,
     summary: str,
     epilog: str = "",
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name, help=summary, description=summary, epilog=epilog, formatter_class=_Formatter, allow_abbrev=False
-    )
-    parser.set_defaults(module=module, function=function)
+) -> Parser:
+    parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+    parser.set_defaults(module=module, function=function, parser=parser)
     return parser
 
 
-def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_up(commands: argparse._SubParsersAction[Parser]) -> None:
     summary = "start gateway, scheduler and workers as processes on this machine"
     up = _command(commands, "up", "up", "run", summary, UP_EXAMPLES)
     up.add_argument("--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
@@ -140,7 +139,11 @@ def _add_up_flags(parser: argparse.ArgumentParser) -> None:
         help="least time between two chunks of a stream (default 50, because all services share this machine; 0: none)",
     )
     add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
-    add("--log-dir", metavar="DIR", help="folder of the log files NAME.log (default: a new temporary folder)")
+    add(
+        "--log-dir",
+        metavar="DIR",
+        help="folder of the log files NAME.log (default: a temporary folder that is removed after a clean stop)",
+    )
     add(
         "--ready-file",
         metavar="FILE",
@@ -207,7 +210,7 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(commands, "generate", "generate", "run", "continue a prompt", GENERATE_EXAMPLES)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
     parser.add_argument("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text")
@@ -218,7 +221,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _add_target(parser)
 
 
-def _add_resume(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_resume(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(
         commands, "resume", "generate", "resume", "continue a request that was sent with --resumable, by its id"
     )
@@ -230,7 +233,7 @@ def _add_resume(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_target(parser)
 
 
-def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(commands, "chat", "chat", "run", "chat with a model", CHAT_EXAMPLES)
     parser.add_argument("question", nargs="?", metavar="QUESTION", help="a single question (default: a conversation)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -239,7 +242,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_target(parser)
 
 
-def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_inspection(commands: argparse._SubParsersAction[Parser]) -> None:
     models = _command(commands, "models", "show", "models", "list the models of a gateway")
     models.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(models)
@@ -257,7 +260,27 @@ def _add_inspection(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _add_target(tokenize)
 
 
-def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_abort(commands: argparse._SubParsersAction[Parser]) -> None:
+    abort = _command(commands, "abort", "show", "abort", "end requests: their streams finish with ABORTED")
+    abort.add_argument("ids", nargs="+", metavar="ID", help="request_id, as in the output of --json and in logs")
+    abort.add_argument("--json", action="store_true", help="one JSON line")
+    _add_target(abort)
+
+
+def _add_completion(commands: argparse._SubParsersAction[Parser], whole_parser: Parser) -> None:
+    parser = _command(
+        commands,
+        "completion",
+        "completion",
+        "run",
+        "print a script that completes commands and flags",
+        COMPLETION_EXAMPLES,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.set_defaults(whole_parser=whole_parser)
+
+
+def _add_drain(commands: argparse._SubParsersAction[Parser]) -> None:
     drain = _command(
         commands, "drain", "show", "drain", "drain a worker: its sequences move to other workers, then it exits"
     )
@@ -270,7 +293,7 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_target(drain)
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     doctor = _command(
         commands,
         "doctor",
@@ -283,7 +306,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_target(doctor)
 
 
-def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_batch(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(
         commands, "batch", "batch", "run", "answer a file of requests in OpenAI's batch format", BATCH_EXAMPLES
     )
@@ -291,7 +314,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_tls(parser)
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(commands, "bench", "bench", "run", "measure a server under load", BENCH_EXAMPLES)
     _add_tls(parser)
     add_bench_flags(parser)
@@ -322,6 +345,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         help=f"one or more gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})",
     )
     parser.add_argument("--timeout-s", type=positive, metavar="S", help="give up after this many seconds")
+    parser.add_argument("--api-key", metavar="KEY", help="API key (default: $QUIRE_API_KEY)")
     _add_tls(parser)
 
 

@@ -14,7 +14,7 @@ from quire_client.batch.http import Connections, parse_servers
 from quire_client.batch.progress import Progress
 from quire_client.batch.run import BatchRun, Counts
 from quire_client.channel import api_key_of
-from quire_client.cli.output import complain, to_json
+from quire_client.cli.output import complain, count, to_json
 from quire_client.cli.security import tls_option
 from quire_client.errors import QuireError
 
@@ -98,10 +98,9 @@ def _exit_code(summary: dict[str, Any]) -> int:
 
 def _text(summary: dict[str, Any], counts: Counts) -> str:
     known = f" ({summary['num_skipped']} by an earlier run)" if summary["num_skipped"] else ""
-    noun = "request" if summary["num_requests"] == 1 else "requests"
     lines = [
-        f"{summary['num_answered']} of {summary['num_requests']} {noun} answered{known}, "
-        f"{counts.output_tokens} output tokens, {summary['seconds']:.1f} s; results in {summary['output']}"
+        f"{summary['num_answered']} of {count(summary['num_requests'], 'request')} answered{known}, "
+        f"{count(counts.output_tokens, 'output token')}, {summary['seconds']:.1f} s; results in {summary['output']}"
     ]
     if summary["num_errors"]:
         lines.append(

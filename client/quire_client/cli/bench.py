@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             Path(args.output).write_text(json.dumps(fields) + "\n")
         if args.plot:
             write_plot(Path(args.plot), outcome.run.records, _title(args, outcome.server), text)
+            print(f"plots in {args.plot}", file=sys.stderr)
     except OSError as error:
         complain(f"cannot write the result: {error}")
         return 1
@@ -291,7 +292,7 @@ def progress_line(run: Run) -> str:
 def _fields(args: argparse.Namespace, outcome: Outcome) -> dict[str, Any]:
     """The result as JSON: settings, machine, figures and every request."""
     server = outcome.server
-    hidden = {"module", "function", "json", "output", "plot", "no_progress"}
+    hidden = {"module", "function", "parser", "json", "output", "plot", "no_progress"}
     return {
         "backend": server.kind,
         "address": server.address,

@@ -22,7 +22,7 @@ from quire_client.sync import Client
 from quire_client.types import GenerateResult, Message
 
 PROMPT = "you> "
-HELP = "Ctrl-C stops an answer, Ctrl-D exits, /new starts a new conversation."
+HELP = "Ctrl-C stops an answer, /quit or Ctrl-D exits, /new starts a new conversation."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +68,8 @@ class Conversation:
             print(f"{self._model_names()}. {HELP}")
         while (line := self._read_line()) is not None:
             question = line.strip()
+            if question in ("/quit", "/exit"):
+                break
             if question == "/new":
                 self._messages = _system(self._args)
                 print("(a new conversation)")

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from quire_client.channel import TARGET_ENV, resolve_targets
 from quire_client.cli.install import SERVICES, install_command, is_installed
-from quire_client.cli.output import to_json
+from quire_client.cli.output import count, to_json
 from quire_client.cli.plan import has_gpu
 from quire_client.cli.security import tls_option
 from quire_client.cli.stack import cores
-from quire_client.errors import QuireError
+from quire_client.errors import ConnectionFailed, QuireError, Unauthenticated
 from quire_client.sync import Client
 from quire_client.tls import Tls
 
@@ -54,7 +54,7 @@ class Finding:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a required check failed."""
-    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args)))
+    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args), args.api_key))
     is_healthy = all(finding.state != MISSING for finding in findings)
     if args.json:
         print(to_json({"healthy": is_healthy, "findings": findings}))
@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_healthy else 1
 
 
-def examine(redis: str | None, target: str | None, tls: Tls | None = None) -> Iterable[Finding]:
+def examine(
+    redis: str | None, target: str | None, tls: Tls | None = None, api_key: str | None = None
+) -> Iterable[Finding]:
     """All checks: this machine first, then the network."""
     yield check_python()
     yield check_sdk()
@@ -75,12 +77,16 @@ def examine(redis: str | None, target: str | None, tls: Tls | None = None) -> It
     yield check_demo_model()
     yield check_redis(redis)
     is_named = bool(target or os.environ.get(TARGET_ENV))
-    yield from (check_target(address, is_named=is_named, tls=tls) for address in resolve_targets(target))
+    yield from (
+        check_target(address, is_named=is_named, tls=tls, api_key=api_key) for address in resolve_targets(target)
+    )
 
 
 def check_python() -> Finding:
     return Finding(
-        "python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores()} cores"
+        "python",
+        OK,
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}, {count(cores(), 'core')}",
     )
 
 
@@ -142,12 +148,17 @@ def check_redis(url: str | None) -> Finding:
     return Finding("redis", OK, f"{name} answers")
 
 
-def check_target(address: str, *, is_named: bool, tls: Tls | None = None) -> Finding:
+def check_target(address: str, *, is_named: bool, tls: Tls | None = None, api_key: str | None = None) -> Finding:
     """A gateway set by flag or variable must answer; the default gateway need not run."""
     try:
-        with Client.connect(address, tls=tls, connect_timeout_s=TARGET_TIMEOUT_S) as client:
-            names = ", ".join(f"{m.name} ({m.ready_workers} workers ready)" for m in client.models())
+        with Client.connect(address, tls=tls, api_key=api_key, connect_timeout_s=TARGET_TIMEOUT_S) as client:
+            names = ", ".join(f"{m.name} ({count(m.ready_workers, 'worker')} ready)" for m in client.models())
+    except Unauthenticated as error:
+        state = MISSING if is_named else FALLBACK
+        return Finding("gateway", state, f"{address} is running, but requires an API key: {error.message}")
     except QuireError as error:
+        if not is_named and not isinstance(error, ConnectionFailed):
+            return Finding("gateway", FALLBACK, f"{address}: {error.message}")
         state = MISSING if is_named else FALLBACK
         return Finding("gateway", state, error.message if is_named else f"none at {address}; `quire up` starts one")
     return Finding("gateway", OK, f"{address} serves {names or 'no model yet'}")

@@ -56,12 +56,9 @@ def resume(args: argparse.Namespace) -> int:
 
 def connect(args: argparse.Namespace) -> Client:
     """A client for the gateways in --target. Fails fast because a user is waiting."""
-    tls = tls_option(args)
-    if args.timeout_s is None:
-        return Client.connect(args.target, tls=tls, connect_timeout_s=CONNECT_TIMEOUT_S)
-    return Client.connect(
-        args.target, tls=tls, connect_timeout_s=min(CONNECT_TIMEOUT_S, args.timeout_s), timeout_s=args.timeout_s
-    )
+    limits = {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
+    wait_s = min(CONNECT_TIMEOUT_S, args.timeout_s or CONNECT_TIMEOUT_S)
+    return Client.connect(args.target, tls=tls_option(args), api_key=args.api_key, connect_timeout_s=wait_s, **limits)
 
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:
@@ -130,7 +127,8 @@ def show_cost(result: GenerateResult, seconds: float) -> None:
 
 
 def result_fields(result: GenerateResult) -> dict[str, Any]:
-    """The output of --json: fields of the sample (or a list of samples) and the usage."""
+    """The output of --json: the request, fields of the sample (or a list of samples), and the usage."""
+    request = {"request_id": result.request_id, "model": result.model, "seed": result.seed}
     if len(result.samples) == 1:
-        return {**sample_fields(result.samples[0]), "usage": result.usage}
-    return {"samples": [sample_fields(sample) for sample in result.samples], "usage": result.usage}
+        return {**request, **sample_fields(result.samples[0]), "usage": result.usage}
+    return {**request, "samples": [sample_fields(sample) for sample in result.samples], "usage": result.usage}

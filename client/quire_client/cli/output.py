@@ -65,6 +65,11 @@ def read_stdin() -> str:
         raise InvalidRequest(f"stdin is not {error.encoding} text: {error.reason} at byte {error.start}") from None
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 token, 2 tokens."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def to_json(value: Any) -> str:
     """A dataclass, or any structure of dataclasses, as one line of JSON."""
     return json.dumps(value, default=_jsonable)
@@ -83,7 +88,8 @@ def sample_fields(sample: Sample) -> dict[str, Any]:
 def usage_line(usage: Usage, seconds: float) -> str:
     """Tokens and time of an answer, as text."""
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
-    return f"{usage.prompt_tokens} prompt tokens{cached}, {usage.output_tokens} output tokens, {seconds:.2f} s"
+    prompt = f"{count(usage.prompt_tokens, 'prompt token')}{cached}"
+    return f"{prompt}, {count(usage.output_tokens, 'output token')}, {seconds:.2f} s"
 
 
 def _jsonable(value: Any) -> Any:

@@ -50,6 +50,7 @@ class Plan:
     model: str
     notes: tuple[str, ...]
     log_dir: Path
+    is_log_dir_temporary: bool = False
     http_urls: tuple[str, ...] = ()  # URLs of the OpenAI-compatible API, one per gateway
 
 
@@ -95,7 +96,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
     urls = tuple(f"http://{_reachable(args.host)}:{port}/v1" for port in http_ports)
-    return Plan(tuple(specs), target, name, notes, log_dir, urls)
+    return Plan(tuple(specs), target, name, notes, log_dir, not args.log_dir, urls)
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:

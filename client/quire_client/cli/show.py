@@ -1,4 +1,4 @@
-"""`quire models`, `quire status`, `quire tokenize`, `quire drain`."""
+"""`quire models`, `quire status`, `quire tokenize`, `quire drain`, `quire abort`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 
 from quire_client.cli.generate import connect
-from quire_client.cli.output import complain, read_stdin, to_json, write
+from quire_client.cli.output import complain, count, read_stdin, to_json, write
 from quire_client.tables import table
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
@@ -39,13 +39,26 @@ def status(args: argparse.Namespace) -> int:
             time.sleep(WATCH_INTERVAL_S)
 
 
+def abort(args: argparse.Namespace) -> int:
+    """Exit code 1 if a request is unknown."""
+    with connect(args) as client:
+        result = client.abort(*args.ids, timeout_s=args.timeout_s)
+    if args.json:
+        print(to_json(result))
+    elif result.aborted_ids:
+        print(f"aborted: {', '.join(result.aborted_ids)}")
+    if result.unknown_ids:
+        complain(f"no open request {', '.join(result.unknown_ids)}: it has ended, or the id is wrong")
+    return 1 if result.unknown_ids else 0
+
+
 def drain(args: argparse.Namespace) -> int:
     with connect(args) as client:
         num_moved = client.drain_worker(args.worker, model=args.model, timeout_s=args.drain_timeout_s)
     if args.json:
         print(to_json({"worker": args.worker, "num_moved": num_moved}))
     else:
-        print(f"{args.worker} is draining: {num_moved} sequence{'' if num_moved == 1 else 's'} moved")
+        print(f"{args.worker} is draining: {count(num_moved, 'sequence')} moved")
     return 0
 
 
@@ -61,7 +74,7 @@ def tokenize(args: argparse.Namespace) -> int:
         print(to_json(result))
     else:
         print(",".join(map(str, result.ids)))
-        print(f"[{len(result.ids)} tokens; max_model_len is {result.max_model_len}]", file=sys.stderr)
+        print(f"[{count(len(result.ids), 'token')}; max_model_len is {result.max_model_len}]", file=sys.stderr)
     return 0
 
 
@@ -78,7 +91,7 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     lines = [
         f"{name}  scheduler {scheduler.address}",
         f"  queue   {scheduler.num_waiting} of {scheduler.max_waiting} waiting, {scheduler.num_running} running, "
-        f"{scheduler.preemptions} preemptions, {scheduler.steps} steps",
+        f"{count(scheduler.preemptions, 'preemption')}, {count(scheduler.steps, 'step')}",
         f"  tokens  {_pending(scheduler)}, {scheduler.refused_deadline} refused for their deadline",
         f"  prefix  {_hit_rate(scheduler)}, index {scheduler.prefix_index}",
     ]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
         reporter.failed(error, plan.log_dir)
         return 1
     reporter.end()
+    if plan.is_log_dir_temporary:
+        shutil.rmtree(plan.log_dir, ignore_errors=True)  # kept after a failure
     return 0
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -12,13 +13,14 @@ from quire.v1 import inference_pb2 as pb
 from quire_client import convert, requests
 from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
 from quire_client.chat_requests import ChatOptions, Messages
-from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound, cannot_connect
+from quire_client.diagnosis import cannot_connect
+from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.sync.calls import Calls
 from quire_client.sync.stream import GenerateStream
-from quire_client.sync.transport import Gateway, open_channel
+from quire_client.sync.transport import Gateway, in_thread, open_channel
 from quire_client.tls import Tls, channel_security
 from quire_client.types import AbortResult, GenerateResult, ModelInfo, Status, TokenizeResult
 
@@ -100,7 +102,8 @@ class Client:
             client._calls.wait_until_reachable(connect_timeout_s)
         except (ConnectionFailed, DeadlineExceeded) as error:
             client.close()
-            raise cannot_connect(targets, error) from None
+            explain = partial(cannot_connect, targets, error, is_tls=credentials is not None)
+            raise in_thread(explain) from None
         except BaseException:
             client.close()
             raise

@@ -191,6 +191,11 @@ def open_channel(
     return grpc.secure_channel(target, credentials, options)
 
 
+def in_thread(function: Callable[[], T]) -> T:
+    """Call a blocking function. The asyncio client calls it in a thread."""
+    return function()
+
+
 def read_event(call: Call, request_id: str) -> pb.GenerateResponse | None:
     """The next event of a stream; None at its end."""
     with _typed_errors(request_id):

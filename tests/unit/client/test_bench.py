@@ -13,7 +13,7 @@ from quire_client.bench.backend import BackendError
 from quire_client.bench.datasets import Conversation, DatasetError, Lengths, Turn
 from quire_client.bench.figures import Record, parse_slo, percentile, spread, summarize, summary_fields
 from quire_client.bench.openai_backend import api_root, as_text
-from quire_client.bench.plot import PlotError, check_plot_path, make_panels, nice_ceiling, to_html
+from quire_client.bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html
 from quire_client.bench.report import report_text
 from quire_client.demo import demo_model_dir
 
@@ -272,6 +272,11 @@ def test_a_plot_is_one_page(tmp_path):
     assert page.count("<polyline") == 5
     assert "&lt;title&gt;" in page
     assert "a &lt; b" in page
+    assert axis_steps(0.93) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert axis_steps(26) == [0, 10, 20, 30]
+    assert axis_steps(1, is_whole=True) == [0, 1]
+    assert axis_steps(7, is_whole=True) == [0, 2, 4, 6, 8]
+    assert axis_steps(0) == [0, 1]
     assert [nice_ceiling(value) for value in (0, 0.3, 1, 1.1, 26, 99)] == [1, pytest.approx(0.5), 1, 2, 50, 100]
     with pytest.raises(PlotError, match=r"must end with .html or .png"):
         check_plot_path(tmp_path / "plot.pdf")

@@ -2,9 +2,11 @@
 
 import io
 import json
+import subprocess
 
 import grpc
 import pytest
+import quire_client
 from quire.v1 import inference_pb2 as pb
 from quire_client import cli
 from quire_client.cli import show
@@ -42,6 +44,9 @@ def test_generate_json_is_one_line(gateway, capsys):
     )
     assert (code, err, out.count("\n")) == (0, "", 1)
     assert json.loads(out) == {
+        "request_id": "fake-1",
+        "model": "fake",
+        "seed": 0,
         "token_ids": [104, 101, 108, 108, 111],
         "text": "hello",
         "finish_reason": "eos",
@@ -201,6 +206,107 @@ def test_doctor_checks_every_target(gateway, capsys):
     assert (code, found) == (1, ["ok", "missing"])
 
 
+def test_abort(gateway, capsys):
+    assert run(capsys, "abort", "a", "b") == (0, "aborted: a, b\n", "")
+    assert gateway.aborted_ids == ["a", "b"]
+    assert json.loads(run(capsys, "abort", "a", "--json")[1]) == {"aborted_ids": ["a"], "unknown_ids": []}
+
+
+class Forgetful(FakeGateway):
+    """Knows the request "mine" only."""
+
+    def Abort(self, request, context):
+        return pb.AbortResponse(aborted_ids=[i for i in request.request_ids if i == "mine"])
+
+
+def test_abort_reports_unknown_ids(capsys):
+    with Forgetful() as gateway:
+        code, out, err = run(capsys, "abort", "mine", "other", "--target", gateway.target)
+    assert (code, out) == (1, "aborted: mine\n")
+    assert err == "quire: error: no open request other: it has ended, or the id is wrong\n"
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert (code, out) == (0, f"quire {quire_client.__version__}\n")
+    assert quire_client.__version__[0].isdigit()
+
+
+class Locked(FakeGateway):
+    """Requires an API key for every call."""
+
+    def check(self, context):
+        key = dict(context.invocation_metadata()).get("authorization")
+        if key != "Bearer secret":
+            words = (
+                "the API key is not accepted by this gateway"
+                if key
+                else ("an API key is required; set QUIRE_API_KEY, or api_key=... in the client")
+            )
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
+
+    def ListModels(self, request, context):
+        self.check(context)
+        return super().ListModels(request, context)
+
+
+def test_api_key(capsys, monkeypatch):
+    with Locked() as gateway:
+        monkeypatch.setenv("QUIRE_TARGET", gateway.target)
+        assert run(capsys, "models")[2] == "quire: error: an API key is required; set QUIRE_API_KEY, or --api-key\n"
+        assert "is not accepted" in run(capsys, "models", "--api-key", "wrong")[2]
+        assert run(capsys, "models", "--api-key", "secret")[0] == 0
+        assert "is running, but requires an API key" in run(capsys, "doctor")[1]
+        assert run(capsys, "doctor", "--api-key", "secret")[0] == 0
+        monkeypatch.setenv("QUIRE_API_KEY", "secret")
+        assert run(capsys, "models")[0] == 0
+
+
+def test_quit_ends_a_conversation(gateway, capsys, monkeypatch):
+    type_in(monkeypatch, "hi\n/quit\nagain\n")
+    assert run(capsys, "chat") == (0, "hello\n", "")
+    assert len(gateway.requests) == 1
+
+
+class Strict(FakeGateway):
+    """Refuses top_p with the path of the field, as a gateway does."""
+
+    def Generate(self, request, context):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p is 3; must be above 0 and at most 1")
+        yield
+
+
+def test_errors_name_flags(capsys):
+    with Strict() as gateway:
+        err = run(capsys, "generate", "hi", "--top-p", "3", "--target", gateway.target)[2]
+    assert err == "quire: error: --top-p is 3; must be above 0 and at most 1\n"
+
+
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [
+        ("bash", "complete -o default -F _quire quire"),
+        ("zsh", "'generate:continue a prompt'"),
+        ("fish", "complete -c quire -n '__fish_seen_subcommand_from generate' -l temperature"),
+    ],
+)
+def test_completion_has_commands_and_flags(shell, line, capsys):
+    code, out, _ = run(capsys, "completion", shell)
+    assert code == 0
+    assert line in out
+    assert "max-tokens" in out
+
+
+def test_bash_completes(capsys):
+    script = run(capsys, "completion", "bash")[1]
+    ask = 'COMP_WORDS=(quire {}); COMP_CWORD={}; _quire; echo "${{COMPREPLY[@]}}"'
+    for words, position, expected in (("ge", 1, "generate"), ("generate --temp", 2, "--temperature")):
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask.format(words, position)}"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected
+
+
 def test_tokenize(gateway, capsys, monkeypatch):
     assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; max_model_len is 4096]\n")
     type_in(monkeypatch, "a")
@@ -223,12 +329,18 @@ def test_tokenize(gateway, capsys, monkeypatch):
         ("up --gateways 0", "--gateways: 0 is less than 1"),
         ("drain", "WORKER"),
         ("nonsense", "invalid choice: 'nonsense'"),
+        ("generte hi", "did you mean generate?"),
+        ("generate hi --temprature 1", "unrecognized arguments: --temprature 1; did you mean --temperature?"),
+        ("generate hi --max-token=3", "did you mean --max-tokens?"),
+        ("chat hi --zzz", "quire chat: error: unrecognized arguments: --zzz; see `quire chat --help`"),
+        ("completion tcsh", "invalid choice: 'tcsh'"),
+        ("abort", "ID"),
         ("", "COMMAND"),
     ],
 )
 def test_wrong_arguments(argv, complaint, capsys):
     code, out, err = run(capsys, *argv.split())
-    assert (code, out) == (2, "")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert complaint in err
 
 
@@ -246,7 +358,24 @@ def test_a_field_violation_is_not_repeated(capsys, monkeypatch):
     assert (code, err) == (1, "quire: error: temperature 3 is above 2\n")
 
 
-@pytest.mark.parametrize("command", ["", "up", "generate", "chat", "models", "status", "tokenize", "drain", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "up",
+        "serve",
+        "batch",
+        "abort",
+        "completion",
+        "generate",
+        "chat",
+        "models",
+        "status",
+        "tokenize",
+        "drain",
+        "doctor",
+    ],
+)
 def test_help(command, capsys):
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
@@ -259,7 +388,7 @@ def test_help(command, capsys):
 def test_doctor_succeeds(gateway, capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    assert f"{gateway.target} serves fake (1 workers ready)" in out
+    assert f"{gateway.target} serves fake (1 worker ready)" in out
 
 
 def test_doctor_fails_if_a_given_gateway_does_not_answer(capsys):

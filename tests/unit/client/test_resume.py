@@ -652,12 +652,12 @@ async def test_one_reachable_gateway_is_enough_async():
 
 
 def test_no_gateway_is_reachable():
-    with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2 "):
+    with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2: "):
         Client.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
 
 
 async def test_no_gateway_is_reachable_async():
-    with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2 "):
+    with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2: "):
         await AsyncClient.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
 
 

@@ -387,7 +387,9 @@ from quire_client.cli import up
 from quire_client.cli.stack import ServiceSpec
 def toys(args, say):
     specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
-    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), pathlib.Path({str(tmp_path)!r}))
+    logs = pathlib.Path({str(tmp_path)!r}) / "logs"
+    logs.mkdir()
+    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), logs, True)
 up.make_plan = toys
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -404,6 +406,7 @@ sys.exit(cli.main(sys.argv[1:]))
     assert events[0] == "starting"
     assert events[-5:] == ["stopping", "stopped", "stopping", "stopped", "end"]
     assert not ready.exists()
+    assert not (tmp_path / "logs").exists()  # temporary, and nothing failed
 
 
 def astuple(spec):

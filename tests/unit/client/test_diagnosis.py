@@ -1,0 +1,161 @@
+"""Wrong addresses, ports and TLS settings: the error names the cause and the remedy."""
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import grpc
+import pytest
+import trustme
+from quire_client import AsyncClient, Client, ConnectionFailed, InvalidRequest, Tls
+from quire_client.diagnosis import check_address, diagnose
+from quire_client.testing import FakeGateway
+
+
+def connect_error(target, tls=None):
+    with pytest.raises((ConnectionFailed, InvalidRequest)) as caught:
+        Client.connect(target, tls=tls, connect_timeout_s=0.5)
+    return caught.value.message
+
+
+@pytest.fixture(scope="module")
+def tls_server():
+    """A gRPC server with TLS: its port and the CA's certificate."""
+    authority = trustme.CA()
+    cert = authority.issue_cert("localhost", "127.0.0.1")
+    chain = b"".join(part.bytes() for part in cert.cert_chain_pems)
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(cert.private_key_pem.bytes(), chain)]))
+    server.start()
+    yield port
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def http_port():
+    class Quiet(BaseHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
+    server.handle_error = lambda request, address: None  # gRPC breaks its connection
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_tls_on_a_plaintext_port():
+    with FakeGateway() as gateway:
+        assert "it does not use TLS; remove --tls" in connect_error(gateway.target, tls=True)
+
+
+def test_plaintext_on_a_tls_port(tls_server):
+    assert "it requires TLS; set --tls, QUIRE_TLS=1 or tls=True" in connect_error(f"127.0.0.1:{tls_server}")
+
+
+def test_tls_with_an_unknown_ca(tls_server):
+    assert "the CA of its certificate is unknown here" in connect_error(f"127.0.0.1:{tls_server}", tls=True)
+    assert "the CA of its certificate" in connect_error(f"127.0.0.1:{tls_server}", tls=Tls())
+
+
+def test_an_http_port(http_port):
+    assert "use the gateway's gRPC port" in connect_error(f"127.0.0.1:{http_port}")
+
+
+def test_a_port_where_nothing_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert "connection refused: nothing listens there; start a gateway" in connect_error(f"127.0.0.1:{port}")
+    with pytest.raises(ConnectionFailed, match="connection refused"):
+        asyncio.run(AsyncClient.connect(f"127.0.0.1:{port}", connect_timeout_s=0.5))
+
+
+def test_an_unknown_host():
+    assert "the host name 'no.such.host.invalid' is unknown" in connect_error("no.such.host.invalid:50051")
+
+
+def test_a_server_that_closes_connections():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_all():
+            while True:
+                try:
+                    listener.accept()[0].close()
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=close_all)
+        thread.start()
+        assert "closed the connection immediately" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        ("http://localhost:50051", "is a URL; write localhost:50051$"),
+        ("https://llm.example.com:443/v1", r"is a URL; write llm.example.com:443 with --tls \(tls=True\)"),
+        ("grpc://localhost:50051", "is a URL; write localhost:50051$"),
+        ("localhost", "has no port; write host:port, e.g. localhost:50051"),
+        ("localhost:", "has no port"),
+        ("::1", r"e.g. \[::1\]:50051"),
+        ("localhost:abc", "the port must be a number from 1 to 65535"),
+        ("localhost:99999", "the port must be a number from 1 to 65535"),
+        ("localhost:0", "the port must be a number"),
+    ],
+)
+def test_addresses_that_cannot_work(target, complaint):
+    with pytest.raises(InvalidRequest, match=complaint) as caught:
+        Client.connect(target)
+    assert caught.value.field_violations[0].field == "target"
+
+
+@pytest.mark.parametrize(
+    "target", ["localhost:50051", "[::1]:50051", "dns:///a.b:1", "unix:/tmp/x", "ipv4:1.2.3.4:5", "10.0.0.1:443"]
+)
+def test_addresses_that_grpc_understands(target):
+    check_address(target)
+
+
+def test_the_command_prints_no_log_of_grpc():
+    with FakeGateway() as gateway:
+        command = [sys.executable, "-m", "quire_client.cli", "models", "--target", gateway.target, "--tls"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_ssl_alerts_count_as_tls():
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    authority = trustme.CA()
+    authority.issue_cert("localhost").configure_cert(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    authority.configure_trust(context)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection = listener.accept()[0]
+                except OSError:
+                    return
+                try:
+                    context.wrap_socket(connection, server_side=True).close()
+                except OSError:
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert "requires TLS" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
