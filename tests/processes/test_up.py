@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
+import pytest
 import torch
 
 from tests.processes.models import Reference, make_checkpoint
@@ -78,9 +80,16 @@ def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
         assert f"OpenAI-compatible HTTP API: {http}" in (tmp_path / "up.txt").read_text()
         pids = [service["pid"] for service in ready["services"]]
         assert len(pids) == 4
+        tokens = tmp_path / "logs" / "tokens"
+        assert tokens.stat().st_mode & 0o777 == 0o600
+        (scheduler,) = json.loads(quire(target, "status", "--json"))["schedulers"]
+        with grpc.insecure_channel(scheduler["address"]) as channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/quire.internal.v1.SchedulerService/GetSchedulerStatus")(b"", timeout=5.0)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
         assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not tokens.exists()
     assert "Traceback" not in "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 

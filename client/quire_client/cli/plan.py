@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ NEEDED = {
     "redis": "gateway and scheduler",
 }
 MAX_PORT = 65_535
+TOKEN_FILE = "tokens"
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
 CHUNK_INTERVAL_MS = 50.0  # text still appears smoothly
@@ -53,6 +55,11 @@ class Plan:
     is_log_dir_temporary: bool = False
     http_urls: tuple[str, ...] = ()  # URLs of the OpenAI-compatible API, one per gateway
 
+    @property
+    def token_file(self) -> Path:
+        """The tokens by which the services recognize each other; deleted when they have ended."""
+        return self.log_dir / TOKEN_FILE
+
 
 def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> Plan:
     """Choose ports, folders and flags. Downloads a model of the Hub that is not cached; `say` prints where it is.
@@ -72,6 +79,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
     log_dir.mkdir(parents=True, exist_ok=True)
+    trust = _trust_flags(log_dir)
     specs = [
         *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
@@ -88,6 +96,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
         if args.metrics
         else [_quiet(spec) for spec in specs]
     )
+    specs = [replace(spec, arguments=(*spec.arguments, *trust)) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
         _backend_note(args, threads),
@@ -97,6 +106,20 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
     urls = tuple(f"http://{_reachable(args.host)}:{port}/v1" for port in http_ports)
     return Plan(tuple(specs), target, name, notes, log_dir, not args.log_dir, urls)
+
+
+def _trust_flags(folder: Path) -> tuple[str, ...]:
+    """Tokens by which the services recognize each other, in a file that only this user can read.
+
+    No flags if the environment sets others. A worker that is started by hand joins with the same file.
+    """
+    if os.environ.get("QUIRE_TOKEN_FILE") or os.environ.get("QUIRE_INTERNAL_TLS_CERT_FILE"):
+        return ()
+    path = folder / TOKEN_FILE
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.writelines(f"{role} {secrets.token_urlsafe(24)}\n" for role in SERVICES)
+    return ("--token-file", str(path))
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:

@@ -54,6 +54,8 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
     except StartFailedError as error:
         reporter.failed(error, plan.log_dir)
         return 1
+    finally:
+        plan.token_file.unlink(missing_ok=True)
     reporter.end()
     if plan.is_log_dir_temporary:
         shutil.rmtree(plan.log_dir, ignore_errors=True)  # kept after a failure

@@ -232,9 +232,18 @@ def test_plan_wires_the_services_together(model, tmp_path):
     (url,) = made.http_urls
     http = url.removeprefix("http://").removesuffix("/v1")
     own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
-    assert flags_of(made, "gateway") == own | quiet
+    assert flags_of(made, "gateway") == own | quiet | {"--token-file": str(tmp_path / "l" / "tokens")}
+    assert all(flags_of(made, spec.name)["--token-file"] == str(made.token_file) for spec in made.specs)
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
+
+
+@pytest.mark.parametrize("variable", ["QUIRE_TOKEN_FILE", "QUIRE_INTERNAL_TLS_CERT_FILE"])
+def test_settings_of_the_environment_replace_the_tokens(model, tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "/some/file")
+    made = plan("--model", model, "--log-dir", str(tmp_path))
+    assert not any("--token-file" in flags_of(made, spec.name) for spec in made.specs)
+    assert not made.token_file.exists()
 
 
 def test_http_ports(model, tmp_path, monkeypatch):
