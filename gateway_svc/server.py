@@ -19,6 +19,7 @@ from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
 from gateway_svc.chat_flags import TemplateFileError, add_chat_flags, chat_templates, parser_names
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
 from gateway_svc.operator_port import add_admin_flags, add_admin_service
@@ -328,11 +329,13 @@ async def serve(
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
     directory, prompts, metrics = ModelDirectory(clients), PromptReader(args.max_tokenize_bytes), GatewayMetrics()
+    grammars = GrammarChecker()
     servicer = InferenceServicer(
         directory,
         dispatcher,
         prompts,
         PrefixHints(prompts, reader),
+        grammars,
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
         min_priority=min_priority(args),
@@ -377,6 +380,7 @@ async def serve(
         if reader is not None:
             await reader.close()
         prompts.close()
+        await grammars.close()
         await admin.close()
 
 

@@ -18,6 +18,7 @@ from gateway_svc import validation
 from gateway_svc.api_keys import scoped
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
+from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.pacing import WakePacer
@@ -29,6 +30,7 @@ from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
+from request_fields.grammar import Grammar
 from svc_common.errors import (
     AlreadyExistsError,
     NotConfiguredError,
@@ -103,6 +105,7 @@ class InferenceServicer(InferenceServiceServicer):
         dispatcher: Dispatcher,
         prompts: PromptReader,
         hints: PrefixHints,
+        grammars: GrammarChecker,
         *,
         max_streams: int,
         max_request_bytes: int,
@@ -115,6 +118,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._hints = hints
+        self._grammars = grammars
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
         self._min_priority = min_priority
@@ -194,6 +198,7 @@ class InferenceServicer(InferenceServiceServicer):
         """
         validation.check_generate(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
+        grammar = validation.grammar_of(request.sampling)
         model = self._directory.find(request.model, request.continuation.revision)
         with (
             self._open_stream(request) as (request_id, stream),
@@ -201,7 +206,7 @@ class InferenceServicer(InferenceServiceServicer):
         ):
             current_request_id.set(stream.scoped_id)
             validation.check_prompt_size(request, model)
-            plan = await self._plan(request, model, request_id, resumed)
+            plan = await self._plan(request, model, request_id, grammar, resumed)
             resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
@@ -239,8 +244,15 @@ class InferenceServicer(InferenceServiceServicer):
         return recorded(self.recorder, content, scheduler_request, resumed, submit)
 
     async def _plan(
-        self, request: pb.GenerateRequest, model: ServedModel, request_id: str, resumed: Resumed | None
+        self,
+        request: pb.GenerateRequest,
+        model: ServedModel,
+        request_id: str,
+        grammar: Grammar | None,
+        resumed: Resumed | None,
     ) -> GenerationPlan:
+        if grammar is not None:
+            grammar = await self._grammars.check(grammar, model)
         if resumed is None:
             prompt_ids = await self._prompts.token_ids(request.prompt, model)
         else:
@@ -253,6 +265,7 @@ class InferenceServicer(InferenceServiceServicer):
             prompt_ids,
             request_id=request_id,
             drawn_seed=secrets.randbits(64),
+            grammar=grammar,
         )
         return plan if resumed is None else replace(plan, replay=resumed.replay)
 

@@ -19,7 +19,9 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
 from request_fields import checks
-from request_fields.fields import MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
+from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
+from request_fields.grammar import Grammar
+from request_fields.grammar import grammar_of as read_grammar
 from request_fields.sizes import LengthError
 from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
 
@@ -141,14 +143,29 @@ def check_prompt(prompt: pb.Prompt) -> None:
         check_chat(prompt.chat)
 
 
+def grammar_of(sampling: types.SamplingParams) -> Grammar | None:
+    """The grammar of a request, not compiled. Raises InvalidRequestError if there are several."""
+    with _field_errors():
+        return read_grammar(sampling)
+
+
 def plan_generation(
-    request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int], *, request_id: str, drawn_seed: int
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    prompt_ids: Sequence[int],
+    *,
+    request_id: str,
+    drawn_seed: int,
+    grammar: Grammar | None = None,
 ) -> GenerationPlan:
-    """Check a request against its model and apply defaults. `drawn_seed` is used if the request has no seed.
+    """Check a request against its model and apply defaults. `drawn_seed` is used if the request has no seed. `grammar`
+    is the request's grammar after its check.
 
     Raises InvalidRequestError with the invalid field.
     """
     sampling = resolve_sampling(request.sampling, model, drawn_seed=drawn_seed)
+    if grammar is not None:
+        _set_grammar(sampling, grammar)
     if sampling.n > model.info.max_num_seqs:
         raise _invalid(
             "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
@@ -164,7 +181,7 @@ def plan_generation(
     stop.CopyFrom(request.stop)
     stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
     with _field_errors():
-        condition = stop_condition(checks.values_set(stop))
+        condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
     bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
     with _field_errors():
         checks.check_sampled_ids(sampling, model.info.vocab_size)
@@ -214,6 +231,12 @@ def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tu
                 raise _invalid(f"sampling.bad_words[{i}]", words)
             found[ids] = None
     return tuple(found)
+
+
+def _set_grammar(sampling: types.SamplingParams, grammar: Grammar) -> None:
+    for name in GRAMMAR_FIELDS:
+        sampling.ClearField(name)  # type: ignore[arg-type]
+    setattr(sampling, grammar.kind.value, grammar.text)
 
 
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:

@@ -126,7 +126,8 @@ def check_sampling(params: SamplingParams) -> None:
 
 def resolve_sampling(asked: Message, announced: Message, *, drawn_seed: int) -> dict[str, Any]:
     """The value of every served `sampling` field: the request's, else the model's, else the default."""
-    values = {name: field.default for name, field in SERVED_SAMPLING.items()} | {"seed": drawn_seed}
+    values = {name: field.default for name, field in SERVED_SAMPLING.items() if field.default is not None}
+    values["seed"] = drawn_seed
     values |= {name: value for name, value in _values(announced).items() if SERVED_SAMPLING[name].config_key}
     return values | _values(asked)
 

@@ -19,6 +19,8 @@ MAX_BAD_WORDS = 128  # strings of one request; each has up to two sequences of t
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
 MAX_LOGIT_BIAS = 100
+MAX_GRAMMAR_BYTES = 128 << 10  # size of a schema, regular expression or grammar
+GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "choice", "grammar"})  # at most one may be set
 
 
 class FieldError(ValueError):
@@ -179,9 +181,26 @@ FIELDS = (
         has_flag=True,
     ),
     Field("sampling.beam_width", Kind.UINT32, "", off=0, config_key="num_beams", config_off=1),
-    Field("sampling.json_schema", Kind.STRING, "", off=""),
-    Field("sampling.regex", Kind.STRING, "", off=""),
-    Field("sampling.grammar", Kind.STRING, "", off=""),
+    Field(
+        "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
+    ),
+    Field(
+        "sampling.json_object", Kind.BOOL, "The output is a JSON object.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED,
+    ),
+    Field(
+        "sampling.regex", Kind.STRING, "The output matches this regular expression.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES, has_flag=True,
+    ),
+    Field(
+        "sampling.choice", Kind.STRINGS, "The output is one of these strings.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_items=1024, max_chars=1024,
+    ),
+    Field(
+        "sampling.grammar", Kind.STRING, "The output matches this grammar, in llguidance's variant of Lark or in GBNF.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
+    ),
     Field(
         "stop.max_tokens", Kind.UINT32,
         "Maximum output tokens. 0 computes the prompt and returns no token. Unset: as many as fit after the prompt.",
@@ -300,9 +319,14 @@ class StopCondition:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
+    is_constrained: bool = (
+        False  # by a grammar: EOS can be sampled only where the output is complete, so it always ends
+    )
 
     def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
         """Why the sequence ends with its newest output token, the `num_output`-th; None if it continues."""
+        if self.is_constrained and last_token in eos_token_ids:
+            return End.EOS
         if num_output > self.min_tokens:
             if last_token in eos_token_ids and not self.ignore_eos:
                 return End.EOS
@@ -317,12 +341,15 @@ class StopCondition:
         return sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids))
 
 
-def stop_condition(given: Mapping[str, Any]) -> StopCondition:
+def stop_condition(given: Mapping[str, Any], *, is_constrained: bool = False) -> StopCondition:
     """Builds a StopCondition from values by field name. max_tokens is required; other missing fields take their
-    defaults. Raises FieldError.
+    defaults. `is_constrained`: the output has a grammar. Raises FieldError.
     """
     values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
-    stop = StopCondition(**values | {"stop_token_ids": frozenset(values.get("stop_token_ids", ()))})
+    values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+    if is_constrained:
+        values["ignore_eos"] = False
+    stop = StopCondition(**values, is_constrained=is_constrained)
     if stop.min_tokens > stop.max_tokens:
         raise FieldError("stop.min_tokens", f"is {stop.min_tokens}; must be at most stop.max_tokens, {stop.max_tokens}")
     return stop

@@ -18,6 +18,7 @@ from request_fields.fields import (
     StopCondition,
     stop_condition,
 )
+from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import Deltas, Finished
@@ -54,7 +55,7 @@ def group_from_proto(
         )
     _check_fields(submit)
     prompt = _prompt(submit.prompt_token_ids, info.vocab_size)
-    stop = _stop_condition(submit.stop, info.vocab_size)
+    stop = _stop_condition(submit.stop, info.vocab_size, is_constrained=has_grammar(submit.sampling))
     n = submit.sampling.n if submit.sampling.HasField("n") else 1
     _check_sizes(n, len(prompt), stop.max_tokens, info)
     outputs, finished = _continuation(submit.continuation, n, stop.max_tokens, info.vocab_size)
@@ -133,7 +134,7 @@ def _check_fields(submit: scheduler_pb2.Submit) -> None:
         raise InvalidRequestError("sampling.seed is unset; the gateway must set it", field="sampling.seed")
 
 
-def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopCondition:
+def _stop_condition(stop: types_pb2.StopParams, vocab_size: int, *, is_constrained: bool) -> StopCondition:
     if not stop.HasField("max_tokens"):
         raise InvalidRequestError("stop.max_tokens is unset; the gateway must set it", field="stop.max_tokens")
     if any(token_id >= vocab_size for token_id in stop.stop_token_ids):
@@ -142,7 +143,7 @@ def _stop_condition(stop: types_pb2.StopParams, vocab_size: int) -> StopConditio
             field="stop.stop_token_ids",
         )
     with _field_errors():
-        return stop_condition(checks.values_set(stop))
+        return stop_condition(checks.values_set(stop), is_constrained=is_constrained)
 
 
 def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:

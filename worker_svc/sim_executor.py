@@ -23,6 +23,7 @@ from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import F32, U32, Bools, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.processors import ProcessedRows
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -86,7 +87,10 @@ class SimRunner:
         self._vocabulary = read_vocabulary(config.model_dir, eos_probability=sim.eos_probability)
         self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
         self.info = info = _make_info(config)
-        self._rows = RowTable(info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
+        grammars = compiled_grammars(config.model_dir, info.vocab_size, info.eos_token_ids)
+        self._rows = RowTable(
+            info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars
+        )
         self._planner = StepPlanner(self._rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
@@ -139,7 +143,10 @@ class SimRunner:
         rows, positions = plan.sampling_rows[is_good], plan.sampled_positions[is_good]
         for row in plan.sampling_rows[~is_good]:
             errors.add(int(row), "the parent row of this fork has failed", RowErrorCode.INTERNAL)
-        token_ids = self._sample(rows, positions)
+        masks = self._rows.start_masks(rows, positions)
+        if masks is not None:
+            rows, positions = _without_failed(rows, positions, masks.result(), errors)
+        token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
         self._rows.append(rows, positions, token_ids)
         self._histories.append(rows, positions, token_ids)
         return rows, token_ids
@@ -193,7 +200,7 @@ class SimRunner:
             f"{len(wrong)} of {end} positions are wrong"
         )
 
-    def _sample(self, rows: I64, positions: I64) -> U32:
+    def _sample(self, rows: I64, positions: I64, masks: RowMasks | None) -> U32:
         columns = self._rows.sampling_columns(rows, positions)
         is_greedy = columns["temperature"] < GREEDY_BELOW
         seeds, sample_indices = (np.where(is_greedy, 0, columns[name]) for name in ("seed", "sample_index"))
@@ -203,21 +210,29 @@ class SimRunner:
         eos = self._vocabulary.eos_token_id
         ends = mix(draws) < np.uint64(self._vocabulary.eos_below)
         selected = self._rows.processed_rows(rows, positions)
-        for line, logits in self._processed(selected):
+        for line, logits in self._processed(selected, masks):
             token_ids[line] = self._draw_highest(int(draws[line]), logits)
             ends[line] &= eos is not None and logits[eos] > -np.inf
         if eos is not None:
             token_ids[ends] = eos
         return token_ids
 
-    def _processed(self, selected: ProcessedRows | None) -> Iterator[tuple[int, F32]]:
+    def _processed(self, selected: ProcessedRows | None, masks: RowMasks | None) -> Iterator[tuple[int, F32]]:
         """Row of the batch and processed logits of each row that asks for processing. All logits are 1 before it."""
-        if selected is None:
-            return
-        for i, line in enumerate(selected.lines.tolist()):
+        processed = [] if selected is None else selected.lines.tolist()
+        masked = [] if masks is None else masks.lines.tolist()
+        for line in sorted({*processed, *masked}):
             logits = np.ones(self.info.vocab_size, np.float32)
-            selected.process_one(logits, i)
+            if selected is not None and line in processed:
+                selected.process_one(logits, processed.index(line))
+            if masks is not None and line in masked:
+                self._apply_mask(logits, masks.is_banned[masked.index(line)])
             yield line, logits
+
+    def _apply_mask(self, logits: F32, is_banned: Bools) -> None:
+        logits[is_banned] = -np.inf
+        if logits.max() == -np.inf:  # as in ModelRunner: the output ends
+            logits[[id_ for id_ in self.info.eos_token_ids if not is_banned[id_]]] = 0.0
 
     def _draw_highest(self, draw: int, logits: F32) -> int:
         """One of the printable tokens with the highest logit; of all tokens if no printable token is left."""
@@ -226,6 +241,14 @@ class SimRunner:
             among = np.arange(len(logits), dtype=np.uint32)
         highest = among[logits[among] == logits[among].max()]
         return int(highest[draw % len(highest)])
+
+
+def _without_failed(rows: I64, positions: I64, masks: RowMasks, errors: RowErrors) -> tuple[I64, I64]:
+    """The rows whose grammar did not fail; the others get an error."""
+    for line, message in masks.failures.items():
+        errors.add(int(rows[line]), message, RowErrorCode.INTERNAL)
+    failed = list(masks.failures)
+    return np.delete(rows, failed), np.delete(positions, failed)
 
 
 class Histories:

@@ -14,7 +14,8 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
-from request_fields.fields import sampling_params
+from request_fields.fields import FieldError, sampling_params
+from request_fields.grammar import Grammar, grammar_of
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.batch import (
     EMPTY,
@@ -154,6 +155,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         banned_ids=u32_from_bytes(f"{field}.banned_ids", row_open.banned_ids),
         banned_before=row_open.banned_before,
         rules=_rules_from_proto(row_open),
+        grammar=_grammar_of(field, row_open.sampling),
     )
 
 
@@ -168,6 +170,13 @@ def _rules_from_proto(row_open: worker_pb2.RowOpen) -> TokenRules:
         bias_ids=np.array(list(sampling.logit_bias), np.uint32),
         biases=np.array(list(sampling.logit_bias.values()), np.float32),
     )
+
+
+def _grammar_of(field: str, sampling: types_pb2.SamplingParams) -> Grammar | None:
+    try:
+        return grammar_of(sampling)
+    except FieldError as error:
+        raise InvalidRequestError(f"batch.{field}.{error}", field=f"batch.{field}.{error.field}") from None
 
 
 # -- answers out -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,12 @@ class GenerateOptions(ChatOptions, total=False):
     bad_words: str | Sequence[str]  # strings that the output does not contain
     seed: int  # the same seed gives the same tokens; default: random, returned in the result
     n: int  # samples of one prompt
+    # Structured output: at most one of these
+    json_schema: str | Mapping[str, Any]  # JSON that matches this JSON Schema
+    json_object: bool  # any JSON object
+    regex: str  # text that matches this regular expression
+    choice: Sequence[str]  # one of these strings
+    grammar: str  # text of this grammar, in llguidance's variant of Lark or in GBNF
     # Prompt
     truncate_prompt_tokens: int  # keep only the last tokens of the prompt
     # Stopping
@@ -104,6 +111,8 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
         _update(message, field.name, value)
     elif field.kind is Kind.ENUM:
         setattr(message, field.name, _determinism(value))
+    elif field.name == "json_schema" and isinstance(value, Mapping):
+        setattr(message, field.name, _schema_text(value))
     else:
         _assign(message, field.name, options, field.option)
 
@@ -161,6 +170,13 @@ def detokenize_request(ids: Iterable[int], model: str, skip_special_tokens: bool
     request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
     _extend(request, "ids", ids)
     return request
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise invalid("json_schema", f"json_schema is not JSON: {error}") from None
 
 
 def _determinism(value: str) -> types_pb2.Determinism.ValueType:

@@ -14,6 +14,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.http import fields
 from gateway_svc.http.chat import chat_of, flag
 from gateway_svc.http.fields import BodyField, ignored_names, invalid, path_names, set_parameters, shown, token_ids
+from gateway_svc.http.structured import set_grammar
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
@@ -129,6 +130,7 @@ def _generation(
 ) -> Generation:
     request = pb.GenerateRequest(model=_model_of(body))
     set_parameters(rows, body, request)
+    names = set_grammar(body, request)
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
     returns_token_ids = flag(body, "return_token_ids", default=False)
@@ -143,7 +145,7 @@ def _generation(
         has_continuous_usage=is_continuous,
         timeout_s=_timeout_of(body),
         ignored=(*ignored_names(rows, body), *ignored),
-        names=path_names(rows, body),
+        names=path_names(rows, body) | names,
     )
 
 

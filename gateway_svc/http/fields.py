@@ -7,6 +7,7 @@ and `chat.py`. A field without a row is ignored and listed in the response heade
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,11 @@ def _unsigned(value: Any) -> Any:
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def json_text(value: Any) -> Any:
+    """An object as JSON text; other values unchanged."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,18 @@ SAMPLING = (
     BodyField("priority", "scheduling.priority"),
     BodyField("cache_salt", "scheduling.cache_salt"),
 )
+GUIDED = (
+    BodyField("guided_json", "sampling.json_schema", json_text, "A JSON Schema, as an object or as text."),
+    BodyField("guided_json_object", "sampling.json_object"),
+    BodyField("guided_regex", "sampling.regex"),
+    BodyField("guided_choice", "sampling.choice"),
+    BodyField("guided_grammar", "sampling.grammar"),
+)
+STRUCTURED = (
+    BodyField("response_format", doc="Type `text`, `json_object` or `json_schema`; `strict` has no effect: it is on."),
+    BodyField("structured_outputs", doc="One of `json`, `json_object`, `regex`, `choice` and `grammar`."),
+    *GUIDED,
+)
 STREAMING = (
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField(
@@ -90,9 +108,6 @@ TIMEOUT = BodyField(
 )
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
-    BodyField("response_format", only=({"type": "text"},)),
-    BodyField("structured_outputs", only=({},)),
-    *(BodyField(name, only=()) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
     BodyField("use_beam_search", only=(False,)),
     BodyField("prompt_logprobs", only=()),
     BodyField("logits_processors", only=([],)),
@@ -120,6 +135,7 @@ CHAT = (
     *TEMPLATE,
     *TOOLS,
     *SAMPLING,
+    *STRUCTURED,
     *STREAMING,
     RETURN_IDS,
     TIMEOUT,
@@ -141,6 +157,7 @@ COMPLETION = (
     BodyField("echo", doc="Return the prompt in front of the output."),
     BodyField("best_of", doc="Must equal n."),
     *SAMPLING,
+    *STRUCTURED,
     *STREAMING,
     RETURN_IDS,
     TIMEOUT,
@@ -182,7 +199,7 @@ def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request
         if value is None:
             continue
         if row.path:
-            _set_parameter(row, value, request)
+            set_parameter(row, value, request)
         elif row.only is not None and not _is_one_of(value, row.only):
             raise invalid(row.name, "is not served by this version; leave it unset")
 
@@ -192,7 +209,8 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
-def _set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
+def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
+    """Set one field of `request`. Raises InvalidRequestError with the row's name."""
     field = replace(BY_PATH[row.path], path=row.name)  # errors name the field of the body
     typed = typed_value(row.name, field.kind, row.convert(value))
     try:

@@ -52,6 +52,7 @@ class ModelText:
     tokenizer: Tokenizer | None
     unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
+    tokenizer_json: bytes = b""
 
 
 def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> ModelText:
@@ -60,7 +61,7 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
     """
     tokenizer = Tokenizer.from_files(files, templates) if "tokenizer.json" in files else None
     unserved = tuple(unserved_settings(_json_object(files, "generation_config.json")))
-    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)))
+    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)), files.get("tokenizer.json", b""))
 
 
 class Tokenizer:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.fields import SamplingParams
+from request_fields.grammar import Grammar
 
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
@@ -56,6 +57,7 @@ class RowOpen:
     banned_ids: U32 = field(default_factory=lambda: EMPTY)  # not sampled at output positions below `banned_before`
     banned_before: int = 0
     rules: TokenRules = NO_RULES
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
-from worker_svc.engine.batch import EMPTY, U32, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import EMPTY, U32, Bools, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.grammars import PendingMasks, RowMasks, compiled_grammars
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_cores, available_memory
 from worker_svc.engine.model import DecoderModel, WeightLoader
@@ -36,8 +37,8 @@ OUT_OF_MEMORY = (
     "out of memory",
 )  # in the message of torch's RuntimeError
 NOTHING_TO_SAMPLE = (
-    "the logits hold NaN, infinity or no finite number; if the request has allowed_token_ids, banned_token_ids or "
-    "bad_words, they may exclude all token ids"
+    "the logits hold NaN, infinity or no finite number; if the request has allowed_token_ids, banned_token_ids, "
+    "bad_words or a grammar, they may exclude all token ids"
 )
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +77,10 @@ class ModelRunner:
             DTYPES[dtype],
         )
         self._model.fuse(self._pool)
-        self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size)
+        grammars = compiled_grammars(config.model_dir, model.vocab_size, eos_ids)
+        self._rows = RowTable(
+            config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars
+        )
         weights_digest = checkpoint.weights_digest()
         kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
@@ -179,17 +183,22 @@ class ModelRunner:
             head_tokens=plan.starts[heads + 1] - 1,
         )
         self._pool.write_tokens(forward.slots, forward.token_ids)
+        masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
         logits = self._model.forward(forward, self._pool)
         self._rows.mark_computed(plan.rows, plan.ends)
         if not len(plan.sampling_rows):
             return NOTHING
         if logits_index is not None:
             logits = logits[torch.from_numpy(logits_index)]
-        return self._sample(plan, logits, errors)
+        return self._sample(plan, logits, masks, errors)
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor, errors: RowErrors) -> tuple[I64, U32]:
+    def _sample(
+        self, plan: StepPlan, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors
+    ) -> tuple[I64, U32]:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         logits = self._process_logits(plan, logits)
+        if masks is not None:
+            self._apply_masks(plan, logits, masks.result(), errors)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         if is_bad.any():
@@ -207,6 +216,22 @@ class ModelRunner:
         logits = logits.float()
         self._backend.process_logits(logits, selected)
         return logits
+
+    def _apply_masks(self, plan: StepPlan, logits: torch.Tensor, masks: RowMasks, errors: RowErrors) -> None:
+        """Removes the tokens that grammars forbid. A row whose grammar failed gets an error, and no token."""
+        for line, is_banned in zip(masks.lines.tolist(), masks.is_banned, strict=True):
+            logits[line].masked_fill_(torch.from_numpy(is_banned), -torch.inf)
+            if logits[line].max() == -torch.inf:
+                self._allow_end(logits[line], is_banned)
+        for line, message in masks.failures.items():
+            errors.add(int(plan.sampling_rows[line]), message, RowErrorCode.INTERNAL)
+            logits[line] = torch.nan
+
+    def _allow_end(self, logits: torch.Tensor, is_banned: Bools) -> None:
+        """If rules of the request ban everything else that the grammar allows, e.g. min_tokens, the output ends."""
+        for token_id in self.info.eos_token_ids:
+            if not is_banned[token_id]:
+                logits[token_id] = 0.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
 NO_BLOCK = -1
@@ -51,8 +52,15 @@ class RowTable:
     """Token history, block table and sampling parameters of up to max_num_seqs rows."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        compiled: CompiledGrammars | None = None,
     ) -> None:
+        """`compiled` None: rows with a grammar are refused."""
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -68,6 +76,7 @@ class RowTable:
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
         self._processors = ProcessorTable(self._tokens, vocab_size)
+        self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -79,11 +88,15 @@ class RowTable:
         """Closes all rows."""
         self.is_open[:] = False
         self._processors.reset()
+        if self._grammars is not None:
+            self._grammars.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
         self.is_open[rows[rows < self._max_num_seqs]] = False
         self._processors.close(rows)
+        if self._grammars is not None:
+            self._grammars.close(rows)
 
     # Opening
 
@@ -106,6 +119,7 @@ class RowTable:
             self._history_refusal(item)
             or self._table_refusal(item.block_table)
             or self._processors.refusal(item)
+            or self._grammar_refusal(item)
             or _sampling_refusal(item)
         )
 
@@ -137,6 +151,11 @@ class RowTable:
             return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
         return None
 
+    def _grammar_refusal(self, item: RowOpen) -> str | None:
+        if item.grammar is None or self._grammars is not None:
+            return None
+        return "this worker's model folder has no tokenizer.json, so it cannot apply a grammar"
+
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
@@ -155,6 +174,8 @@ class RowTable:
             self._sampling[name][row] = getattr(item.sampling, name)
         self._sampling["sample_index"][row] = item.sample_index
         self._processors.open(item)
+        if self._grammars is not None:
+            self._grammars.open(item)
 
     # Table changes
 
@@ -287,6 +308,11 @@ class RowTable:
         """The rows whose logits are processed before the token at sequence position `positions` of each is sampled;
         None if there are none."""
         return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
+
+    def start_masks(self, rows: I64, positions: I64) -> PendingMasks | None:
+        """Starts to compute which tokens the grammars of these rows allow at these sequence positions; None if no row
+        has a grammar."""
+        return None if self._grammars is None else self._grammars.start(rows, positions)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""

@@ -10,7 +10,7 @@ from quire_client.channel import DEFAULT_TARGET
 from quire_client.cli.batch_arguments import BATCH_EXAMPLES, add_batch_flags
 from quire_client.cli.bench_arguments import BENCH_EXAMPLES, add_bench_flags
 from quire_client.cli.parser import Parser
-from quire_client.cli.values import at_least, not_negative, number, port, positive, token_ids
+from quire_client.cli.values import at_least, not_negative, number, port, positive, text_file, token_ids
 from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
@@ -327,6 +327,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for field in FIELDS:
         if field.has_flag:
             add(f"--{field.option.replace('_', '-')}", help=field.doc, **_value_of(field))
+    add(
+        "--json-schema", type=text_file, metavar="FILE", help="The output is JSON that matches the schema in this file."
+    )
 
 
 def _value_of(field: Field) -> dict[str, Any]:
@@ -335,6 +338,8 @@ def _value_of(field: Field) -> dict[str, Any]:
         return {"action": "store_true"}
     if field.kind is Kind.STRINGS:
         return {"action": "append", "metavar": "TEXT"}
+    if field.kind is Kind.STRING:
+        return {"metavar": "TEXT"}
     return {"type": number, "metavar": "X"} if field.kind is Kind.FLOAT else {"type": at_least(0), "metavar": "N"}
 
 

@@ -12,6 +12,7 @@ from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
@@ -229,6 +230,7 @@ class GatewayService(Service):
             self.dispatcher,
             prompts,
             PrefixHints(prompts, self._reader()),
+            GrammarChecker(),
             max_streams=1000,
             max_request_bytes=1 << 30,
         )

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SERVICES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index"}
+SERVICES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index", "grammars"}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import SamplingParams
+from request_fields.grammar import Grammar
 from worker_svc.engine.batch import NO_RULES, U32, RowError, RowOpen, StepBatch, StepOutput, TokenRules
 from worker_svc.engine.model_runner import ModelRunner
 
@@ -68,6 +69,7 @@ class Driver:
         banned: tuple[int, ...] = (),
         banned_before: int = 0,
         rules: TokenRules = NO_RULES,
+        grammar: Grammar | None = None,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -76,7 +78,7 @@ class Driver:
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
-                    rules=rules)
+                    rules=rules, grammar=grammar)
         )  # fmt: skip
         self.rows[row] = state
         return state

@@ -89,7 +89,7 @@ def test_parameters_left_out_take_their_defaults() -> None:
 
 
 def test_defaults_come_from_request_then_model_then_table() -> None:
-    asked = types.SamplingParams(temperature=0, n=3, regex="")
+    asked = types.SamplingParams(temperature=0, n=3)
     announced = types.SamplingParams(temperature=0.5, top_k=7, seed=8, n=9, repetition_penalty=1.5)
     values = checks.resolve_sampling(asked, announced, drawn_seed=4)
     given = {name: value for name, value in values.items() if value is not None}

@@ -22,6 +22,9 @@ EOS = (7, 8)
         (StopCondition(5), 8, 1, End.EOS),
         (StopCondition(5), 8, 5, End.EOS),
         (StopCondition(5, ignore_eos=True), 8, 1, None),
+        (StopCondition(5, is_constrained=True), 8, 1, End.EOS),
+        (StopCondition(5, is_constrained=True, min_tokens=4), 8, 1, End.EOS),
+        (StopCondition(5, is_constrained=True), 1, 4, None),
         (StopCondition(5, frozenset({3})), 3, 1, End.STOP),
         (StopCondition(5, frozenset({3})), 3, 5, End.STOP),
         (StopCondition(5, frozenset({8})), 8, 1, End.EOS),
@@ -41,13 +44,18 @@ def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
 
 def test_the_condition_has_the_fields_that_schedulers_apply() -> None:
     applied = {name for name, field in served("stop").items() if Side.SCHEDULER in field.applied_by}
-    assert {field.name for field in dataclasses.fields(StopCondition)} == applied
+    assert {field.name for field in dataclasses.fields(StopCondition)} == applied | {"is_constrained"}
 
 
 def test_the_condition_of_a_message() -> None:
     message = types.StopParams(max_tokens=4, stop=["x"], stop_token_ids=[3, 3, 2], ignore_eos=True)
     assert stop_condition(checks.values_set(message)) == StopCondition(4, frozenset({2, 3}), ignore_eos=True)
     assert stop_condition({"max_tokens": 0}) == StopCondition(0)
+
+
+def test_a_grammar_overrides_ignore_eos() -> None:
+    stop = stop_condition({"max_tokens": 3, "ignore_eos": True}, is_constrained=True)
+    assert stop == StopCondition(3, is_constrained=True)
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:

@@ -25,6 +25,7 @@ from quire.v1.inference_pb2_grpc import (
 from gateway_svc.admin import AdminServicer
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.models import BundleCache
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
@@ -279,11 +280,13 @@ class TestGateway:
         self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)
         self.prompts = PromptReader()
+        self.grammars = GrammarChecker()
         self.servicer = InferenceServicer(
             self.directory,
             self.dispatcher,
             self.prompts,
             PrefixHints(self.prompts, reader),
+            self.grammars,
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
             min_priority=min_priority,
@@ -315,6 +318,7 @@ class TestGateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.grpc.stop(None)
         self.prompts.close()
+        await self.grammars.close()
 
     async def ready(self) -> TestGateway:
         await until(lambda: all(client.is_ready for client in self.clients))

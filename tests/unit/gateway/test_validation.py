@@ -138,12 +138,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "2 ids; max_tokens is 1",
     ),
     ({"continuation": continuation(STATE(output_token_ids=[5]))}, "sampling.seed", "Accepted"),
+    ({"sampling": SP(regex="a", json_object=True)}, "sampling.regex", "together with json_object; set only one"),
+    ({"sampling": SP(regex="")}, "sampling.regex", "is empty; leave it unset"),
+    ({"sampling": SP(regex="a" * (1 << 17) + "a")}, "sampling.regex", "131073 bytes; at most 131072"),
+    ({"sampling": SP(choice=["a"] * 1025)}, "sampling.choice", "1025 strings; at most 1024"),
+    ({"sampling": SP(choice=["a", ""])}, "sampling.choice[1]", "is empty"),
+    ({"sampling": SP(choice=["a" * 1024] * 129)}, "sampling.choice", "132096 bytes; at most 131072"),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": SP(beam_width=2)}, "sampling.beam_width"),
-    ({"sampling": SP(json_schema="{}")}, "sampling.json_schema"),
-    ({"sampling": SP(regex="a+")}, "sampling.regex"),
-    ({"sampling": SP(grammar="root ::= a")}, "sampling.grammar"),
     ({"output": OUT(logprobs=0)}, "output.logprobs"),
     ({"output": OUT(prompt_logprobs=1)}, "output.prompt_logprobs"),
     ({"adapter": "lora"}, "adapter"),
@@ -153,7 +156,7 @@ GOOD: list[dict[str, Any]] = [
     {"request_id": "A-z.0_9:" * 8},
     {"sampling": SP(temperature=0, top_p=1, top_k=0, min_p=0, n=8, seed=2**64 - 1)},
     {"sampling": SP(temperature=2, min_p=1, top_k=2**32 - 1, top_p=1e-6)},
-    {"sampling": SP(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, beam_width=0, regex="")},
+    {"sampling": SP(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, beam_width=0)},
     {"sampling": SP(repetition_penalty=100, frequency_penalty=-2, presence_penalty=2, logit_bias={499: 100, 0: -100})},
     {"sampling": SP(allowed_token_ids=[0, 499], banned_token_ids=[0], bad_words=["x" * 128] * 128)},
     {"sampling": SP(banned_token_ids=range(499))},
@@ -180,6 +183,7 @@ def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPla
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
     validation.check_generate(request)
+    validation.grammar_of(request.sampling)
     validation.check_prompt_size(request, model)
     prompt_ids = prompt_token_ids(request.prompt, model, add_special_tokens=True)
     return validation.plan_generation(request, model, prompt_ids, request_id="r", drawn_seed=99)
@@ -274,7 +278,9 @@ def test_the_error_of_a_chat_template_is_quoted() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"sampling": SP(top_p=2)}, {"sampling": SP(regex="a")}, {"prompt": ids(300)}], ids=["bad", "new", "long"]
+    "fields",
+    [{"sampling": SP(top_p=2)}, {"sampling": SP(beam_width=2)}, {"prompt": ids(300)}],
+    ids=["bad", "new", "long"],
 )
 async def test_refused_requests_reach_no_scheduler_and_affect_no_other_request(
     gateway: TestGateway, scheduler: FakeScheduler, fields: dict[str, Any]

@@ -248,7 +248,6 @@ def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -
     ("change", "field"),
     [
         (lambda s: setattr(s.sampling, "beam_width", 2), "sampling.beam_width"),
-        (lambda s: setattr(s.sampling, "json_schema", "{}"), "sampling.json_schema"),
     ],
 )
 def test_names_fields_that_are_not_served(change: Change, field: str) -> None:

@@ -1,0 +1,134 @@
+"""Grammars as llguidance compiles them, for the tokens of one model.
+
+llguidance's limits are deterministic: they bound the work of compiling and of each mask, and depend on nothing but the
+grammar and the tokens so far. A few constructs exceed them anyway (a large `multipleOf`), so a gateway compiles in a
+process that it can kill (gateway_svc/grammar_process.py), before a worker sees the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from request_fields.grammar import GrammarKind
+
+MAX_DEPTH = 64  # nesting of a JSON Schema; llguidance's parser stops at 128
+MAX_ERROR_CHARS = 400
+GBNF_RULE = "::="
+# Between the parts of JSON: a space, or a line break with indentation. Small models repeat free white space forever.
+WHITESPACE = r"(\x20|\x0A\x20{0,16})"
+
+MASK_WORD_BITS = 32
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used; the message says why."""
+
+
+class UnsupportedTokenizerError(ValueError):
+    """Grammars cannot be compiled for this tokenizer."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and vocabulary. Threads may share it.
+
+    `vocab_size` is the model's, which may be larger than the tokenizer's. Raises UnsupportedTokenizerError.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        if not eos_token_ids:
+            raise UnsupportedTokenizerError("the model has no end-of-sequence id, so a complete output cannot end")
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except Exception as error:  # the library raises several types
+            raise UnsupportedTokenizerError(f"its tokenizer.json cannot be used: {_first_line(str(error))}") from None
+        self._limits = LLParserLimits(verbose_errors=False)
+        self.vocab_size = vocab_size
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words of a mask over the vocabulary; bit i % 32 of word i // 32 belongs to token id i."""
+        return -(-self.vocab_size // MASK_WORD_BITS)
+
+    def compile(self, kind: GrammarKind, text: str) -> LLMatcher:
+        """A matcher at the start of the output; copies of it are independent. Raises GrammarError."""
+        matcher = LLMatcher(self._tokenizer, _to_llguidance(kind, text), log_level=0, limits=self._limits)
+        _check(matcher)
+        mask = matcher.deep_copy()
+        if not any(mask.compute_bitmask()) or mask.is_error():
+            raise GrammarError("it accepts no text at all")
+        return matcher
+
+
+def normalized(kind: GrammarKind, text: str) -> str:
+    """The text in the form that `compile` takes: GBNF becomes Lark. Raises GrammarError."""
+    if kind is GrammarKind.JSON_SCHEMA:
+        _check_schema(text)
+    if kind is not GrammarKind.LARK:
+        return text
+    if text.lstrip().startswith("{"):
+        raise GrammarError("it is JSON; give a grammar in Lark or GBNF, or use json_schema")
+    if GBNF_RULE not in text:
+        return text
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises its own errors and RecursionError
+        raise GrammarError(f"it is not valid GBNF: {_first_line(str(error))}") from None
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """The error of a matcher in one line; empty if it has none."""
+    return _first_line(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _to_llguidance(kind: GrammarKind, text: str) -> str:
+    if kind is GrammarKind.REGEX:
+        return str(LLMatcher.grammar_from_regex(text))
+    if kind is GrammarKind.LARK:
+        return str(LLMatcher.grammar_from_lark(text))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+    except ValueError as error:
+        raise GrammarError(_first_line(str(error))) from None
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(error_of(matcher))
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"it is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise GrammarError(f"it is a JSON {type(schema).__name__}; give an object")
+    if (depth := _depth(schema)) > MAX_DEPTH:
+        raise GrammarError(f"it is nested {depth} levels deep; at most {MAX_DEPTH} are allowed")
+
+
+def _depth(value: Any) -> int:
+    """Nesting of objects and arrays, without recursion."""
+    level, depth = [value], 0
+    while True:
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return depth
+        depth += 1
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _first_line(text: str) -> str:
+    """The first lines of a library's message as one line of limited length."""
+    line = " ".join(text.split("<state>")[0].split())
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[:MAX_ERROR_CHARS]}..."

@@ -1,0 +1,91 @@
+"""The grammar of a request: the one field of `sampling` that constrains its output, in the form that workers compile.
+
+json_schema   a JSON Schema
+json_object   any JSON object: the schema {"type": "object"}
+regex         a regular expression; the whole output matches it
+choice        one of several strings: a regular expression
+grammar       a context-free grammar, in llguidance's variant of Lark
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+class GrammarKind(Enum):
+    """Languages of a grammar's text. The values are the fields of SamplingParams that carry them to a worker."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar as text, not compiled. `field` is the request field that set it, for errors."""
+
+    kind: GrammarKind
+    text: str
+    field: str = ""
+
+    @property
+    def key(self) -> tuple[GrammarKind, str]:
+        """Grammars with the same key accept the same texts."""
+        return self.kind, self.text
+
+
+class Message(Protocol):
+    """The methods of a protobuf message that are used here."""
+
+    def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
+
+
+def has_grammar(sampling: Message) -> bool:
+    """Whether a SamplingParams constrains the output."""
+    return not GRAMMAR_FIELDS.isdisjoint(descriptor.name for descriptor, _ in sampling.ListFields())
+
+
+def grammar_of(sampling: Message) -> Grammar | None:
+    """The grammar of a SamplingParams; None if it has none. Raises FieldError if several are set or one is too long."""
+    values = {d.name: value for d, value in sampling.ListFields() if d.name in GRAMMAR_FIELDS}
+    if not values:
+        return None
+    if len(values) > 1:
+        *others, last = sorted(values)
+        raise FieldError(f"sampling.{last}", f"is set together with {' and '.join(others)}; set only one of them")
+    return _grammar(values)
+
+
+def _grammar(values: Mapping[str, Any]) -> Grammar:
+    ((name, value),) = values.items()
+    field = f"sampling.{name}"
+    if name == "json_object":
+        return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT, field)
+    if name == "choice":
+        return Grammar(GrammarKind.REGEX, regex_of_choice(_checked_choices(field, value)), field)
+    if not value:
+        raise FieldError(field, "is empty; leave it unset, or give a text")
+    return Grammar(GrammarKind(name), value, field)
+
+
+def _checked_choices(field: str, choices: Sequence[str]) -> Sequence[str]:
+    size = sum(len(choice.encode()) for choice in choices)
+    if size > MAX_GRAMMAR_BYTES:
+        raise FieldError(field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed in all strings together")
+    return choices
+
+
+def regex_of_choice(choices: Iterable[str]) -> str:
+    """A regular expression that matches exactly these strings."""
+    return "|".join("".join(map(_literal, choice)) for choice in dict.fromkeys(choices))
+
+
+def _literal(char: str) -> str:
+    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"

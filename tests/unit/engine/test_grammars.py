@@ -1,0 +1,227 @@
+"""Grammars of rows: what the engine samples under a grammar, and that a row's state follows from its output."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quire_client.demo import demo_model_dir
+from tokenizers import Tokenizer
+
+from request_fields.grammar import Grammar, GrammarKind, regex_of_choice
+from tests.unit.engine.driver import Driver, Row, seeded, u32
+from tests.unit.engine.models import make_model
+from worker_svc.engine.batch import RowErrorCode, RowOpen, TokenRules
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.grammars import RowGrammars, RowMasks, compiled_grammars
+from worker_svc.engine.model_runner import ModelRunner
+
+EOS = (2, 0)
+VOCAB = 2048
+MAX_STEPS = 60
+PROMPT = [300, 301, 302]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["é", "\n", "a b"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": -5, "maximum": 20},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "regex": Grammar(GrammarKind.REGEX, r"[a-f]{2,6}-\d+(é|ü)"),
+    "lark": Grammar(GrammarKind.LARK, 'start: item ("," item){2}\nitem: /[a-z]+/ | "[" item "]"'),
+    "choice": Grammar(GrammarKind.REGEX, regex_of_choice(["yes", "no", "maybe so", "no!"])),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner(EngineConfig(demo_model_dir(), num_blocks=256, max_num_seqs=8, threads=1, dtype="float32"))
+
+
+@pytest.fixture
+def driver(runner: ModelRunner) -> Driver:
+    runner.reset_rows()
+    return Driver(runner)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
+
+
+def run(driver: Driver, row: int, steps: int = MAX_STEPS) -> Row:
+    """Decodes a row until it samples an end-of-sequence id."""
+    driver.prefill(row)
+    state = driver.rows[row]
+    while state.output and state.output[-1] not in EOS and len(state.output) < steps:
+        driver.step({row: 1})
+    return state
+
+
+class Histories:
+    """Rows of a grammar table whose tokens are set by the test."""
+
+    def __init__(self) -> None:
+        compiled = compiled_grammars(demo_model_dir(), VOCAB, EOS)
+        assert compiled is not None
+        self.tokens = np.zeros((4, 400), np.uint32)
+        self.table = RowGrammars(compiled, self.tokens, VOCAB)
+
+    def open(self, row: int, grammar: Grammar, output: list[int]) -> None:
+        self.extend(row, output)
+        none = u32()
+        self.table.open(RowOpen(row, none, len(PROMPT), none, 0, seeded(0), 0, grammar=grammar))
+
+    def extend(self, row: int, output: list[int]) -> None:
+        self.tokens[row, : len(PROMPT) + len(output)] = PROMPT + output
+
+    def masks(self, lens: dict[int, int]) -> RowMasks:
+        """Masks for the tokens after the first `lens[row]` output tokens."""
+        rows, positions = np.array([*lens]), np.array([len(PROMPT) + n for n in lens.values()])
+        pending = self.table.start(rows, positions)
+        assert pending is not None
+        return pending.result()
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_state_after_each_token_equals_the_state_after_a_replay(name: str) -> None:
+    rng = np.random.default_rng(7)
+    histories = Histories()
+    histories.open(0, GRAMMARS[name], [])
+    output: list[int] = []
+    for _ in range(MAX_STEPS):
+        step = histories.masks({0: len(output)})
+        histories.open(1, GRAMMARS[name], output)
+        replayed = histories.masks({1: len(output)})
+        assert not step.failures
+        assert not replayed.failures
+        np.testing.assert_array_equal(step.is_banned[0], replayed.is_banned[0])
+        output.append(int(rng.choice(np.flatnonzero(~step.is_banned[0]))))
+        histories.extend(0, output)
+        if output[-1] in EOS:
+            return
+    assert name != "choice", "the output did not end"
+
+
+def test_a_row_whose_history_was_replaced_replays_it() -> None:
+    histories = Histories()
+    first, other = [ord(char) - 33 + 3 for char in "ab"]  # ids of the demo model's printable ASCII characters
+    grammar = Grammar(GrammarKind.REGEX, "a[x]|b[y]")
+    histories.open(0, grammar, [])
+    histories.masks({0: 0})
+    histories.extend(0, [first])
+    after_a = histories.masks({0: 1}).is_banned
+    histories.extend(0, [other])
+    histories.table.replay(0)
+    assert (histories.masks({0: 1}).is_banned != after_a).any()
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_output_matches_its_grammar(driver: Driver, tokenizer: Tokenizer, name: str, seed: int) -> None:
+    driver.open(0, PROMPT, seeded(seed, 1.5), grammar=GRAMMARS[name])
+    state = run(driver, 0)
+    assert driver.errors == []
+    if state.output[-1] not in EOS:
+        return
+    text = tokenizer.decode(state.output[:-1])
+    if name == "schema":
+        value = json.loads(text)
+        assert [*value] == ["name", "tags", "size"]
+        assert -5 <= value["size"] <= 20
+    elif name == "lark":
+        assert re.fullmatch(r"(\[*[a-z]+\]*)(,\[*[a-z]+\]*){2}", text)
+    else:
+        assert re.fullmatch(GRAMMARS[name].text.replace(r"\x{20}", " ").replace(r"\x{21}", "!"), text)
+
+
+def test_a_row_without_a_grammar_is_not_changed_by_its_neighbour(driver: Driver) -> None:
+    driver.open(0, PROMPT, seeded(1))
+    driver.prefill(0)
+    driver.decode([0], 8)
+    alone = driver.rows[0].output
+    driver.close(0)
+    driver.open(1, PROMPT, seeded(1))
+    driver.open(2, PROMPT, seeded(1), grammar=GRAMMARS["choice"])
+    driver.step({1: len(PROMPT), 2: len(PROMPT)})
+    driver.decode([1, 2], 8)
+    assert driver.rows[1].output == alone
+    assert driver.rows[2].output[: len(alone)] != alone
+
+
+def test_a_reopened_row_continues_with_the_same_tokens(driver: Driver) -> None:
+    driver.open(0, PROMPT, seeded(5), grammar=GRAMMARS["schema"])
+    whole = list(run(driver, 0).output)
+    driver.close(0)
+    assert len(whole) > 4
+    for cut in range(1, len(whole)):
+        driver.open(1, PROMPT, seeded(5), output=whole[:cut], grammar=GRAMMARS["schema"])
+        assert run(driver, 1, len(whole)).output == whole, cut
+        driver.close(1)
+
+
+def test_steps_after_the_end_have_no_errors(driver: Driver) -> None:
+    """The scheduler sends steps before it knows that the row has ended."""
+    driver.open(0, PROMPT, seeded(2), grammar=GRAMMARS["choice"])
+    run(driver, 0)
+    driver.decode([0], 3)
+    assert driver.errors == []
+    assert set(driver.rows[0].output[-3:]) <= set(EOS)
+
+
+def test_the_end_is_sampled_if_min_tokens_leaves_nothing_else(driver: Driver, tokenizer: Tokenizer) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "ab")
+    driver.open(0, PROMPT, seeded(2), banned=EOS, banned_before=50, grammar=grammar)
+    state = run(driver, 0)
+    assert tokenizer.decode(state.output[:-1]) == "ab"
+    assert state.output[-1] in EOS
+
+
+def test_min_tokens_delays_an_optional_end(driver: Driver) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "[a-c]*")
+    driver.open(0, PROMPT, seeded(2), banned=EOS, banned_before=30, grammar=grammar)
+    assert not set(run(driver, 0, 30).output) & set(EOS)
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_row_only(driver: Driver) -> None:
+    driver.open(0, PROMPT, seeded(1), grammar=Grammar(GrammarKind.REGEX, "("))
+    driver.open(1, PROMPT, seeded(1), grammar=GRAMMARS["choice"])
+    driver.open(2, PROMPT, seeded(1))
+    output = driver.step({row: len(PROMPT) for row in range(3)})
+    assert output.rows.tolist() == [1, 2]
+    (error,) = output.errors
+    assert (error.row, error.code) == (0, RowErrorCode.INTERNAL)
+    assert "unclosed group" in error.message
+
+
+def test_an_output_that_does_not_match_fails_its_row(driver: Driver) -> None:
+    driver.open(0, PROMPT, seeded(1), output=[500, 501], grammar=GRAMMARS["choice"])
+    driver.step({0: len(PROMPT) + 2})
+    assert "does not match the grammar" in driver.errors[0].message
+
+
+def test_rules_that_exclude_all_tokens_of_the_grammar_fail_the_row(driver: Driver) -> None:
+    driver.open(0, PROMPT, seeded(1), grammar=Grammar(GrammarKind.REGEX, "[ab]+"))
+    (item,) = driver._opens
+    rules = TokenRules(allowed_ids=u32(700, 701))
+    driver._opens[0] = RowOpen(**{name: getattr(item, name) for name in RowOpen.__slots__} | {"rules": rules})
+    driver.step({0: len(PROMPT)})
+    assert "may exclude all token ids" in driver.errors[0].message
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    runner = ModelRunner(EngineConfig(make_model(tmp_path), num_blocks=16, max_num_seqs=2, threads=1))
+    driver = Driver(runner)
+    driver.open(0, [5, 6, 7], grammar=GRAMMARS["choice"])
+    driver.step({0: 3})
+    assert "no tokenizer.json" in driver.errors[0].message
