@@ -66,7 +66,7 @@ def check_chat(chat: pb.Chat) -> None:
         raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; with it, tool_choice must be REQUIRED or unset")
     if must_call(chat) and not chat.tools_json:
         field_name = "tool_name" if chat.tool_name else "tool_choice"
-        raise _invalid(field_name, "requires a call, but tools_json is not set; send the tools")
+        raise _invalid(field_name, "requires a call, but the chat has no tools; send the tools")
     if chat.continue_final_message and chat.add_generation_prompt:
         raise _invalid("add_generation_prompt", "is true with continue_final_message; set only one of them")
 
@@ -152,7 +152,7 @@ def read_tools(chat: pb.Chat) -> Tools:
         have = ", ".join(schemas)[:MAX_SHOWN]
         raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; must be the name of a tool of the request: {have}")
     if must_call(chat) and not schemas:
-        raise _invalid("tool_choice", "requires a call, but tools_json is empty; send the tools")
+        raise _invalid("tool_choice", "requires a call, but the chat has no tools; send the tools")
     return Tools() if chat.tool_choice == pb.TOOL_CHOICE_NONE else Tools(tuple(given), schemas)
 
 

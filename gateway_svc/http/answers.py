@@ -15,6 +15,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http.bodies import Generation
+from gateway_svc.http.chat_answers import MessageBuilder, delta_of
 from svc_common.errors import QuireError
 
 FINISH_REASONS = {
@@ -54,13 +55,14 @@ class Shape(Protocol):
     chunk_object: str
     whole_object: str
     has_one_prompt: bool  # prompt_token_ids are in the answer, else in each choice
+    has_parts: bool  # chunks have parts, else text
 
     def begin(self, echo: str) -> Json | None:
         """The first delta of a choice; None: the choice starts without one."""
 
     def delta(self, text: str) -> Json: ...
     def end(self) -> Json: ...
-    def whole(self, text: str) -> Json: ...
+    def whole(self, text: str, parts: MessageBuilder) -> Json: ...
 
 
 class ChatShape:
@@ -69,7 +71,7 @@ class ChatShape:
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
-    has_one_prompt = True
+    has_one_prompt = has_parts = True
 
     def begin(self, echo: str) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -80,8 +82,8 @@ class ChatShape:
     def end(self) -> Json:
         return {"delta": {}}
 
-    def whole(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
+    def whole(self, text: str, parts: MessageBuilder) -> Json:
+        return {"message": parts.message()}
 
 
 class CompletionShape:
@@ -89,7 +91,7 @@ class CompletionShape:
 
     id_prefix = "cmpl"
     chunk_object = whole_object = "text_completion"
-    has_one_prompt = False
+    has_one_prompt = has_parts = False
 
     def begin(self, echo: str) -> Json | None:
         return {"text": echo} if echo else None
@@ -100,7 +102,7 @@ class CompletionShape:
     def end(self) -> Json:
         return {"text": ""}
 
-    def whole(self, text: str) -> Json:
+    def whole(self, text: str, parts: MessageBuilder) -> Json:
         return {"text": text}
 
 
@@ -122,15 +124,19 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     outputs: dict[int, int] = field(default_factory=dict)  # by choice
+    reasoning_tokens: int | None = None  # of all choices; None: the answer has no such count
 
     def usage(self) -> Json:
         num_output = sum(self.outputs.values())
-        return {
+        usage = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": num_output,
             "total_tokens": self.prompt_tokens + num_output,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class Answer:
@@ -142,7 +148,8 @@ class Answer:
         self._asked = asked
         self._shape = shape
         self._prompts = prompts
-        self._tally = Tally()
+        self._tally = Tally(reasoning_tokens=0 if shape.has_parts else None)
+        self._calling: set[int] = set()  # choices with tool calls
         self._head: Json = {"id": answer_id, "object": "", "created": created, "model": asked.model}
 
     def _accept(self, accepted: pb.Accepted) -> None:
@@ -156,9 +163,12 @@ class Answer:
         self._tally.outputs[choice] = finished.usage.output_tokens
         if finished.index == 0:
             self._tally.cached_tokens += finished.usage.cached_tokens
+        if self._tally.reasoning_tokens is not None:
+            self._tally.reasoning_tokens += finished.usage.reasoning_tokens
         matched = finished.WhichOneof("matched")
+        reason = FINISH_REASONS[finished.reason]
         return {
-            "finish_reason": FINISH_REASONS[finished.reason],
+            "finish_reason": "tool_calls" if reason == "stop" and choice in self._calling else reason,
             "stop_reason": None if matched is None else getattr(finished, matched),
         }
 
@@ -191,19 +201,36 @@ class StreamAnswer(Answer):
         return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
 
     def _text(self, prompt: int, chunk: pb.Chunk) -> bytes:
-        """The event for new text. Most chunks differ only in index and text: the bytes around them are made once."""
+        """The events for new text. Most chunks differ only in index and text: the bytes around them are made once."""
         choice = self._index(prompt, chunk.index)
+        parts = chunk.parts
+        if any(part.HasField("tool_call") for part in parts):
+            self._calling.add(choice)
         if self._asked.has_continuous_usage or self._asked.returns_token_ids:
             self._tally.outputs[choice] = chunk.offset + len(chunk.token_ids)
             ids = {"token_ids": list(chunk.token_ids)} if self._asked.returns_token_ids else {}
-            return sse(self._chunk(choice, {**self._shape.delta(chunk.text), **ids}))
+            return b"".join(self._part_events(choice, chunk, ids))
+        if not parts:
+            return self._text_event(choice, chunk.text)
+        if len(parts) == 1 and parts[0].HasField("content"):
+            return self._text_event(choice, parts[0].content)
+        return b"".join(self._part_events(choice, chunk, {}))
+
+    def _part_events(self, choice: int, chunk: pb.Chunk, ids: Json) -> Iterator[bytes]:
+        """One event per part, because clients expect one kind of output in a delta. The first has the token ids."""
+        deltas = [{"delta": delta_of(part)} for part in chunk.parts] or [self._shape.delta(chunk.text)]
+        for i, delta in enumerate(deltas):
+            rest: Json = {"token_ids": []} if ids else {}
+            yield sse(self._chunk(choice, {**delta, **(rest if i else ids)}))
+
+    def _text_event(self, choice: int, text: str) -> bytes:
         if self._text_chunk is None:
             around = sse(self._chunk(PLACE_INDEX, self._shape.delta(PLACE_TEXT)))
             before, _, rest = around.rpartition(encode_text(PLACE_INDEX))
             between, _, after = rest.partition(encode_text(PLACE_TEXT))
             self._text_chunk = before, between, after
         before, between, after = self._text_chunk
-        return b"%b%d%b%b%b" % (before, choice, between, encode_text(chunk.text), after)
+        return b"%b%d%b%b%b" % (before, choice, between, encode_text(text), after)
 
     def _chunks(self, prompt: int, event: pb.GenerateResponse) -> Iterator[Json]:
         if event.HasField("accepted"):
@@ -245,6 +272,7 @@ class WholeAnswer(Answer):
         super().__init__(asked, shape, answer_id, created, prompts)
         indices = [self._index(prompt, sample) for prompt in range(len(prompts)) for sample in range(asked.n)]
         self._texts = {choice: [prompts[choice // asked.n].echo] for choice in indices}
+        self._messages = {choice: MessageBuilder() for choice in indices}
         self._token_ids: dict[int, list[int]] = {choice: [] for choice in indices}
         self._ends: dict[int, Json] = {}
 
@@ -256,9 +284,12 @@ class WholeAnswer(Answer):
         elif kind == "chunk":
             choice = self._index(prompt, event.chunk.index)
             self._texts[choice].append(event.chunk.text)
+            self._messages[choice].add(event.chunk.parts)
             self._token_ids[choice].extend(event.chunk.token_ids)
         elif kind == "finished":
             choice = self._index(prompt, event.finished.index)
+            if self._messages[choice].has_calls:
+                self._calling.add(choice)
             self._ends[choice] = self._finish(choice, event.finished)
 
     def whole(self) -> Json:
@@ -271,7 +302,8 @@ class WholeAnswer(Answer):
 
     def _choice(self, choice: int, text: str) -> Json:
         ids = {"token_ids": self._token_ids[choice]} if self._asked.returns_token_ids else {}
-        return {"index": choice, **self._shape.whole(text), "logprobs": None, **ids, **self._ends[choice]}
+        own = self._shape.whole(text, self._messages[choice])
+        return {"index": choice, **own, "logprobs": None, **ids, **self._ends[choice]}
 
 
 def model_of(model: pb.Model, created: int) -> Json:

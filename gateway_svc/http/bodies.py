@@ -73,7 +73,10 @@ def chat_generation(data: bytes) -> Generation:
     """Parse a body of /v1/chat/completions. Raises InvalidRequestError."""
     body = body_of(data)
     chat, ignored = chat_of(body)
-    return _generation(fields.CHAT, body, [pb.Prompt(chat=chat)], ignored=ignored)
+    asked = _generation(fields.CHAT, body, [pb.Prompt(chat=chat)], ignored=ignored)
+    for request in asked.requests:
+        request.output.parse_chat = True
+    return asked
 
 
 def completion_generation(data: bytes) -> Generation:

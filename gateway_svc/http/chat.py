@@ -10,11 +10,16 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.fields import invalid, shown
 
-ROLES = {"developer": "system"}  # OpenAI's role -> the protocol's; all other roles have the same name
 # Fields of a message that would change the prompt but do not exist in the protocol.
-UNSERVED = ("tool_calls", "function_call", "audio", "refusal")
-KNOWN = ("role", "content", *UNSERVED)
-TOOL_CHOICES = ("none", "auto")
+UNSERVED = ("function_call", "audio", "refusal")
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content", *UNSERVED)
+WITHOUT_MEANING = ("annotations",)  # in answers; ignored if empty
+TOOL_CHOICES = {
+    "none": pb.TOOL_CHOICE_NONE,
+    "auto": pb.TOOL_CHOICE_AUTO,
+    "required": pb.TOOL_CHOICE_REQUIRED,
+}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def chat_of(body: Mapping[str, Any]) -> tuple[pb.Chat, list[str]]:
@@ -26,21 +31,55 @@ def chat_of(body: Mapping[str, Any]) -> tuple[pb.Chat, list[str]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise invalid(f"messages[{i}]", f"is {shown(message)}; must be an object")
-        chat.messages.append(_message_of(f"messages[{i}]", message))
-        ignored |= {f"messages.{name}": None for name in message if name not in KNOWN}
+        _add_message(chat.messages.add(), f"messages[{i}]", message)
+        ignored |= {f"messages.{name}": None for name, value in message.items() if _is_ignored(name, value)}
     _set_template(chat, body)
     _set_tools(chat, body)
     return chat, list(ignored)
 
 
-def _message_of(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
+def _is_ignored(name: str, value: Any) -> bool:
+    return name not in KNOWN and (bool(value) or name not in WITHOUT_MEANING)
+
+
+def _add_message(message: pb.ChatMessage, where: str, body: Mapping[str, Any]) -> None:
     for name in UNSERVED:
-        if message.get(name):
+        if body.get(name):
             raise invalid(f"{where}.{name}", "is not served by this version; leave it unset")
-    role = message.get("role")
+    role = body.get("role")
     if not isinstance(role, str):
         raise invalid(f"{where}.role", f"is {shown(role)}; must be a string")
-    return pb.ChatMessage(role=ROLES.get(role, role), content=_text_of(f"{where}.content", message.get("content")))
+    message.role = role
+    message.content = _text_of(f"{where}.content", body.get("content"))
+    message.tool_call_id = text(body, "tool_call_id", where)
+    message.name = text(body, "name", where)
+    message.reasoning = text(body, "reasoning", where) or text(body, "reasoning_content", where)
+    calls = body.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise invalid(f"{where}.tool_calls", f"is {shown(calls)}; must be a list")
+    for i, call in enumerate(calls or []):
+        _add_call(message.tool_calls.add(), f"{where}.tool_calls[{i}]", call)
+
+
+def _add_call(message: pb.ToolCall, where: str, call: Any) -> None:
+    if not isinstance(call, dict):
+        raise invalid(where, f"is {shown(call)}; must be an object")
+    if call.get("type", "function") != "function":
+        raise invalid(f"{where}.type", f"is {shown(call['type'])}; must be 'function', the only supported type")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{where}.function", f"is {shown(function)}; must be an object with name and arguments")
+    message.id = text(call, "id", where)
+    message.name = text(function, "name", f"{where}.function")
+    message.arguments = text(function, "arguments", f"{where}.function")
+
+
+def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
+    """A string field; "" if it is not set. Raises InvalidRequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"{where}.{name}" if where else name, f"is {shown(value)}; must be a string")
+    return value or ""
 
 
 def _text_of(where: str, content: Any) -> str:
@@ -69,26 +108,54 @@ def _part_text(where: str, part: Any) -> str:
 def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     chat.continue_final_message = flag(body, "continue_final_message", default=False)
     adds = flag(body, "add_generation_prompt", default=not chat.continue_final_message)
-    if adds is chat.continue_final_message:
+    if adds and chat.continue_final_message:
+        raise invalid("add_generation_prompt", "is true with continue_final_message; set only one of them")
+    if not (adds or chat.continue_final_message):
+        chat.add_generation_prompt = False
+    chat.chat_template = text(body, "chat_template")
+    if "{" in chat.chat_template:
         raise invalid(
-            "add_generation_prompt",
-            "must be the opposite of continue_final_message; remove add_generation_prompt to use that default",
+            "chat_template", "must be the name of a template of the model or of --chat-template, not a template itself"
         )
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise invalid("chat_template_kwargs", f"is {shown(kwargs)}; must be an object")
-    if kwargs:
+    if kwargs := {**_effort(body), **(kwargs or {})}:
         chat.template_kwargs_json = json.dumps(kwargs, ensure_ascii=False)
+
+
+def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
+    """reasoning_effort as variables of templates; `none` turns reasoning off where a template can."""
+    effort = body.get("reasoning_effort")
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise invalid("reasoning_effort", f"is {shown(effort)}; must be one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
         raise invalid("tools", f"is {shown(tools)}; must be a list")
-    if choice is not None and choice not in TOOL_CHOICES:
-        raise invalid("tool_choice", f"is {shown(choice)}; must be 'none' or 'auto'")
-    if tools and choice != "none":
+    if tools:
         chat.tools_json = json.dumps(tools, ensure_ascii=False)
+    if isinstance(choice, dict):
+        chat.tool_name = _chosen_name(choice)
+    elif choice is not None:
+        if not isinstance(choice, str) or choice not in TOOL_CHOICES:
+            raise invalid("tool_choice", f"is {shown(choice)}; must be none, auto, required or an object with a name")
+        chat.tool_choice = TOOL_CHOICES[choice]
+    if not flag(body, "parallel_tool_calls", default=True):
+        chat.parallel_tool_calls = False
+
+
+def _chosen_name(choice: Mapping[str, Any]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str) or not name:
+        raise invalid("tool_choice", 'must be {"type": "function", "function": {"name": ...}} to name a tool')
+    return name
 
 
 def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

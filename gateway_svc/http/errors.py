@@ -38,6 +38,9 @@ RETRY_AFTER_S = 1.0  # for errors that a later attempt may not have, if the erro
 PROMPT_NAMES = {
     "prompt.chat.template_kwargs_json": "chat_template_kwargs",
     "prompt.chat.tools_json": "tools",
+    "prompt.chat.tool_choice": "tool_choice",
+    "prompt.chat.tool_name": "tool_choice",
+    "prompt.chat.add_generation_prompt": "add_generation_prompt",
     "prompt.chat.messages": "messages",
     "prompt.chat": "messages",
     "prompt.text": "prompt",

@@ -118,17 +118,27 @@ UNSERVED = (
 )
 TEMPLATE = (
     BodyField(
-        "messages", doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text."
+        "messages",
+        doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text. Assistant "
+        "messages may have `tool_calls` and `reasoning` (also as `reasoning_content`), tool messages `tool_call_id`.",
     ),
     BodyField(
-        "add_generation_prompt", doc="Only its default is accepted: true, or false with `continue_final_message`."
+        "add_generation_prompt",
+        doc="Start an assistant turn. Default true; must not be true with `continue_final_message`.",
     ),
     BodyField("continue_final_message", doc="Continue the last message instead of starting an assistant turn."),
+    BodyField("chat_template", doc="Name of a template of the model or of the gateway; templates cannot be sent."),
     BodyField("chat_template_kwargs", doc="Extra variables for the chat template."),
+    BodyField(
+        "reasoning_effort",
+        doc="Passed to the chat template: none, minimal, low, medium, high or xhigh. `none` also sets the variable "
+        "`enable_thinking` to false.",
+    ),
 )
 TOOLS = (
-    BodyField("tools", doc="Passed to the chat template, unless tool_choice is none. Calls are returned as text."),
-    BodyField("tool_choice", doc="`none` or `auto`."),
+    BodyField("tools", doc="Functions that the model may call ([chat.md](chat.md))."),
+    BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "function": {"name": ...}}`.'),
+    BodyField("parallel_tool_calls", doc="Default true. False: at most one call."),
 )
 CHAT = (
     MODEL,
@@ -142,7 +152,7 @@ CHAT = (
     *UNSERVED,
     BodyField("logprobs", only=(False,)),
     BodyField("top_logprobs", only=(0,)),
-    BodyField("chat_template", only=()),
+    BodyField("include_reasoning", only=(True,)),
     BodyField("documents", only=([],)),
     BodyField("echo", only=(False,)),
     BodyField("web_search_options", only=()),

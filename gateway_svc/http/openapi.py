@@ -48,6 +48,11 @@ MESSAGE: Schema = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [TEXT, {"type": "array", "items": PART}, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": OBJECT},
+        "tool_call_id": TEXT,
+        "name": TEXT,
+        "reasoning": TEXT,
+        "reasoning_content": TEXT,
     },
 }
 # Fields that have no request field, or accept more than it. A field in neither table may have any type.
@@ -79,7 +84,11 @@ OWN: Mapping[str, Schema] = {
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,
     "chat_template_kwargs": OBJECT,
+    "chat_template": TEXT,
+    "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
     "tools": {"type": "array", "items": OBJECT},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
+    "parallel_tool_calls": FLAG,
 }
 REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
@@ -95,6 +104,7 @@ USAGE: Schema = {
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": COUNT}},
+        "completion_tokens_details": {"type": "object", "properties": {"reasoning_tokens": COUNT}},
     },
 }
 MODEL: Schema = {

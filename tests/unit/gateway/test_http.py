@@ -132,6 +132,7 @@ async def test_a_chat(http: HttpGateway, scheduler: FakeScheduler) -> None:
             "completion_tokens": len(output),
             "total_tokens": num_prompt + len(output),
             "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

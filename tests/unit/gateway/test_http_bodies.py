@@ -184,14 +184,24 @@ def test_messages() -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None, "annotations": []},
+        {
+            "role": "assistant",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"},
     ]
-    (request,) = chat(messages=messages).requests
-    assert [(m.role, m.content) for m in request.prompt.chat.messages] == [
-        ("system", "be brief"),
-        ("user", "a\nb"),
-        ("assistant", ""),
+    asked = chat(messages=messages)
+    assert list(asked.requests[0].prompt.chat.messages) == [
+        pb.ChatMessage(role="developer", content="be brief"),
+        pb.ChatMessage(role="user", content="a\nb"),
+        pb.ChatMessage(role="assistant"),
+        pb.ChatMessage(role="assistant", reasoning="Hm.", tool_calls=[pb.ToolCall(id="1", name="f", arguments="{}")]),
+        pb.ChatMessage(role="tool", content="x", tool_call_id="1", name="f"),
     ]
+    assert asked.ignored == ()
+    assert asked.requests[0].output.parse_chat
 
 
 @pytest.mark.parametrize(
@@ -204,7 +214,12 @@ def test_messages() -> None:
         ([*HELLO, {"role": "user", "content": 5}], "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0].type"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
+        ([{"role": "tool", "tool_call_id": 1}], "messages[0].tool_call_id"),
     ],
 )
 def test_messages_that_are_refused(messages: Any, field: str) -> None:
@@ -216,17 +231,29 @@ def test_the_template() -> None:
     assert request.prompt.chat.continue_final_message
     assert json.loads(request.prompt.chat.template_kwargs_json) == {"enable_thinking": False}
     assert chat(continue_final_message=True, add_generation_prompt=False) == chat(continue_final_message=True)
-    assert refusal(add_generation_prompt=False)[0] == "add_generation_prompt"
+    chat_prompt = (
+        chat(add_generation_prompt=False, chat_template="other", reasoning_effort="low").requests[0].prompt.chat
+    )
+    assert chat_prompt.HasField("add_generation_prompt")
+    assert not chat_prompt.add_generation_prompt
+    assert chat_prompt.chat_template == "other"
+    assert json.loads(chat_prompt.template_kwargs_json) == {"reasoning_effort": "low"}
     assert refusal(add_generation_prompt=True, continue_final_message=True)[0] == "add_generation_prompt"
 
 
 def test_tools_are_passed_to_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert json.loads(chat(tools=tools).requests[0].prompt.chat.tools_json) == tools
-    assert chat(tools=tools, tool_choice="auto").requests == chat(tools=tools).requests
-    assert chat(tools=tools, tool_choice="none").requests == chat().requests
-    assert refusal(tools=tools, tool_choice="required")[0] == "tool_choice"
-    assert refusal(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})[0] == "tool_choice"
+    for name, value in (
+        ("none", pb.TOOL_CHOICE_NONE),
+        ("auto", pb.TOOL_CHOICE_AUTO),
+        ("required", pb.TOOL_CHOICE_REQUIRED),
+    ):
+        assert chat(tools=tools, tool_choice=name).requests[0].prompt.chat.tool_choice == value
+    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}, parallel_tool_calls=False)
+    assert named.requests[0].prompt.chat.tool_name == "f"
+    assert not named.requests[0].prompt.chat.parallel_tool_calls
+    assert not chat(parallel_tool_calls=True).requests[0].prompt.chat.HasField("parallel_tool_calls")
 
 
 UNSERVED = [row for row in (*fields.CHAT, *fields.COMPLETION) if row.only is not None]
@@ -286,9 +313,9 @@ def test_timeout() -> None:
 
 
 def test_unknown_fields_are_listed_as_ignored() -> None:
-    asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "name": "b"}])
-    assert asked.ignored == ("user", "num_ctx", "messages.name")
-    assert ignored_header(asked.ignored) == "user, num_ctx, messages.name"
+    asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "mood": "b"}])
+    assert asked.ignored == ("user", "num_ctx", "messages.mood")
+    assert ignored_header(asked.ignored) == "user, num_ctx, messages.mood"
     assert ignored_header(["a\r\nset-cookie: b", "é"]) == "?, ?"
     assert ignored_header(["a"] * 40).endswith("a, ...")
 

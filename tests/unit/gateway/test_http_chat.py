@@ -1,0 +1,184 @@
+"""Tools and reasoning in chat completions, read by OpenAI's client; the model's output is set by the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.http.chat_answers import delta_of
+from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
+from tests.unit.gateway.fakes import EOS, FakeScheduler, TestGateway
+from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
+from tests.unit.gateway.test_http import HttpGateway
+
+USER: Any = [{"role": "user", "content": "Rain?"}]
+TOOLS: Any = [WEATHER, CLOCK]
+
+
+@asynccontextmanager
+async def client_of(
+    template: str = TEMPLATES["hermes"],
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, TestGateway, FakeScheduler]]:
+    async with serving(template) as (gateway, scheduler), HttpGateway(gateway) as http, http.openai() as client:
+        yield client, gateway, scheduler
+
+
+async def prompt_of(scheduler: FakeScheduler, gateway: TestGateway) -> str:
+    """The text of the last prompt."""
+    data = scheduler.submits[-1].prompt_token_ids
+    ids = [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+    tokenizer = gateway.directory.find_text("demo").text.tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def test_a_whole_answer_has_reasoning_content_and_calls() -> None:
+    async with client_of() as (client, _, scheduler):
+        scheduler.play([*encode(ANSWER), 1], EOS)
+        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
+    choice = answer.choices[0]
+    message: Any = choice.message
+    assert choice.finish_reason == "tool_calls"
+    assert message.content == "I look."
+    assert message.reasoning == message.reasoning_content == "Which city?"
+    assert [(c.type, c.function.name, c.function.arguments) for c in message.tool_calls] == [
+        ("function", "weather", '{"city": "Zürich"}'),
+        ("function", "clock", "{}"),
+    ]
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(encode(ANSWER.partition("\n\nI look")[0]))
+
+
+async def test_a_stream_adds_up_to_the_whole_answer() -> None:
+    """One token per chunk: OpenAI's accumulator gives the message of the whole answer."""
+    ids = encode(ANSWER)
+
+    def one_by_one(submit: Any) -> None:
+        for i, token in enumerate(ids):
+            scheduler.send(submit.handle, [token], offset=i)
+        scheduler.finish(submit.handle, EOS, ids=[1], offset=len(ids))
+
+    async with client_of() as (client, _, scheduler):
+        scheduler.on_submit = one_by_one
+        options: Any = {"model": "demo", "messages": USER, "tools": TOOLS}
+        async with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+    chunks = [event.chunk for event in events if event.type == "chunk"]
+    deltas: list[Any] = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls if call.id] == [(0, "weather"), (1, "clock")]
+    assert all(call.function.name is None and call.type is None for call in calls if not call.id)
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "Which city?"
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Which city?"
+    message = final.choices[0].message
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert message.content == "I look."
+    assert [call.function.arguments for call in message.tool_calls or []] == ['{"city": "Zürich"}', "{}"]
+    assert final.usage is not None
+    assert final.usage.completion_tokens_details is not None
+    assert final.usage.completion_tokens_details.reasoning_tokens
+
+
+def test_only_the_first_delta_of_a_call_has_its_id_and_name() -> None:
+    call = pb.ToolCallPart(index=1, id="c", name="f", arguments="{")
+    first, later = pb.AnswerPart(item=3, tool_call=call), pb.AnswerPart(item=3, offset=1, tool_call=call)
+    function = {"name": "f", "arguments": "{"}
+    assert delta_of(first) == {"tool_calls": [{"index": 1, "id": "c", "type": "function", "function": function}]}
+    assert delta_of(later) == {"tool_calls": [{"index": 1, "function": {"arguments": "{"}}]}
+
+
+async def test_a_conversation_with_a_tool() -> None:
+    """The answer's message and the tool's result are sent back and reach the template."""
+    async with client_of() as (client, gateway, scheduler):
+        scheduler.play([*encode(ANSWER), 1], EOS)
+        first = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
+        message = first.choices[0].message
+        assert message.tool_calls
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls]
+        await client.chat.completions.create(
+            model="demo", messages=[*USER, message.model_dump(), *results], tools=TOOLS
+        )
+        text = await prompt_of(scheduler, gateway)
+    assert "<think>Which city?</think>I look." in text
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>' in text
+    assert text.count("<tool_response>sun</tool_response>") == 2
+
+
+async def test_an_answer_without_content_has_null_content() -> None:
+    text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    async with client_of() as (client, _, scheduler):
+        scheduler.play(encode(text))
+        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
+        plain = await client.chat.completions.create(model="demo", messages=USER)
+    assert answer.choices[0].message.content is None
+    assert answer.choices[0].finish_reason == "length"
+    assert plain.choices[0].message.content == text
+    assert plain.choices[0].message.tool_calls is None
+
+
+async def test_a_choice_that_stops_after_a_call_is_not_confused_with_others() -> None:
+    async with client_of() as (client, _, scheduler):
+
+        def on_submit(submit: Any) -> None:
+            call = encode('<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
+            scheduler.finish(submit.handle, EOS, ids=[*call, 1])
+            scheduler.finish(submit.handle, EOS, ids=[*encode("No."), 1], sample=1)
+
+        scheduler.on_submit = on_submit
+        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS, n=2)
+    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop"]
+
+
+async def test_options_of_a_chat_reach_the_template() -> None:
+    async with client_of() as (client, gateway, scheduler):
+        scheduler.play(encode("Yes."))
+        create = client.chat.completions.create
+        await create(model="demo", messages=USER, reasoning_effort="none")
+        assert (await prompt_of(scheduler, gateway)).endswith("assistant\n<think></think>")
+        await create(model="demo", messages=USER, extra_body={"chat_template_kwargs": {"open_thinking": True}})
+        assert (await prompt_of(scheduler, gateway)).endswith("assistant\n<think>\n")
+        await create(model="demo", messages=USER, extra_body={"add_generation_prompt": False})
+        assert (await prompt_of(scheduler, gateway)).endswith("Rain?<|im_end|>\n")
+        calls: Any = {"tools": TOOLS, "parallel_tool_calls": False}
+        scheduler.play([*encode(ANSWER), 1], EOS)
+        answer = await create(model="demo", messages=USER, **calls)
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice", "must be none, auto, required"),
+        ({"tool_choice": "required"}, "tool_choice", "requires a call, but the chat has no tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rain"}}},
+            "tool_choice",
+            "must be the name of a tool",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search'; must be 'function'"),
+        ({"tools": "x"}, "tools", "must be a list"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "must be one of"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "not a template itself"),
+        ({"chat_template": "other"}, "messages", "there is no chat template 'other'"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
+        ({"functions": [{"name": "f"}]}, "functions", "is not served"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "messages[0].role", "must be one of system, developer"),
+    ],
+)
+async def test_wrong_options_are_refused(body: dict[str, Any], param: str, words: str) -> None:
+    async with client_of() as (client, _, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.post("/chat/completions", body={"messages": USER, **body}, cast_to=object)
+    assert caught.value.param == param
+    assert words in caught.value.message
+    json.dumps(caught.value.body)
