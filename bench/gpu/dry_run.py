@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from bench.gpu import model
 from bench.gpu.report import Report
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import RowOpen, StepBatch
+from worker_svc.engine.batch import NO_RULES, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import memory, runner
 from worker_svc.engine.gpu.checks import case
@@ -42,6 +42,8 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 9000, "hidden_size": 256, "intermediate_size": 512}
 FILTERED = SamplingParams(0.8, 5, 0.9, 0.1, 7)
+PROCESSED = SamplingParams(0.8, 5, 0.9, 0.1, 7, repetition_penalty=1.2, frequency_penalty=0.5)
+RULES = TokenRules(bad_words=(np.array([3, 4], np.uint32),))
 SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
 
 
@@ -130,16 +132,19 @@ def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
 
 
 def take_steps(engine: runner.DeviceRunner) -> None:
-    """Chunks, a mixed step, a decode step, and a row with every filter."""
+    """Chunks, a mixed step, a decode step, a row with every filter, and a row with penalties and a bad word."""
     rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8)
     for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
         rows.launch(counts).result()
     block = engine.info.num_blocks - 1
     prompt, table = np.full(6, 3, np.uint32), np.array([block], np.uint32)
     slots = (block * engine.info.block_size + np.arange(6)).astype(np.uint32)
-    row, length, context = (np.array([number], np.uint32) for number in (5, 6, 0))
-    opens = [RowOpen(5, prompt, 6, table, 0, FILTERED, 0)]
-    engine.launch(StepBatch(9, row, length, context, np.array([True]), slots, opens=opens)).result()
+    length, context = (np.array([number], np.uint32) for number in (6, 0))
+    for number, sampling, rules in ((5, FILTERED, NO_RULES), (6, PROCESSED, RULES)):
+        row = np.array([number], np.uint32)
+        opens = [RowOpen(number, prompt, 6, table, 0, sampling, 0, rules=rules)]
+        batch = StepBatch(number, row, length, context, np.array([True]), slots, close_rows=row - 1, opens=opens)
+        engine.launch(batch).result()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import RowOpen, StepBatch
+from worker_svc.engine.batch import RowOpen, StepBatch, TokenRules
 from worker_svc.engine.gpu import parallel
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import FIRST_PIECE, LENGTH, Group
@@ -28,10 +28,17 @@ def full_batch():
             7,
             table,
             4,
-            SamplingParams(0.7, 2**31, 0.9, 0.05, 2**64 - 1),
+            SamplingParams(0.7, 2**31, 0.9, 0.05, 2**64 - 1, 1.25, -0.5, 2.0),
             2**32 - 1,
             banned_ids=more,
             banned_before=9,
+            rules=TokenRules(
+                allowed_ids=prompt,
+                banned_ids=more,
+                bad_words=(prompt, table),
+                bias_ids=table,
+                biases=np.array([1.5, -100], np.float32),
+            ),
         ),
         RowOpen(4, prompt[:0], 5, more, 5, SamplingParams(0.0, 0, 1.0, 0.0, 0), 1, fork_of_row=0),
     ]
@@ -47,9 +54,10 @@ def plain(value):
     """A comparable form: arrays as lists with their dtype."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.tolist()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if isinstance(value, RowOpen) else value
+    is_record = isinstance(value, RowOpen | TokenRules)
+    return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_record else value
 
 
 @pytest.mark.parametrize("batch", [full_batch(), StepBatch(1, *columns(0, 0, 0), np.empty(0, np.bool_), *columns(0))])

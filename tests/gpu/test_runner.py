@@ -11,6 +11,8 @@ from tests.gpu.driver import DeviceDriver, load
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.processed import check_batch, check_dead_end, check_fork, seeded_case, tokens_of
+from tests.unit.engine.processor_cases import CASES
 from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
 from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.config import EngineConfig
@@ -246,7 +248,7 @@ def test_rows_of_a_step_that_runs_out_of_memory_fail(qwen3, monkeypatch):
     driver.open(0, small_prompts([5])[0])
     compute = driver.runner._compute
     with monkeypatch.context() as patch:
-        patch.setattr(compute, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+        patch.setattr(compute, "run", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
         output = driver.step({0: 5})
         assert [error.code for error in output.errors] == [RowErrorCode.INTERNAL]
         driver.step({0: 5})
@@ -264,9 +266,28 @@ def test_other_device_errors_are_not_treated_as_out_of_memory(qwen3, monkeypatch
     monkeypatch.setattr(runner._group, "size", num_ranks)
     monkeypatch.setattr(runner._group, "send", lambda message: None)
     message = "CUDA error: device-side assert triggered" if num_ranks == 1 else "CUDA error: out of memory"
-    monkeypatch.setattr(runner._compute, "run", lambda *_: (_ for _ in ()).throw(torch.AcceleratorError(message)))
+    monkeypatch.setattr(runner._compute, "run", lambda *_, **__: (_ for _ in ()).throw(torch.AcceleratorError(message)))
     with pytest.raises(torch.AcceleratorError, match=message):
         driver.step({0: 5})
+
+
+# The interpreter takes long for whole models, so one layer, and most cases are left to the tests of the kernels.
+@pytest.mark.parametrize("name", ["all", *(pytest.param(n, marks=pytest.mark.deep) for n in CASES if n != "all")])
+def test_processed_rows_get_the_same_tokens_at_any_position(tmp_path, name):
+    folder = make_model(tmp_path, "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
+    driver = DeviceDriver(load(folder))
+    whole = tokens_of(driver, CASES[name])
+    assert whole == tokens_of(Driver(ModelRunner(EngineConfig(folder, "float32", num_blocks=64))), CASES[name])
+    for position in (1, 5):
+        assert tokens_of(driver, CASES[name], whole[:position]) == whole
+
+
+def test_processed_rows_do_not_affect_each_other(tmp_path):
+    folder = make_model(tmp_path, "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
+    driver = DeviceDriver(load(folder))
+    check_batch(driver, [CASES["all"], CASES["none"], CASES["min_tokens"], seeded_case("frequency_penalty")])
+    check_fork(driver, "repetition_penalty")
+    check_dead_end(driver)
 
 
 # The interpreter needs several seconds for each, and all use the same masking kernel. One layer is enough.

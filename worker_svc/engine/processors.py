@@ -115,6 +115,11 @@ class ProcessedRows:
     num_tokens: I64  # [P] known tokens, prompt and output
     table: ProcessorTable
 
+    @property
+    def has_more_than_early_bans(self) -> bool:
+        """Whether some row asks for more than the bans of min_tokens."""
+        return bool(self.table.asks_always(self.rows).any())
+
     def process_one(self, logits: F32, index: int) -> None:
         """Processes the logits [vocab] of one of the P rows in place, as `process_logits` specifies."""
         self.table.process(logits, int(self.rows[index]), int(self.num_tokens[index]))
@@ -193,10 +198,10 @@ class ProcessorTable:
         lines = np.flatnonzero(output_positions < self._asks_before[rows])
         return ProcessedRows(lines, rows[lines], positions[lines], self) if len(lines) else None
 
-    def asked(self, row: int) -> RowProcessing | None:
-        """The processing that an open row asks for; None if it asks for none."""
-        kept = self._asked.get(row)
-        return None if kept is None else kept[0]
+    def asks_always(self, rows: I64) -> npt.NDArray[np.bool_]:
+        """Whether each row asks for processing at every output position."""
+        is_always: npt.NDArray[np.bool_] = self._asks_before[rows] == ALWAYS
+        return is_always
 
     def process(self, logits: F32, row: int, num_tokens: int) -> None:
         """Processes the logits [vocab] of one row in place, as `process_logits` specifies."""

@@ -314,6 +314,15 @@ class RowTable:
         has a grammar."""
         return None if self._grammars is None else self._grammars.start(rows, positions)
 
+    def is_always_processed(self, row: int) -> bool:
+        """Whether an open row asks for more than the bans of min_tokens."""
+        return bool(self._processors.asks_always(np.array([row]))[0])
+
+    def history(self, row: int) -> tuple[U32, U32]:
+        """Known tokens of a row: prompt and output."""
+        tokens, prompt_len = self._tokens[row], self._prompt_lens[row]
+        return tokens[:prompt_len], tokens[prompt_len : self._num_tokens[row]]
+
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""
         self._num_computed[rows] = ends

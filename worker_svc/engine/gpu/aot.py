@@ -32,6 +32,7 @@ from worker_svc.engine.gpu.kernels import (
     linear,
     noise,
     prepare,
+    process,
     record,
     rms_norm,
     rope_store,
@@ -168,6 +169,11 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
             {"KIND": kind, "CHUNKS": chunks}, 1,
         )  # fmt: skip
     yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
+    yield Variant("process", process.process_kernel, f"{source} {f} {i} {f}", {"CHUNK": process.CHUNK})
+    constants = {"RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK}
+    yield Variant("bad_words", process.bad_words_kernel, f"{f} i32 {i} {i} {i} {i} {i} {i} i32", constants, 1)
+    constants = {"RECENT": process.RECENT, "BLOCK": process.ROWS_AT_ONCE}
+    yield Variant("note_tokens", process.note_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
     for is_filtered in (False, True):
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}

@@ -23,7 +23,8 @@ from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer
+from worker_svc.engine.gpu.processing import DeviceProcessing
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
 from worker_svc.engine.plan import StepPlan
 
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
@@ -75,6 +76,8 @@ class StepCompute:
         self._graphs: Graphs | None = None
         self._is_eager = False
         self._cache = torch.empty(0)
+        self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
+        self.processing = DeviceProcessing(state, vocab)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def use_cache(self, cache: torch.Tensor) -> None:
@@ -88,11 +91,16 @@ class StepCompute:
             found += [self._decode_bucket(size, is_filtered=False) for size in reversed(self._sizes)]
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
+    def _rare_buckets(self) -> list[Bucket]:
+        plain = (bucket for bucket in self.buckets() if not bucket.is_filtered)
+        return [replace(bucket, ends_at_logits=True) for bucket in plain]
+
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
         """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
         self._graphs = Graphs(
-            lambda bucket: self._compute(bucket, None), self.buckets(), recorder, limit, self._group, is_lazy=is_lazy
-        )
+            self._compute_in_graph, self.buckets(), recorder, limit, self._group, is_lazy=is_lazy,
+            rare_buckets=self._rare_buckets(),
+        )  # fmt: skip
         self._graphs.record_at_start(progress)
 
     @property
@@ -102,23 +110,28 @@ class StepCompute:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Launches steps kernel by kernel, padded like their graphs, because libraries choose kernels by size."""
-        self._is_eager = True
+        was_eager, self._is_eager = self._is_eager, True
         try:
             yield
         finally:
-            self._is_eager = False
+            self._is_eager = was_eager
 
-    def bucket_of(self, plan: StepPlan, *, is_filtered: bool) -> Bucket:
+    def bucket_of(self, plan: StepPlan, *, is_filtered: bool, ends_at_logits: bool = False) -> Bucket:
         """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
+        is_filtered = is_filtered and not ends_at_logits
         if num_tokens == num_rows:
-            return self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
+            bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
+            return replace(bucket, ends_at_logits=ends_at_logits)
         size = max(num_tokens, num_samples)
         if self._graphs is not None and size <= max(self._mixed_sizes, default=0):
-            bucket = self._mixed_bucket(size, is_filtered=is_filtered)
+            bucket = replace(self._mixed_bucket(size, is_filtered=is_filtered), ends_at_logits=ends_at_logits)
             if self._graphs.serves(bucket):
                 return bucket
-        return Bucket(num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered)
+        return Bucket(
+            num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered,
+            ends_at_logits=ends_at_logits,
+        )  # fmt: skip
 
     def _decode_bucket(self, num_rows: int, *, is_filtered: bool) -> Bucket:
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
@@ -129,15 +142,21 @@ class StepCompute:
         rows = min(size, self._max_rows)
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 
-    def run(self, bucket: Bucket, host: HostStep) -> None:
-        """Launches the uploaded step."""
-        if self._graphs is None or self._is_eager:
-            self._compute(bucket, host)
-        elif not self._graphs.replay(bucket):
-            self._compute(bucket, host)
-            self._graphs.record_after(bucket)
+    def run(self, bucket: Bucket, host: HostStep, *, is_filtered: bool) -> None:
+        """Launches the uploaded step. `is_filtered` as in a Bucket, also for a step that ends at logits."""
+        graphs = None if self._is_eager else self._graphs
+        is_replayed = graphs is not None and graphs.replay(bucket)
+        logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
+        if bucket.ends_at_logits and logits is not None:
+            self._process_and_sample(bucket, logits, is_filtered=is_filtered)
+        if graphs is not None and not is_replayed:
+            graphs.record_after(bucket)
 
-    def _compute(self, bucket: Bucket, host: HostStep | None) -> None:
+    def _compute_in_graph(self, bucket: Bucket) -> None:
+        self._graph_logits[bucket] = self._compute(bucket, None)
+
+    def _compute(self, bucket: Bucket, host: HostStep | None) -> torch.Tensor | None:
+        """Returns the logits of a step that ends at them; other steps are sampled."""
         columns = self._buffer.columns(bucket, host)
         queries = columns.queries
         made = (columns.token_ids, columns.positions, columns.slots)
@@ -146,11 +165,23 @@ class StepCompute:
             self._block_size,
         )  # fmt: skip
         logits = self._model.forward(columns, self._attention, self._cache)
-        if logits is None:
-            return
-        lowest = None
+        if logits is None or bucket.ends_at_logits:
+            return logits
         if bucket.is_filtered:
             mask_banned(logits, self._state, columns.sample_rows, columns.output_positions, self._vocab.start)
+        self._sample(columns, logits, is_filtered=bucket.is_filtered)
+        return None
+
+    def _process_and_sample(self, bucket: Bucket, logits: torch.Tensor, *, is_filtered: bool) -> None:
+        """The rest of a step that ends at logits. Kernels are launched one by one."""
+        columns = self._buffer.columns(bucket)
+        rows, positions = columns.sample_rows, columns.output_positions
+        self._sample(columns, self.processing.process(logits, rows, positions), is_filtered=is_filtered)
+        self.processing.note(self.results[0, : bucket.samples], rows, positions)
+
+    def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
+        lowest = None
+        if is_filtered:
             lowest = find_thresholds(logits, self._state, columns.sample_rows, self._thresholds, self._group)
         sample.sample(
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,
@@ -165,9 +196,12 @@ class StepCompute:
         apply_deltas(self._state, self._state.new_zeros(1, 2))
         for is_filtered in (False, True):
             rows = self._max_rows
-            self.run_empty(Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered))
+            bucket = Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered)
+            self.run_empty(bucket)
+            self.run_empty(replace(bucket, ends_at_logits=True))
 
     def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""
         none = np.zeros(1, np.int64)
-        self._compute(bucket, HostStep(none, none[:0]))
+        with self.eager():
+            self.run(bucket, HostStep(none, none[:0]), is_filtered=bucket.is_filtered)

@@ -66,6 +66,7 @@ def _opened_words(batch: StepBatch, rows: RowTable, stride: int) -> tuple[list[I
         head = sampling_words(item.sampling, item.sample_index)
         head[WORDS["num_banned"]] = len(item.banned_ids)
         head[WORDS["banned_before"]] = min(item.banned_before, MAX_INT32)
+        head[WORDS["is_processed"]] = rows.is_always_processed(item.row)
         record = np.concatenate((head, table))
         words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
         values.append(record.astype(np.int32))

@@ -79,7 +79,8 @@ def make_recorder(device: torch.device) -> Recorder | None:
 class Graphs:
     """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
 
-    `buckets` are sorted largest first, so that later graphs reuse the memory of the first.
+    `buckets` are sorted largest first, so that later graphs reuse the memory of the first. Graphs of `rare_buckets` are
+    recorded on first use.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Graphs:
         group: Group,
         *,
         is_lazy: bool,
+        rare_buckets: Sequence[Bucket] = (),
     ) -> None:
         self._compute = compute
         self._recorder = recorder
@@ -98,7 +100,8 @@ class Graphs:
         self._group = group
         self._replays: dict[Bucket, Step] = {}
         self._buckets = buckets
-        self._later = set(buckets) if is_lazy else set()  # recorded on first use
+        self._is_lazy = is_lazy
+        self._later = {*buckets, *rare_buckets} if is_lazy else set(rare_buckets)  # recorded on first use
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -122,7 +125,7 @@ class Graphs:
         The buffer must hold a step without rows, so that the warm-up runs change neither rows nor the pool.
         """
         deadline = time.monotonic() + MAX_RECORDING_S
-        chosen = _largest_of_each_kind(self._buckets) if self._later else self._buckets
+        chosen = _largest_of_each_kind(self._buckets) if self._is_lazy else self._buckets
         for index, bucket in enumerate(chosen):
             if not self._may_record(time.monotonic() < deadline):
                 taken = self._recorder.bytes_taken() >> 20

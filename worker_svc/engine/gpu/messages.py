@@ -2,7 +2,8 @@
 
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
 
-Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table and banned ids.
+Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table, banned ids and
+token rules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
-from worker_svc.engine.batch import U32, RowOpen, StepBatch
+from worker_svc.engine.batch import U32, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (
@@ -24,8 +25,8 @@ COLUMNS = (
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
 # row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, banned before, and the
-# numbers of tokens, blocks and banned ids
-OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}IIII")
+# numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}I7I")
 
 
 class Kind(IntEnum):
@@ -47,7 +48,12 @@ def step_to_bytes(batch: StepBatch) -> bytes:
     parts += map(_words, columns)
     parts += [batch.sample_mask.tobytes(), *batch.commit_hashes]
     for item in batch.opens:
+        rules = item.rules
         parts += [_open_to_bytes(item), *map(_words, (item.token_ids, item.block_table, item.banned_ids))]
+        parts += map(_words, (rules.allowed_ids, rules.banned_ids, rules.bias_ids))
+        parts.append(rules.biases.astype("<f4", copy=False).tobytes())
+        for word in rules.bad_words:
+            parts += [len(word).to_bytes(4, "little"), _words(word)]
     return b"".join(parts)
 
 
@@ -67,11 +73,12 @@ def _words(column: U32) -> bytes:
 
 
 def _open_to_bytes(item: RowOpen) -> bytes:
-    parent = -1 if item.fork_of_row is None else item.fork_of_row
+    parent, rules = -1 if item.fork_of_row is None else item.fork_of_row, item.rules
     return OPEN.pack(
         item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
         *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
         item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
+        len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words),
     )  # fmt: skip
 
 
@@ -91,7 +98,7 @@ class _Reader:
 
     def open(self) -> RowOpen:
         row, parent, prompt_len, num_computed, sample_index, *values = OPEN.unpack(self.take(OPEN.size))
-        *sampling, banned_before, num_tokens, num_blocks, num_banned = values
+        *sampling, banned_before, num_tokens, num_blocks, num_banned = values[:-4]
         return RowOpen(
             row=row,
             token_ids=self.words(num_tokens),
@@ -103,4 +110,14 @@ class _Reader:
             fork_of_row=None if parent < 0 else parent,
             banned_ids=self.words(num_banned),
             banned_before=banned_before,
+            rules=self.rules(*values[-4:]),
+        )
+
+    def rules(self, num_allowed: int, num_banned: int, num_biases: int, num_bad_words: int) -> TokenRules:
+        return TokenRules(
+            allowed_ids=self.words(num_allowed),
+            banned_ids=self.words(num_banned),
+            bias_ids=self.words(num_biases),
+            biases=np.frombuffer(self.take(4 * num_biases), "<f4"),
+            bad_words=tuple(self.words(int(self.words(1)[0])) for _ in range(num_bad_words)),
         )

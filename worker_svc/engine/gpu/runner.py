@@ -43,7 +43,7 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
 from worker_svc.engine.machine import available_cores
-from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
+from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, NOTHING_TO_SAMPLE, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -109,8 +109,7 @@ class PendingStep:
         rows, down = self.writes.sampling_rows, self.staging.down.numpy()
         half = len(down) // 2
         is_bad = down[half : half + len(rows)] != 0
-        nan = "the logits hold NaN, infinity or no finite number"
-        errors = self._errors + [RowError(int(row), RowErrorCode.NAN, nan) for row in rows[is_bad]]
+        errors = self._errors + [RowError(int(row), RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in rows[is_bad]]
         elapsed_us = int((time.perf_counter() - self.started) * 1e6)
         return StepOutput(self._step_id, rows[~is_bad].astype(np.uint32), self.sampled()[~is_bad], errors, elapsed_us)
 
@@ -200,10 +199,11 @@ class DeviceRunner:
         self._state = make_state(config.max_num_seqs, -(-setup.max_model_len // config.block_size), self._device)
         max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
         self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
-        self._compute = StepCompute(
-            decoder, attention, self._buffer, self._state, config.block_size,
-            self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
-        )  # fmt: skip
+        with fitting("the tables of all rows", "lower max_num_seqs"):
+            self._compute = StepCompute(
+                decoder, attention, self._buffer, self._state, config.block_size,
+                self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
+            )  # fmt: skip
         kv_dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
         shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device)
         num_blocks = self._group.all_reduce_min(shares.num_blocks)
@@ -286,6 +286,7 @@ class DeviceRunner:
         """Returns the block copies."""
         self._rows.close(batch.close_rows)
         self._rows.open(batch.opens, errors)
+        self._compute.processing.open(batch.opens, self._rows)
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
         for source, target in zip(*(blocks.tolist() for blocks in copies), strict=True):
@@ -323,7 +324,8 @@ class DeviceRunner:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         is_filtered = processed is not None or threshold.is_needed(columns)
-        bucket = self._compute.bucket_of(plan, is_filtered=is_filtered)
+        ends_at_logits = processed is not None and processed.has_more_than_early_bans
+        bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
         known = np.where(token_ids == PENDING, -1, token_ids)
         deltas = self._buffer.upload(
             staging,
@@ -337,7 +339,7 @@ class DeviceRunner:
             apply_deltas(self._state, deltas)
         if not len(plan.rows):
             return
-        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens))
+        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens), is_filtered=is_filtered)
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
 
     # After the step

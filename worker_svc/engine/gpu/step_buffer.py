@@ -31,6 +31,7 @@ class Bucket:
     samples: int
     is_decode: bool  # every row has one query
     is_filtered: bool  # some row has top_k, top_p, min_p or banned token ids
+    ends_at_logits: bool = False  # processing and sampling are launched separately, behind the graph
 
 
 @dataclass(frozen=True, slots=True)

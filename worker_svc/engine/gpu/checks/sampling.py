@@ -1,17 +1,23 @@
-"""Cases of the sampler: banned ids, greedy rows, noise, noise after top_k, top_p and min_p, on the whole vocabulary."""
+"""Cases of the sampler on the whole vocabulary: banned ids, processing, greedy rows, noise, top_k, top_p and min_p."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
+from worker_svc.engine.batch import RowOpen, TokenRules
 from worker_svc.engine.gpu.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import sample, threshold
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.record import WORDS
+from worker_svc.engine.gpu.processing import DeviceProcessing
+from worker_svc.engine.processors import RowProcessing, process_logits
+from worker_svc.engine.rows import RowErrors, RowTable
 
 GREEDY = sampling_params({"temperature": 0.0})
 NOISE = [
@@ -64,6 +70,53 @@ def banned_cases(setup: Setup) -> Iterator[Case]:
 
     inputs = f"ids {ids}, this rank's ids {part}, {setup.dtype}"
     yield Case("mask_banned", inputs, (0, 1, 2), run, {"logits": expected[:, part.start : part.stop]})
+
+
+def processed_cases(setup: Setup) -> Iterator[Case]:
+    """A row with every rule and penalty whose output ends with the start of a bad word, and a row without any."""
+    logits, part = _logits(setup, 2), setup.group.vocab_part(setup.vocab_size)
+    own = logits[:, part.start : part.stop].contiguous().to(setup.device)
+    item, expected = _processed_row(setup.vocab_size), logits.float().clone()
+    asked = RowProcessing(item.sampling, item.rules, item.banned_ids, item.banned_before)
+    prompt, output = item.token_ids[: item.prompt_len], item.token_ids[item.prompt_len :]
+    process_logits(expected[0].numpy(), asked, prompt, output)
+
+    def run(first: int, last: int) -> Outputs:
+        processing = _processing(setup, item, part)
+        rows = torch.arange(last - first, dtype=torch.int32, device=setup.device) + first
+        positions = torch.full_like(rows, len(output) - 1)
+        processing.note(torch.full_like(rows, int(output[-1])), rows, positions)
+        return {"logits": processing.process(own[first:last], rows, positions + 1)}
+
+    inputs = f"{len(prompt)} + {len(output)} tokens, this rank's ids {part}, {setup.dtype}"
+    yield Case("process", inputs, (0, 1, 2), run, {"logits": expected[:, part.start : part.stop]})
+
+
+def _processed_row(vocab_size: int) -> RowOpen:
+    ids = np.arange(0, vocab_size, max(1, vocab_size // 50), dtype=np.uint32)
+    sampling = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.3)
+    prompt, output = ids[[1, 5, 5, 9]], ids[[2, 2, 9, 11, 3, 4]]
+    rules = TokenRules(
+        allowed_ids=ids, banned_ids=ids[[7, 9]], bias_ids=ids[[2, 5, 13]], biases=np.array([3.3, -2, 50], np.float32),
+        bad_words=(ids[[15]], ids[[3, 4, 16]], ids[[3, 3, 17]]),
+    )  # fmt: skip
+    tokens = np.concatenate((prompt, output))
+    return RowOpen(0, tokens, len(prompt), tokens[:0], 0, sampling, 0, rules=rules)
+
+
+def _processing(setup: Setup, item: RowOpen, part: range) -> DeviceProcessing:
+    """Tables of two rows: the given one without its last token, and one that asks for nothing."""
+    rows = RowTable(2, setup.block_size * 4 + len(item.token_ids), setup.block_size, 1, setup.vocab_size)
+    opens = [replace(item, token_ids=item.token_ids[:-1]), RowOpen(1, item.token_ids, 1, item.banned_ids, 0, GREEDY, 0)]
+    rows.open(opens, RowErrors())
+    state = setup.records(2)
+    for row in opens:
+        words = sampling_words(row.sampling, 0)
+        words[WORDS["is_processed"]] = rows.is_always_processed(row.row)
+        state[row.row, :HEAD_WORDS] = torch.from_numpy(words)
+    processing = DeviceProcessing(state, part)
+    processing.open(opens, rows)
+    return processing
 
 
 def _logits(setup: Setup, count: int) -> torch.Tensor:

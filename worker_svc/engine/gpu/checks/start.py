@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases
-from worker_svc.engine.gpu.checks.sampling import banned_cases, filtered_cases, greedy_cases, noise_cases
+from worker_svc.engine.gpu.checks.sampling import (
+    banned_cases,
+    filtered_cases,
+    greedy_cases,
+    noise_cases,
+    processed_cases,
+)
 from worker_svc.engine.gpu.checks.steps import deltas_cases, prepare_cases
 
 OTHER_TRITON = "install another version of Triton, or use --backend cpu"
@@ -18,6 +24,7 @@ CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (deltas_cases, OTHER_TRITON),
     (prepare_cases, OTHER_TRITON),
     (banned_cases, OTHER_TRITON),
+    (processed_cases, OTHER_TRITON),
     (greedy_cases, OTHER_TRITON),
     (noise_cases, OTHER_TRITON),
     (filtered_cases, OTHER_TRITON),

@@ -1,0 +1,153 @@
+"""Processing of logits before sampling, for rows that ask for it. `processors.py` has the specification.
+
+Per row of the worker, on every rank for its part of the vocabulary:
+
+    added   float32 [rows, vocab]  logit_bias; minus infinity for ids that cannot be sampled
+    counts  int32 [rows, vocab]    occurrences in the output; the sign bit: the id is in the prompt
+    recent  int32 [rows, RECENT]   the last output tokens; output position p is at p % RECENT
+
+They are written when a row is opened (gpu/processing.py) and by `note_tokens` after each sample.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from request_fields.fields import MAX_BAD_WORD_IDS
+from worker_svc.engine.gpu.kernels.record import WORDS
+
+IS_PROCESSED = tl.constexpr(WORDS["is_processed"])
+REPETITION = tl.constexpr(WORDS["repetition_penalty"])
+FREQUENCY = tl.constexpr(WORDS["frequency_penalty"])
+PRESENCE = tl.constexpr(WORDS["presence_penalty"])
+IN_PROMPT = -(2**31)
+RECENT = MAX_BAD_WORD_IDS
+CHUNK = 2048
+WORDS_AT_ONCE = 16  # programs per row for its bad words
+BLOCK = 64
+ROWS_AT_ONCE = 128
+
+
+@triton.jit
+def process_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, added_ptr, count_ptr, out_ptr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + sample).to(tl.int64)
+    if row < 0:
+        return
+    id = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    is_id = id < vocab_size
+    x = tl.load(logits_ptr + sample * stride + id, mask=is_id, other=0.0).to(tl.float32)
+    state = state_ptr + row * state_stride
+    if tl.load(state + IS_PROCESSED) != 0:
+        added = tl.load(added_ptr + row * vocab_size + id, mask=is_id, other=0.0)
+        counts = tl.load(count_ptr + row * vocab_size + id, mask=is_id, other=0)
+        repetition = tl.load(state + REPETITION).to(tl.float32, bitcast=True)
+        frequency = tl.load(state + FREQUENCY).to(tl.float32, bitcast=True)
+        presence = tl.load(state + PRESENCE).to(tl.float32, bitcast=True)
+        x = tl.where(added != 0.0, x + added, x)
+        x = tl.where(counts != 0, tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition), x)
+        num_output = counts & 0x7FFFFFFF
+        x = tl.where(num_output > 0, (x - frequency * num_output.to(tl.float32)) - presence, x)
+        x = tl.where(added == -float("inf"), -float("inf"), x)
+    tl.store(out_ptr + sample * vocab_size + id, x, mask=is_id)
+
+
+@triton.jit
+def bad_words_kernel(
+    logits_ptr, vocab_size, row_ptr, position_ptr, range_ptr, start_ptr, id_ptr, recent_ptr, first_id,
+    RECENT: tl.constexpr, WORDS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + sample).to(tl.int64)
+    if row < 0:
+        return
+    num_output = tl.load(position_ptr + sample)
+    begin, end = tl.load(range_ptr + 2 * row), tl.load(range_ptr + 2 * row + 1)
+    for word in range(begin + tl.program_id(1), end, WORDS_AT_ONCE):
+        first = tl.load(start_ptr + word)
+        before = tl.load(start_ptr + word + 1) - first - 1
+        num_other = 0
+        if before > num_output:
+            num_other = 1
+        else:
+            for at in range(0, before, BLOCK):
+                item = at + tl.arange(0, BLOCK)
+                wanted = tl.load(id_ptr + first + item, mask=item < before, other=0)
+                place = (num_output - before + item) % RECENT
+                found = tl.load(recent_ptr + row * RECENT + place, mask=item < before, other=0)
+                num_other += tl.sum(((wanted != found) & (item < before)).to(tl.int32), 0)
+        if num_other == 0:
+            id = tl.load(id_ptr + first + before) - first_id
+            tl.store(logits_ptr + sample * vocab_size + id, -float("inf"), mask=(id >= 0) & (id < vocab_size))
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def note_tokens_kernel(
+    token_ptr, row_ptr, position_ptr, count_ptr, recent_ptr, vocab_size, first_id, num_samples,
+    RECENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + sample, mask=sample < num_samples, other=-1).to(tl.int64)
+    is_row = row >= 0
+    token = tl.load(token_ptr + sample, mask=is_row, other=0)
+    position = tl.load(position_ptr + sample, mask=is_row, other=0)
+    tl.store(recent_ptr + row * RECENT + position % RECENT, token, mask=is_row)
+    id = token - first_id
+    is_here = is_row & (id >= 0) & (id < vocab_size)
+    count = count_ptr + row * vocab_size + id
+    tl.store(count, tl.load(count, mask=is_here, other=0) + 1, mask=is_here)
+
+
+def process(
+    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, added: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """float32 logits [S, vocab] of the records `rows` of `state` (-1: padding), with biases, penalties and bans."""
+    num_samples, vocab_size = logits.shape
+    out = torch.empty(num_samples, vocab_size, device=logits.device)
+    # A fused multiply-add would round differently from the specification.
+    process_kernel[(num_samples, triton.cdiv(vocab_size, CHUNK))](
+        logits, logits.stride(0), vocab_size, state, state.stride(0), rows, added, counts, out, CHUNK=CHUNK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def ban_bad_words(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    words: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    recent: torch.Tensor,
+    first_id: int,
+) -> None:
+    """Sets the last id of each bad word that the output of its row has begun to minus infinity.
+
+    `words`: the range of words of each row [rows, 2], the first id of each word [words + 1], and all ids. `positions`
+    are output positions. With several ranks, logits [S, vocab] are a part of the vocabulary that starts at `first_id`.
+    """
+    num_samples, vocab_size = logits.shape
+    bad_words_kernel[(num_samples, WORDS_AT_ONCE)](
+        logits, vocab_size, rows, positions, *words, recent, first_id,
+        RECENT=RECENT, WORDS_AT_ONCE=WORDS_AT_ONCE, BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip
+
+
+def note_tokens(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    recent: torch.Tensor,
+    first_id: int,
+) -> None:
+    """Records sampled tokens [S] at their output positions. No row occurs twice; -1 is padding."""
+    num_samples, vocab_size = len(tokens), counts.shape[1]
+    note_tokens_kernel[(triton.cdiv(num_samples, ROWS_AT_ONCE),)](
+        tokens, rows, positions, counts, recent, vocab_size, first_id, num_samples,
+        RECENT=RECENT, BLOCK=ROWS_AT_ONCE, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""What the open rows ask for before sampling, on the device. The kernels and tables are in kernels/process.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.engine.batch import F32, U32, RowOpen
+from worker_svc.engine.gpu.kernels.banned import mask_banned
+from worker_svc.engine.gpu.kernels.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
+from worker_svc.engine.rows import RowTable
+
+
+class DeviceProcessing:
+    """Tables of all rows; only rows that ask for processing use theirs. 8 bytes per row and id of the vocabulary."""
+
+    def __init__(self, state: torch.Tensor, vocab: range) -> None:
+        """`state` are the row records, `vocab` is this rank's part of the vocabulary."""
+        max_rows, self._device = len(state), state.device
+        self._state = state
+        self._vocab = vocab
+        self._added = torch.zeros(max_rows, len(vocab), device=self._device)
+        self._counts = torch.zeros(max_rows, len(vocab), dtype=torch.int32, device=self._device)
+        self._recent = torch.zeros(max_rows, RECENT, dtype=torch.int32, device=self._device)
+        self._bad_words: dict[
+            int, tuple[U32, ...]
+        ] = {}  # by row; a closed row keeps its words until it is opened again
+        self._words = self._upload_words()
+
+    def open(self, opens: list[RowOpen], rows: RowTable) -> None:
+        """Sets the tables of rows that were opened in this step. Call it before the step is launched."""
+        has_new_words = False
+        for item in opens:
+            if item.row >= len(rows.is_open) or not rows.is_open[item.row]:
+                continue
+            has_new_words |= self._set_words(item.row, item.rules.bad_words)
+            if rows.is_always_processed(item.row):
+                self._open_one(item, *rows.history(item.row))
+        if has_new_words:
+            self._words = self._upload_words()
+
+    def _set_words(self, row: int, words: tuple[U32, ...]) -> bool:
+        """Whether the words of this row change."""
+        former = self._bad_words.pop(row, ())
+        if words:
+            self._bad_words[row] = words
+        return bool(former or words)
+
+    def _open_one(self, item: RowOpen, prompt: U32, output: U32) -> None:
+        rules, added, counts = item.rules, self._added[item.row], self._counts[item.row]
+        added.zero_()
+        if len(rules.allowed_ids):
+            added.fill_(-torch.inf).index_fill_(0, self._local(rules.allowed_ids), 0.0)
+        is_here = self._is_here(rules.bias_ids)
+        added.index_add_(0, self._local(rules.bias_ids), self._upload(rules.biases[is_here]))
+        added.index_fill_(0, self._local(rules.banned_ids), -torch.inf)
+        counts.zero_().index_fill_(0, self._local(prompt), IN_PROMPT)
+        seen = self._local(output)
+        counts.index_add_(0, seen, torch.ones_like(seen, dtype=torch.int32))
+        last = np.arange(max(0, len(output) - RECENT), len(output))
+        recent = self._upload(output[last].astype(np.int32))
+        self._recent[item.row].index_copy_(0, self._upload(last % RECENT), recent)
+
+    def process(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float32 logits of rows (-1: padding) that sample at these output positions, with all processing."""
+        logits = process(logits, self._state, rows, self._added, self._counts)
+        ban_bad_words(logits, rows, positions, self._words, self._recent, self._vocab.start)
+        mask_banned(logits, self._state, rows, positions, self._vocab.start)
+        return logits
+
+    def note(self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Records the tokens that these rows sampled."""
+        note_tokens(tokens, rows, positions, self._counts, self._recent, self._vocab.start)
+
+    def _is_here(self, ids: U32) -> npt.NDArray[np.bool_]:
+        is_here: npt.NDArray[np.bool_] = (ids >= self._vocab.start) & (ids < self._vocab.stop)
+        return is_here
+
+    def _local(self, ids: U32) -> torch.Tensor:
+        """Indices of those ids that are in this rank's part of the vocabulary."""
+        return self._upload(ids[self._is_here(ids)].astype(np.int64) - self._vocab.start)
+
+    def _upload(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32] | F32) -> torch.Tensor:
+        host = torch.from_numpy(values)
+        if self._device.type != "cuda":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _upload_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bad words of all rows, in the form of `ban_bad_words`."""
+        ranges = np.zeros((len(self._state), 2), np.int32)
+        words: list[U32] = []
+        for row, of_row in self._bad_words.items():
+            ranges[row] = len(words), len(words) + len(of_row)
+            words += of_row
+        starts = np.cumsum([0, *map(len, words)]).astype(np.int32)
+        ids = np.concatenate([np.zeros(1, np.uint32), *words])[1:].astype(np.int32)
+        return self._upload(ranges), self._upload(starts), self._upload(ids)
