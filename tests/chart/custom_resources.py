@@ -90,17 +90,30 @@ GRPC_RULE = _closed(
     },
     backendRefs={"type": "array", "items": _closed(("name",), name={"type": "string"}, port=PORT)},
 )
-GRPC_ROUTE = _closed(
-    parentRefs={
-        "type": "array",
-        "maxItems": 32,
-        "items": _closed(
-            ("name",), name={"type": "string"}, namespace={"type": "string"}, sectionName={"type": "string"}, port=PORT
-        ),
-    },
-    hostnames={"type": "array", "maxItems": 16, "items": HOSTNAME},
-    rules={"type": "array", "minItems": 1, "maxItems": 16, "items": GRPC_RULE},
+HTTP_RULE = _closed(
+    backendRefs={"type": "array", "items": _closed(("name",), name={"type": "string"}, port=PORT)},
 )
+
+
+def _route(rule: Schema) -> Schema:
+    return _closed(
+        parentRefs={
+            "type": "array",
+            "maxItems": 32,
+            "items": _closed(
+                ("name",),
+                name={"type": "string"},
+                namespace={"type": "string"},
+                sectionName={"type": "string"},
+                port=PORT,
+            ),
+        },
+        hostnames={"type": "array", "maxItems": 16, "items": HOSTNAME},
+        rules={"type": "array", "minItems": 1, "maxItems": 16, "items": rule},
+    )
+
+
+GRPC_ROUTE, HTTP_ROUTE = _route(GRPC_RULE), _route(HTTP_RULE)
 
 SCHEMAS: dict[tuple[str, str], Schema] = {
     ("keda.sh/v1alpha1", "ScaledObject"): _resource("keda.sh/v1alpha1", "ScaledObject", SCALED_OBJECT),
@@ -111,4 +124,5 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
         "monitoring.coreos.com/v1", "PrometheusRule", PROMETHEUS_RULE
     ),
     ("gateway.networking.k8s.io/v1", "GRPCRoute"): _resource("gateway.networking.k8s.io/v1", "GRPCRoute", GRPC_ROUTE),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): _resource("gateway.networking.k8s.io/v1", "HTTPRoute", HTTP_ROUTE),
 }

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.processes.stack import Service
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 SERVICES = ("gateway", "scheduler", "worker")
-PORTS = {"50051": "7151", "50052": "7152", "50061": "7161", "9090": "7190"}
+PORTS = {"50051": "7151", "50052": "7152", "50061": "7161", "9090": "7190", "8000": "7180"}
 every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 
 Image = tuple[str, list[tuple[str, str]]]
@@ -191,6 +192,8 @@ def test_compose_services_serve_and_are_healthy(environments: dict[str, Path], t
             with Client.connect(services[0].address, timeout_s=120.0) as client:
                 result = client.chat("Who are you?", temperature=0)
             assert result.text == demo_answer("Who are you?")
+            with urllib.request.urlopen(f"http://{machine.hosts['gateway']}:{PORTS['8000']}/v1/models") as models:
+                assert json.load(models)["data"][0]["id"] == "demo"
             for name in SERVICES:
                 _, *check = compose()["services"][name]["healthcheck"]["test"]
                 done = subprocess.run(machine.command(name, check), capture_output=True, text=True, timeout=60)

@@ -49,6 +49,11 @@ def named(word: str, text: str) -> Objects:
             "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
             "apiKeys": {"existingSecret": word, "testEntry": word},
             "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
+            "http": {
+                "enabled": True,
+                "allowOrigins": [text],
+                "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
+            },
         },
         "test": {"tlsSecret": word, "caEntry": word},
         "models": [model],

@@ -39,6 +39,9 @@ MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
 DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
 INGRESS = {"gateway": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}}}
 ROUTE = {"gateway": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}}}
+HTTP = {"gateway": {"http": {"enabled": True}}}
+HTTP_INGRESS = {"gateway": {"http": {"enabled": True, "ingress": {"enabled": True, "hosts": ["api.example.com"]}}}}
+HTTP_ROUTE = {"gateway": {"http": {"enabled": True, "route": {"enabled": True, "parentRefs": [{"name": "public"}]}}}}
 RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
 KEYS = {"gateway": {"apiKeys": {"existingSecret": "keys", "testEntry": "tester"}}}
 TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
@@ -203,6 +206,73 @@ GATEWAYS = [
         "gateway.grpcRoute.parentRefs", [{"name": "x"}], "GRPCRoute gateway", "spec.parentRefs", [{"name": "x"}], ROUTE
     ),
     Case("gateway.grpcRoute.hostnames", ["a.b"], "GRPCRoute gateway", "spec.hostnames", ["a.b"], ROUTE),
+    Case("gateway.http.enabled", True, GATEWAY, "arg --http-listen", "0.0.0.0:8000"),
+    Case("gateway.http.enabled", True, "Service gateway", "spec.ports.1.name", "http"),
+    Case("gateway.http.enabled", True, "NetworkPolicy gateway", "spec.ingress.0.ports.1.port", "http", POLICY),
+    Case("gateway.http.port", 8080, GATEWAY, "arg --http-listen", "0.0.0.0:8080", HTTP),
+    Case("gateway.http.port", 8080, "Service gateway", "spec.ports.1.port", 8080, HTTP),
+    Case("gateway.http.port", 8080, "HTTPRoute gateway-http", "spec.rules.0.backendRefs.0.port", 8080, HTTP_ROUTE),
+    Case(
+        "gateway.http.maxConnections",
+        9,
+        GATEWAY,
+        "arg --http-max-connections",
+        "9",
+        HTTP,
+    ),
+    Case(
+        "gateway.http.allowOrigins",
+        ["https://a.b"],
+        GATEWAY,
+        "arg --http-allow-origin",
+        "https://a.b",
+        HTTP,
+    ),
+    Case(
+        "gateway.http.ingress.enabled",
+        True,
+        "Ingress gateway-http",
+        "spec.rules.0.host",
+        "api.example.com",
+        HTTP_INGRESS,
+    ),
+    Case("gateway.http.ingress.className", "n", "Ingress gateway-http", "spec.ingressClassName", "n", HTTP_INGRESS),
+    Case(
+        "gateway.http.ingress.annotations",
+        {"a": "b"},
+        "Ingress gateway-http",
+        "metadata.annotations",
+        {"a": "b"},
+        HTTP_INGRESS,
+    ),
+    Case(
+        "gateway.http.ingress.hosts", ["a.b", "c.d"], "Ingress gateway-http", "spec.rules.1.host", "c.d", HTTP_INGRESS
+    ),
+    Case(
+        "gateway.http.ingress.tlsSecret",
+        "cert",
+        "Ingress gateway-http",
+        "spec.tls",
+        [{"secretName": "cert", "hosts": ["api.example.com"]}],
+        HTTP_INGRESS,
+    ),
+    Case(
+        "gateway.http.route.enabled",
+        True,
+        "HTTPRoute gateway-http",
+        "spec.rules.0.backendRefs",
+        [{"name": "r-quire-gateway", "port": 8000}],
+        HTTP_ROUTE,
+    ),
+    Case(
+        "gateway.http.route.parentRefs",
+        [{"name": "x"}],
+        "HTTPRoute gateway-http",
+        "spec.parentRefs",
+        [{"name": "x"}],
+        HTTP_ROUTE,
+    ),
+    Case("gateway.http.route.hostnames", ["a.b"], "HTTPRoute gateway-http", "spec.hostnames", ["a.b"], HTTP_ROUTE),
     Case("gateway.image", "reg/g@sha256:0", GATEWAY, "container.image", "reg/g@sha256:0"),
     Case("gateway.image", "reg/g@sha256:0", "Pod test", "spec.containers.0.image", "reg/g@sha256:0"),
     Case(

@@ -211,6 +211,9 @@ spec:
   ingress:
     - ports:
         - port: {{ .port }}
+        {{- with .httpPort }}
+        - port: {{ . }}
+        {{- end }}
       {{- if .from }}
       from:
         {{- range .from }}

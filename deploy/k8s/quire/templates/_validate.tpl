@@ -218,6 +218,21 @@
 {{- if and .Values.gateway.grpcRoute.enabled (not .Values.gateway.grpcRoute.parentRefs) -}}
 {{- fail "gateway.grpcRoute.enabled is true, but it has no parent Gateway: set gateway.grpcRoute.parentRefs, for example to [{name: public}]" -}}
 {{- end -}}
+{{- $http := .Values.gateway.http -}}
+{{- range $name, $port := .Values.ports -}}
+{{- if and $http.enabled (eq (int $http.port) (int $port)) (has $name (list "gateway" "health" "metrics")) -}}
+{{- fail (printf "gateway.http.port is %d, the same as ports.%s: set different ports" (int $port) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (or $http.ingress.enabled $http.route.enabled) (not $http.enabled) -}}
+{{- fail "gateway.http.ingress or gateway.http.route is enabled, but the HTTP API is off: set gateway.http.enabled" -}}
+{{- end -}}
+{{- if and $http.ingress.enabled (not $http.ingress.hosts) -}}
+{{- fail "gateway.http.ingress.enabled is true, but it has no host: set gateway.http.ingress.hosts, for example to [api.example.com]" -}}
+{{- end -}}
+{{- if and $http.route.enabled (not $http.route.parentRefs) -}}
+{{- fail "gateway.http.route.enabled is true, but it has no parent Gateway: set gateway.http.route.parentRefs, for example to [{name: public}]" -}}
+{{- end -}}
 {{- $service := .Values.gateway.service -}}
 {{- if and $service.loadBalancerSourceRanges (ne $service.type "LoadBalancer") -}}
 {{- fail (printf "gateway.service.loadBalancerSourceRanges needs a LoadBalancer, but gateway.service.type is %s: set gateway.service.type to LoadBalancer, or use networkPolicy.clients" $service.type) -}}
