@@ -20,6 +20,9 @@ from gateway_svc.chat_flags import TemplateFileError, add_chat_flags, chat_templ
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.grammar_checker import GrammarChecker
+from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
 from gateway_svc.operator_port import add_admin_flags, add_admin_service
@@ -64,6 +67,7 @@ START_ERRORS = (
     TlsError,
     TrustError,
     ApiKeysError,
+    LimitsError,
     TemplateFileError,
     ParserNameError,
 )
@@ -222,6 +226,14 @@ def make_parser() -> argparse.ArgumentParser:
         "them. Unset: no API key is needed, and any client that knows the id of a request can end it",
     )
     parser.add_argument(
+        "--key-limits",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with limits per owner of API keys (docs/limits.md): rates of requests and tokens, open "
+        "streams, models, priorities; read again when it changes. With --redis they hold for all "
+        "gateways together, else for each gateway process",
+    )
+    parser.add_argument(
         "--min-priority",
         type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
         metavar="N",
@@ -291,6 +303,21 @@ def make_recorder(args: argparse.Namespace) -> Recorder | None:
     return Recorder(records)
 
 
+def make_limits(args: argparse.Namespace) -> KeyLimits:
+    """The limits of API keys. Raises LimitsError or RedisUrlError."""
+    if args.key_limits is None:
+        return KeyLimits()
+    if args.api_keys is None:
+        raise LimitsError("--key-limits needs --api-keys: limits are those of the owner of a key")
+    file = LimitsFile(args.key_limits)
+    if not args.redis:
+        return KeyLimits(file, LocalBuckets())
+    try:
+        return KeyLimits(file, RedisBuckets(args.redis, namespace=args.redis_namespace))
+    except ValueError:
+        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
+
+
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
@@ -298,7 +325,7 @@ async def serve(
 
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
-    reader, recorder = make_reader(args), make_recorder(args)
+    reader, recorder, limits = make_reader(args), make_recorder(args), make_limits(args)
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
     keys = None if args.api_keys is None else ApiKeys(args.api_keys)
@@ -342,6 +369,7 @@ async def serve(
         metrics=metrics,
         chunk_interval_s=chunk_interval_s,
         recorder=recorder,
+        limits=limits,
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)
@@ -353,6 +381,7 @@ async def serve(
         reader.start()
     if recorder is not None:
         recorder.start()
+    limits.start()
     tasks = [asyncio.create_task(client.run()) for client in clients]
     try:
         await _wait_ready(directory, changed, ready_within_s)
@@ -377,6 +406,7 @@ async def serve(
         await cancel(*tasks)
         if recorder is not None:
             await recorder.close()
+        await limits.close()
         if reader is not None:
             await reader.close()
         prompts.close()

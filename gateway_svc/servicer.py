@@ -15,10 +15,11 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
-from gateway_svc.api_keys import scoped
+from gateway_svc.api_keys import current_caller, scoped
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.grammar_checker import GrammarChecker
+from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.pacing import WakePacer
@@ -113,6 +114,7 @@ class InferenceServicer(InferenceServiceServicer):
         metrics: GatewayMetrics | None = None,
         chunk_interval_s: float = 0.0,
         recorder: Recorder | None = None,
+        limits: KeyLimits | None = None,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -125,6 +127,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._metrics = metrics or GatewayMetrics()
         self._pacer = WakePacer(chunk_interval_s)
         self._recorder = recorder
+        self._limits = limits or KeyLimits()
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
@@ -200,6 +203,7 @@ class InferenceServicer(InferenceServiceServicer):
         validation.check_priority(request.scheduling.priority, self._min_priority)
         grammar = validation.grammar_of(request.sampling)
         model = self._directory.find(request.model, request.continuation.revision)
+        self._limits.check(current_caller.get(), model.name, request.scheduling.priority)
         with (
             self._open_stream(request) as (request_id, stream),
             self._metrics.request(stream.scoped_id, model.name) as meter,
@@ -219,7 +223,10 @@ class InferenceServicer(InferenceServiceServicer):
                     self._dispatcher.submit(scheduler_request, model.info, hints)
 
             try:
-                async with self._recording(request, plan, scheduler_request, resumed, notes, submit) as recording:
+                async with (
+                    self._counted(scheduler_request, plan, is_new=not resumes and resumed is None),
+                    self._recording(request, plan, scheduler_request, resumed, notes, submit) as recording,
+                ):
                     stream.set_request(scheduler_request)
                     if resumed is None or not resumed.follows:
                         submit()
@@ -227,6 +234,20 @@ class InferenceServicer(InferenceServiceServicer):
                         yield event
             finally:
                 scheduler_request.release()
+
+    def _counted(
+        self, scheduler_request: SchedulerRequest, plan: GenerationPlan, *, is_new: bool
+    ) -> AbstractAsyncContextManager[None]:
+        """The request counts for the limits of its key; its prompt and earlier output only the first time."""
+        before = scheduler_request.num_output_tokens
+        num_prompt = len(plan.prompt_ids) if is_new else 0
+        most = num_prompt + len(plan.outputs) * plan.stop.max_tokens - before
+        return self._limits.admitted(
+            current_caller.get(),
+            scheduler_request.request_id,
+            most,
+            lambda: num_prompt + scheduler_request.num_output_tokens - before,
+        )
 
     def _recording(
         self,

@@ -1,0 +1,1 @@
+"""Limits per owner of API keys: rates, open streams, models and priorities."""

@@ -1,0 +1,223 @@
+"""Counts of one owner: two buckets (requests, tokens) and the open streams, in this process or in Redis.
+
+A bucket fills at its rate. A request is admitted while both buckets are above zero; then its whole cost is taken, which
+may leave a debt, and what it did not use is put back when it ends. So the average never exceeds the rate, and a request
+larger than a bucket still runs. (Generic cell rate algorithm: a bucket is one number, the time at which it is full.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from redis.exceptions import RedisError
+
+from gateway_svc.limits.settings import Limits
+from prefix_index.server import connect
+
+log = logging.getLogger(__name__)
+
+REQUEST_BURST_S = 1.0  # a bucket holds what its rate gives in this time, and at least one request
+TOKEN_BURST_S = 2.0
+STREAM_TTL_S = 30.0  # streams of a gateway that died are counted for this long
+NAMES = ("requests_per_s", "tokens_per_min", "max_streams")
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """One request: its stream, and its largest number of tokens."""
+
+    stream_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a request is admitted; if not, which limit was reached and when to retry."""
+
+    limit: str = ""
+    retry_after_s: float = 0.0
+
+
+ADMITTED = Verdict()
+
+
+class Buckets(Protocol):
+    """Counts requests of all owners."""
+
+    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict: ...
+    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+        """The stream ended and did not use this many of its tokens."""
+        ...
+
+    async def keep(self, streams: list[tuple[str, str]]) -> None:
+        """These streams (owner, id) are still open. Call it more often than every STREAM_TTL_S."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def rates(limits: Limits) -> tuple[float, float]:
+    """Requests and tokens per second; 0: no limit."""
+    return limits.requests_per_s or 0.0, (limits.tokens_per_min or 0.0) / 60
+
+
+@dataclass(slots=True)
+class _Counts:
+    full_at: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    streams: set[str] = field(default_factory=set)
+
+
+class LocalBuckets:
+    """Counts in this process only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[str, _Counts] = defaultdict(_Counts)
+
+    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
+        now, counts = self._clock(), self._counts[owner]
+        for i, (rate, burst_s) in enumerate(zip(rates(limits), (REQUEST_BURST_S, TOKEN_BURST_S), strict=True)):
+            wait_s = counts.full_at[i] - now - burst_s
+            if rate and wait_s > 0:
+                return Verdict(NAMES[i], wait_s)
+        if limits.max_streams is not None and len(counts.streams) >= limits.max_streams:
+            return Verdict(NAMES[2], 1.0)
+        for i, (rate, cost) in enumerate(zip(rates(limits), (1, take.num_tokens), strict=True)):
+            if rate:
+                counts.full_at[i] = max(counts.full_at[i], now) + cost / rate
+        counts.streams.add(take.stream_id)
+        return ADMITTED
+
+    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+        counts = self._counts[owner]
+        counts.streams.discard(stream_id)
+        if rate := rates(limits)[1]:
+            counts.full_at[1] -= num_tokens / rate
+        if not counts.streams and max(counts.full_at) <= self._clock():
+            del self._counts[owner]
+
+    async def keep(self, streams: list[tuple[str, str]]) -> None:
+        """Streams of this process need no renewal."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+# KEYS: the two buckets, the streams. Times are seconds on Redis' clock. ARGV: request rate, token rate, cost in tokens,
+# limit of streams (-1: none), stream id, and the three constants. Returns 0 and 0, or the number of the limit and ms.
+TAKE = """
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local rates = {tonumber(ARGV[1]), tonumber(ARGV[2])}
+local bursts = {tonumber(ARGV[6]), tonumber(ARGV[7])}
+local costs = {1, tonumber(ARGV[3])}
+local full = {}
+for i = 1, 2 do
+  full[i] = tonumber(redis.call('GET', KEYS[i]) or '0')
+  local wait = full[i] - now - bursts[i]
+  if rates[i] > 0 and wait > 0 then return {i, math.ceil(wait * 1000)} end
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+if tonumber(ARGV[4]) >= 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[4]) then return {3, 1000} end
+for i = 1, 2 do
+  if rates[i] > 0 then
+    local at = math.max(full[i], now) + costs[i] / rates[i]
+    redis.call('SET', KEYS[i], string.format('%.6f', at), 'PX', math.ceil((at - now) * 1000) + 60000)
+  end
+end
+redis.call('ZADD', KEYS[3], now + ARGV[8], ARGV[5])
+redis.call('EXPIRE', KEYS[3], 600)
+return {0, 0}"""
+# KEYS: the bucket of tokens, the streams. ARGV: stream id, seconds by which the bucket is full sooner.
+GIVE_BACK = """
+redis.call('ZREM', KEYS[2], ARGV[1])
+local at = redis.call('GET', KEYS[1])
+if at and tonumber(ARGV[2]) > 0 then
+  redis.call('SET', KEYS[1], string.format('%.6f', tonumber(at) - ARGV[2]), 'KEEPTTL')
+end
+return 0"""
+# KEYS: streams of owners. ARGV: time to live in seconds, then the id for each key.
+KEEP = """
+local time = redis.call('TIME')
+for i = 1, #KEYS do
+  redis.call('ZADD', KEYS[i], 'XX', time[1] + ARGV[1], ARGV[i + 1])
+  redis.call('EXPIRE', KEYS[i], 600)
+end
+return 0"""
+
+
+class RedisBuckets:
+    """Counts in Redis, for all gateways. While Redis does not answer, this process counts for itself.
+
+    Raises ValueError for a malformed URL.
+    """
+
+    def __init__(self, url: str, *, namespace: str = "quire", timeout_s: float = 0.25) -> None:
+        self._redis = connect(url, timeout_s)
+        self._timeout_s = timeout_s
+        self._prefix = f"{namespace}:limits:"
+        self._local = LocalBuckets()
+        self._is_up = True
+
+    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
+        # Counted here too, so that the counts are not empty when Redis stops.
+        own = await self._local.take(owner, limits, take)
+        most = -1 if limits.max_streams is None else limits.max_streams
+        arguments = (
+            *rates(limits),
+            take.num_tokens,
+            most,
+            take.stream_id,
+            REQUEST_BURST_S,
+            TOKEN_BURST_S,
+            STREAM_TTL_S,
+        )
+        answer = await self._call(self._redis.eval(TAKE, 3, *self._keys(owner), *arguments))
+        if answer is None:
+            return own
+        number, wait_ms = answer
+        if not number:
+            return ADMITTED
+        if own is ADMITTED:
+            await self._local.give_back(owner, limits, take.stream_id, take.num_tokens)
+        return Verdict(NAMES[number - 1], wait_ms / 1000)
+
+    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+        await self._local.give_back(owner, limits, stream_id, num_tokens)
+        rate = rates(limits)[1]
+        sooner_s = num_tokens / rate if rate else 0.0
+        _, tokens, streams = self._keys(owner)
+        await self._call(self._redis.eval(GIVE_BACK, 2, tokens, streams, stream_id, sooner_s))
+
+    async def keep(self, streams: list[tuple[str, str]]) -> None:
+        if streams:
+            keys = [self._keys(owner)[2] for owner, _ in streams]
+            ids = [stream_id for _, stream_id in streams]
+            await self._call(self._redis.eval(KEEP, len(keys), *keys, STREAM_TTL_S, *ids))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    def _keys(self, owner: str) -> tuple[str, str, str]:
+        # The braces keep the keys of one owner on one node of a cluster.
+        return tuple(f"{self._prefix}{{{owner}}}:{kind}" for kind in ("requests", "tokens", "streams"))  # type: ignore[return-value]
+
+    async def _call(self, answer: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await answer
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._is_up:
+                log.warning("limits of API keys are counted by each gateway process: Redis does not answer: %s", error)
+            self._is_up = False
+            return None
+        if not self._is_up:
+            log.info("limits of API keys are counted in Redis again")
+        self._is_up = True
+        return result

@@ -1,0 +1,85 @@
+"""Applies the limits of an owner to its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from gateway_svc.limits.buckets import ADMITTED, STREAM_TTL_S, Buckets, Take
+from gateway_svc.limits.settings import NO_LIMITS, Limits, LimitsFile
+from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
+from svc_common.tasks import cancel
+
+log = logging.getLogger(__name__)
+UNITS = {"requests_per_s": "requests per second", "tokens_per_min": "tokens per minute", "max_streams": "open requests"}
+
+
+class KeyLimits:
+    """Limits of all owners. Without a file there are none."""
+
+    def __init__(self, file: LimitsFile | None = None, buckets: Buckets | None = None) -> None:
+        self._file = file
+        self._buckets = buckets
+        self._open: dict[str, str] = {}  # owner by stream id
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Renew the counts of open streams until `close`."""
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            await cancel(self._keeper)
+        if self._buckets is not None:
+            await self._buckets.close()
+
+    def of(self, owner: str) -> Limits:
+        return NO_LIMITS if self._file is None else self._file.of(owner)
+
+    def check(self, owner: str, model: str, priority: int) -> None:
+        """Raise PermissionDeniedError or InvalidRequestError if the owner may not use this model or priority."""
+        limits = self.of(owner)
+        if limits.models is not None and model not in limits.models:
+            allowed = ", ".join(sorted(limits.models)) or "none"
+            raise PermissionDeniedError(f"model {model!r} is not allowed for this API key; allowed: {allowed}")
+        if limits.min_priority is not None and priority < limits.min_priority:
+            raise InvalidRequestError(
+                f"scheduling.priority is {priority}; must be at least {limits.min_priority} for this API key",
+                field="scheduling.priority",
+            )
+
+    @contextlib.asynccontextmanager
+    async def admitted(
+        self, owner: str, stream_id: str, num_tokens: int, num_used: Callable[[], int]
+    ) -> AsyncIterator[None]:
+        """Count a request of at most `num_tokens` prompt and output tokens while the block runs.
+
+        `num_used` gives the tokens that it used, at its end. Raises OverloadedError with the time of a retry.
+        """
+        limits = self.of(owner)
+        if self._buckets is None or not limits.is_counted:
+            yield
+            return
+        verdict = await self._buckets.take(owner, limits, Take(stream_id, num_tokens))
+        if verdict is not ADMITTED and verdict.limit:
+            raise OverloadedError(
+                f"the limit of this API key is reached: {getattr(limits, verdict.limit):g} {UNITS[verdict.limit]}; "
+                f"retry in {verdict.retry_after_s:.1f} s",
+                retry_after_s=verdict.retry_after_s,
+            )
+        self._open[stream_id] = owner
+        try:
+            yield
+        finally:
+            self._open.pop(stream_id, None)
+            unused = max(0, num_tokens - num_used())
+            # Shielded: a client that hangs up must not keep its place.
+            await asyncio.shield(self._buckets.give_back(owner, limits, stream_id, unused))
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(STREAM_TTL_S / 3)
+            if self._buckets is not None:
+                await self._buckets.keep([(owner, stream_id) for stream_id, owner in self._open.items()])

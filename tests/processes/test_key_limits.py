@@ -1,0 +1,81 @@
+"""The limits of an owner hold for four gateway processes together, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from quire_client import AsyncClient, Overloaded
+from quire_client.demo import demo_model_dir
+
+from tests.processes.ports import free_port
+from tests.processes.redis_server import RedisServer
+from tests.processes.stack import Stack
+
+RATE = 20
+SIM = ("--executor", "sim", "--sim-step-ms", "1")
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.deep)])
+async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: float) -> None:
+    (tmp_path / "keys").mkdir()
+    for owner in ("limited", "free"):
+        (tmp_path / "keys" / owner).write_text(f"key-of-{owner}")
+    limits = tmp_path / "limits.toml"
+    limits.write_text(f"[owners.limited]\nrequests_per_s = {RATE}\nmodels = ['demo']\n")
+    redis, http = RedisServer(tmp_path), f"127.0.0.1:{free_port()}"
+    redis.start()
+    flags = ("--api-keys", str(tmp_path / "keys"), "--key-limits", str(limits), "--redis", redis.url)
+    try:
+        with Stack(tmp_path) as stack:
+            scheduler = stack.start_scheduler()
+            stack.start_worker(scheduler, demo_model_dir(), *SIM, "--model-name", "demo")
+            gateway = stack.start_gateway(scheduler, flags=(*flags, "--processes", "4", "--http-listen", http))
+            gateway.wait_ready()
+            num_done = await load(gateway.address, "key-of-limited", seconds)
+            # A full bucket at the beginning, and one request that leaves a debt.
+            assert RATE * seconds * 0.95 <= num_done <= RATE * (seconds + 1) * 1.05 + 1
+            async with await AsyncClient.connect(gateway.address, api_key="key-of-free") as client:
+                for _ in range(2 * RATE):
+                    await client.generate(token_ids=[5], max_tokens=1)
+            code, body, headers = await asyncio.to_thread(post_until_limited, http)
+            assert (code, body["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert f"{RATE} requests per second" in body["error"]["message"]
+            assert int(headers["retry-after-ms"]) > 0
+    finally:
+        redis.stop()
+
+
+async def load(address: str, key: str, seconds: float) -> int:
+    """Requests that were served in this time, from several connections that never pause for long."""
+    until, counts = time.monotonic() + seconds, []
+
+    async def lane() -> None:
+        num_done = 0
+        async with await AsyncClient.connect(address, api_key=key, retry=None) as client:
+            while time.monotonic() < until:
+                try:
+                    await client.generate(token_ids=[5], max_tokens=1)
+                    num_done += 1
+                except Overloaded:
+                    await asyncio.sleep(0.02)
+        counts.append(num_done)
+
+    await asyncio.gather(*(lane() for _ in range(8)))
+    return sum(counts)
+
+
+def post_until_limited(http: str) -> tuple[int, dict, dict]:
+    body = json.dumps({"model": "demo", "prompt": [5], "max_tokens": 1}).encode()
+    headers = {"Authorization": "Bearer key-of-limited", "Content-Type": "application/json"}
+    for _ in range(10 * RATE):
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"http://{http}/v1/completions", body, headers), timeout=30)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error), dict(error.headers)
+    raise AssertionError("the limit was not reached")

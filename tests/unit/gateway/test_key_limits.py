@@ -1,0 +1,164 @@
+"""Limits per owner: the file, and one suite for buckets in the process and in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gateway_svc.limits.buckets import Buckets, LocalBuckets, RedisBuckets, Take
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.limits.settings import REREAD_S, Limits, LimitsError, LimitsFile, read_limits
+from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
+from tests.processes.redis_server import RedisServer
+
+FILE = """
+[default]
+requests_per_s = 2
+models = ["a"]
+[owners.big]
+requests_per_s = 100
+max_streams = 3
+"""
+
+
+def file_of(folder: Path, text: str = FILE) -> Path:
+    path = folder / "limits.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_owner_has_the_default_limits_unless_it_has_others(tmp_path: Path) -> None:
+    limits = LimitsFile(file_of(tmp_path))
+    assert limits.of("small") == Limits(requests_per_s=2, models=frozenset("a"))
+    assert limits.of("big") == Limits(requests_per_s=100, models=frozenset("a"), max_streams=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[default]\nrequest_per_s = 1", "request_per_s is not a limit; there are requests_per_s, tokens_per_min"),
+        ("[default]\nrequests_per_s = 0", "requests_per_s is 0; must be a number from 0.001 to 1e"),
+        ("[default]\nrequests_per_s = nan", "requests_per_s is nan"),
+        ("[default]\nmax_streams = 1.5", "max_streams is 1.5; must be a whole number"),
+        ("[default]\nmax_streams = true", "max_streams is True"),
+        ("[default]\nmodels = 'a'", "models is not a list of names"),
+        ("[owner.a]\nmax_streams = 1", r"owner is not a table; use \[default\] and \[owners.NAME\]"),
+        ("[owners]\na = 1", r"\[owners.a\] is not a table"),
+        ("owners = 3", "owners is not a table"),
+        ("x", "limits.toml: "),
+    ],
+)
+def test_a_bad_file_is_refused_with_table_and_setting(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(LimitsError, match=words):
+        read_limits(file_of(tmp_path, text))
+
+
+def test_the_file_is_read_again_and_a_bad_version_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    limits = LimitsFile(file_of(tmp_path), clock=lambda: now[0])
+    file_of(tmp_path, "[default]\nmax_streams = 7")
+    assert limits.of("x").max_streams is None
+    now[0] += REREAD_S
+    assert limits.of("x").max_streams == 7
+    file_of(tmp_path, "bad")
+    for _ in range(3):
+        now[0] += REREAD_S
+        assert limits.of("x").max_streams == 7
+    assert caplog.text.count("keeping the previous limits") == 1
+
+
+def test_models_and_priorities_are_checked(tmp_path: Path) -> None:
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\nmodels = ['a']\nmin_priority = 5")))
+    limits.check("x", "a", 5)
+    with pytest.raises(PermissionDeniedError, match="model 'b' is not allowed for this API key; allowed: a"):
+        limits.check("x", "b", 5)
+    with pytest.raises(InvalidRequestError, match="is 4; must be at least 5"):
+        limits.check("x", "a", 4)
+    KeyLimits().check("x", "anything", -1000)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["local", "redis"])
+async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[Buckets]:
+    made: Buckets
+    if request.param == "local":
+        made = LocalBuckets()
+    else:
+        server = request.getfixturevalue("redis")
+        server.flush()
+        made = RedisBuckets(server.url, timeout_s=5.0)
+    yield made
+    await made.close()
+
+
+async def test_requests_are_admitted_at_their_rate(buckets: Buckets) -> None:
+    limits, began, num_admitted = Limits(requests_per_s=40), time.monotonic(), 0
+    while (elapsed := time.monotonic() - began) < 1.5:
+        verdict = await buckets.take("x", limits, Take(str(num_admitted), 1))
+        num_admitted += not verdict.limit
+        assert num_admitted <= 40 * (elapsed + 1.0) + 2
+        assert not verdict.limit or 0 < verdict.retry_after_s <= 0.1
+        await asyncio.sleep(0.001)
+    assert num_admitted >= 40 * 1.5, "the bucket was full at the beginning"
+    assert not (await buckets.take("other", limits, Take("o", 1))).limit, "owners do not share a bucket"
+
+
+async def test_unused_tokens_are_put_back_and_a_debt_is_waited_for(buckets: Buckets) -> None:
+    limits = Limits(tokens_per_min=6000)  # 100 per second
+    assert not (await buckets.take("x", limits, Take("1", 1000))).limit, "larger than the bucket"
+    verdict = await buckets.take("x", limits, Take("2", 1))
+    assert verdict.limit == "tokens_per_min"
+    assert 7.0 < verdict.retry_after_s <= 8.0
+    await buckets.give_back("x", limits, "1", 1000)
+    assert not (await buckets.take("x", limits, Take("2", 1))).limit
+
+
+async def test_open_streams_are_counted_until_they_end(buckets: Buckets) -> None:
+    limits = Limits(max_streams=2)
+    verdicts = [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in range(3)]
+    assert verdicts == ["", "", "max_streams"]
+    await buckets.keep([("x", "0"), ("x", "1")])
+    await buckets.give_back("x", limits, "0", 0)
+    assert [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in (3, 4)] == ["", "max_streams"]
+
+
+async def test_two_gateways_share_the_buckets_of_redis(redis: RedisServer) -> None:
+    redis.flush()
+    both = [RedisBuckets(redis.url, timeout_s=5.0) for _ in range(2)]
+    limits = Limits(max_streams=3)
+    verdicts = [(await both[i % 2].take("x", limits, Take(str(i), 1))).limit for i in range(5)]
+    assert verdicts == ["", "", "", "max_streams", "max_streams"]
+    for buckets in both:
+        await buckets.close()
+
+
+async def test_each_process_counts_for_itself_without_redis(caplog: pytest.LogCaptureFixture) -> None:
+    buckets = RedisBuckets("redis://127.0.0.1:1/0")
+    limits = Limits(max_streams=1)
+    verdicts = [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in range(2)]
+    assert verdicts == ["", "max_streams"]
+    await buckets.give_back("x", limits, "0", 0)
+    assert caplog.text.count("are counted by each gateway process") == 1
+    await buckets.close()
+
+
+async def test_a_request_gives_back_what_it_did_not_use(tmp_path: Path) -> None:
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\ntokens_per_min = 60")), LocalBuckets())
+    async with limits.admitted("x", "1", 1000, lambda: 0):
+        with pytest.raises(OverloadedError, match="60 tokens per minute; retry in") as refused:
+            async with limits.admitted("x", "2", 1, lambda: 1):
+                raise AssertionError("it was admitted")
+    assert refused.value.retry_after_s > 900
+    async with limits.admitted("x", "3", 1, lambda: 1):
+        pass
