@@ -20,6 +20,7 @@ RULES = [
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"import grpc\.aio\n", ""),
+    (r"InferenceServiceAsyncStub", "InferenceServiceStub"),
     (r"\bgrpc\.aio\.", "grpc."),
     (r"\bquire_client\.aio\b", "quire_client.sync"),
     (r"\bAwaitable\[(\w+)\]", r"\1"),

@@ -20,6 +20,7 @@ from quire_client.errors import (
     StreamCorrupted,
     StreamEndedEarly,
     Unauthenticated,
+    UnexpectedOutput,
     Unimplemented,
 )
 from quire_client.requests import GenerateOptions
@@ -33,6 +34,7 @@ from quire_client.types import (
     GenerateResult,
     Message,
     ModelInfo,
+    PartialSample,
     Sample,
     SchedulerStatus,
     Status,
@@ -67,6 +69,7 @@ __all__ = [
     "ModelNotFound",
     "NotConfigured",
     "Overloaded",
+    "PartialSample",
     "PermissionDenied",
     "QuireError",
     "RequestNotFound",
@@ -81,6 +84,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "Unauthenticated",
+    "UnexpectedOutput",
     "Unimplemented",
     "Usage",
     "WorkerStatus",

@@ -20,7 +20,7 @@ from quire.v1 import types_pb2
 from quire_client import convert
 from quire_client.answer import AnswerAssembler, NewParts, PartError
 from quire_client.errors import GenerationFailed, StreamCorrupted, StreamEndedEarly
-from quire_client.types import Delta, FinishReason, GenerateResult, Sample
+from quire_client.types import Delta, FinishReason, GenerateResult, PartialSample, Sample
 
 NO_PARTS = NewParts()
 
@@ -62,6 +62,7 @@ class StreamAssembler:
         self.num_resumes = 0
         self._num_events = 0
         self._is_resuming = False
+        self.ended_samples: list[Sample] = []  # in the order of their end
         self._samples: list[_Partial] = []  # created after Accepted: until then, the server may refuse this n
         self._num_open = max(1, request.sampling.n)
         self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
@@ -137,6 +138,18 @@ class StreamAssembler:
             self._finished(event.finished)
         return None
 
+    def partial(self) -> tuple[PartialSample, ...]:
+        """The output so far of every sample."""
+        return tuple(
+            PartialSample(
+                index,
+                tuple(sample.token_ids if self._shows_token_ids else ()),
+                sample.finished.text if sample.finished else "".join(sample.texts) + sample.answer.content,
+                sample.finished is not None,
+            )
+            for index, sample in enumerate(self._samples)
+        )
+
     def ended_early(self) -> StreamEndedEarly:
         """The error of a stream that ended before `is_complete`."""
         if self.accepted is None:
@@ -155,9 +168,11 @@ class StreamAssembler:
         result = GenerateResult(accepted.request_id, accepted.model, accepted.seed, samples, self.num_resumes)
         for sample in samples:
             if sample.finish_reason is FinishReason.ERROR:
-                raise GenerationFailed(
+                error = GenerationFailed(
                     f"sample {sample.index} failed: {sample.message or 'no reason given'}", result=result
                 )
+                error.partial = self.partial()
+                raise error
         return result
 
     def _accept(self, accepted: pb.Accepted) -> None:
@@ -228,6 +243,7 @@ class StreamAssembler:
         if self._is_resuming:
             sample = replace(sample, usage=replace(sample.usage, output_tokens=partial.num_tokens))
         partial.finished = sample
+        self.ended_samples.append(sample)
         self._num_open -= 1
 
     def _check_digest(self, finished: pb.Finished, token_ids: list[int]) -> None:

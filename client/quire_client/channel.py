@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire_client import protobuf_wire
 from quire_client.diagnosis import check_address
 from quire_client.errors import invalid
 
+Metadata = tuple[tuple[str, str], ...]
+
 DEFAULT_TARGET = "localhost:50051"
 TARGET_ENV = "QUIRE_TARGET"
 API_KEY_ENV = "QUIRE_API_KEY"
 MAX_MESSAGE_BYTES = 64 << 20
+METADATA_NAME = re.compile(r"(?!grpc-)[a-z0-9_.-]+(?<!-bin)")  # of text values
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # During a long prefill the server sends nothing: pings distinguish a slow server from a dead host. Servers close
@@ -64,10 +68,25 @@ def api_key_of(api_key: str | None) -> str:
     return key
 
 
-def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+def call_metadata(api_key: str | None) -> Metadata:
     """Metadata of every call: the API key, if set, as a bearer token. Raises InvalidRequest."""
     key = api_key_of(api_key)
     return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def extra_metadata(given: Mapping[str, str] | None) -> Metadata:
+    """The caller's own metadata. Raises InvalidRequest."""
+    for name, value in (given or {}).items():
+        if not METADATA_NAME.fullmatch(name.lower()):
+            raise invalid("metadata", f"metadata name {name!r} is not valid; use letters, digits, '-', '_' and '.'")
+        if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise invalid("metadata", f"metadata {name!r} must be a string of printable ASCII; got {value!r}")
+    return tuple((name.lower(), value) for name, value in (given or {}).items())
+
+
+def joined(metadata: Metadata, extra: Metadata) -> Metadata:
+    """Both together; `extra` has precedence."""
+    return tuple({**dict(metadata), **dict(extra)}.items()) if extra else metadata
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ QuireError                the base: code, message, request_id, details
   Unimplemented           UNIMPLEMENTED        a field or call that this server does not support
   InternalError           INTERNAL and others  a bug in the server
     GenerationFailed      a sample ended with ERROR; `result` has the output so far
+    UnexpectedOutput      the output does not match `response_model`; `result` has it
     StreamCorrupted       DATA_LOSS            events are missing, repeated, changed or out of order
       StreamEndedEarly    DATA_LOSS            the stream ended before all samples had finished
 """
@@ -29,7 +30,7 @@ import grpc
 from quire_client import protobuf_wire
 
 if TYPE_CHECKING:
-    from quire_client.types import GenerateResult
+    from quire_client.types import GenerateResult, PartialSample
 
 # A gRPC server that stops ends open calls with CANCELLED and no message; an intended cancel has a message.
 SERVER_GONE = "the server cancelled the call without a message; it is probably shutting down"
@@ -65,9 +66,13 @@ class FieldViolation:
 
 
 class QuireError(Exception):
-    """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes."""
+    """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes.
+
+    `partial`: the output of each sample that had arrived when a generation failed; empty before its first output.
+    """
 
     code = grpc.StatusCode.UNKNOWN
+    partial: tuple[PartialSample, ...] = ()
 
     def __init__(
         self,
@@ -86,6 +91,16 @@ class QuireError(Exception):
         self.details = details or {}
         self.field_violations = field_violations
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[QuireError], args: tuple[Any, ...], fields: dict[str, Any]) -> QuireError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class ConnectionFailed(QuireError):
@@ -150,6 +165,14 @@ class StreamEndedEarly(StreamCorrupted):
 
 class GenerationFailed(InternalError):
     """A sample ended with ERROR. `result` has all samples with their tokens so far."""
+
+    def __init__(self, message: str, *, result: GenerateResult) -> None:
+        super().__init__(message, request_id=result.request_id)
+        self.result = result
+
+
+class UnexpectedOutput(InternalError):
+    """The output is not JSON of the `response_model`, e.g. because max_tokens ended it. `result` has the output."""
 
     def __init__(self, message: str, *, result: GenerateResult) -> None:
         super().__init__(message, request_id=result.request_id)

@@ -14,6 +14,8 @@ from quire_client.chat_requests import ChatOptions, Messages, fill_chat
 from quire_client.errors import invalid
 from request_fields.fields import FIELDS, Field, Kind
 
+Prompt = str | Iterable[int]  # text, or token ids
+
 MAX_CHARS_SHOWN = 80
 DETERMINISM = {
     "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
@@ -66,6 +68,8 @@ class GenerateOptions(ChatOptions, total=False):
     determinism: str  # exact or best_effort
     tenant_id: str  # the tenant that the request counts for in fair queueing; at most 128 bytes
     resumable: bool  # keep a record, so that resume() can continue the request
+    # Additional gRPC metadata of the call, e.g. for a proxy
+    metadata: Mapping[str, str] | None
     # Deadline of the request; None: no deadline
     timeout_s: float | None
     # Resuming a stream that broke; default: the settings of the client
@@ -76,20 +80,26 @@ class GenerateOptions(ChatOptions, total=False):
 
 LISTS = (Kind.STRINGS, Kind.TOKEN_IDS)
 CHAT = frozenset(ChatOptions.__annotations__)
-CALL = frozenset({"timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not part of the request
+CALL = frozenset({"metadata", "timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not part of the request
 KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for an unknown option."""
+    unknown = set(options) - KNOWN - CALL
+    if unknown:
+        known = ", ".join(sorted(KNOWN | CALL))
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known options: {known}")
+
+
 def generate_request(
-    prompt: str | None,
+    prompt: Prompt | None,
     token_ids: Iterable[int] | None,
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest:
     """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong type."""
-    unknown = set(options) - KNOWN
-    if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known options: {', '.join(sorted(KNOWN))}")
+    check_options(options)
     request = pb.GenerateRequest()
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
     _assign(request, "model", options)
@@ -129,12 +139,14 @@ def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.Resume
 
 
 def prompt_message(
-    prompt: str | None,
+    prompt: Prompt | None,
     token_ids: Iterable[int] | None,
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.Prompt:
-    """A Prompt from exactly one of its three forms."""
+    """A Prompt from exactly one of its three forms. A `prompt` that is no str is a list of token ids."""
+    if prompt is not None and not isinstance(prompt, str) and token_ids is None:
+        prompt, token_ids = None, _token_ids(prompt)
     given = [
         name
         for name, value in (("prompt", prompt), ("token_ids", token_ids), ("messages", messages))
@@ -156,6 +168,17 @@ def prompt_message(
     else:
         _assign(request, "text", {"prompt": prompt}, "prompt")
     return request
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        ids = list(prompt)
+    except TypeError:
+        ids = [None]
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        return ids
+    hint = "; for a conversation use messages= or chat()" if any(isinstance(token, Mapping) for token in ids) else ""
+    raise invalid("prompt", f"prompt must be a str or a list of token ids; got {prompt!r:.80}{hint}")
 
 
 def tokenize_request(

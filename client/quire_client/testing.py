@@ -4,8 +4,9 @@ with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.tar
     assert client.chat("What is 1 + 1?").text == "2"
 
 It serves real gRPC on a free local port, so it works with both clients, the `quire` command and other languages. One
-token is one character; its id is the code point. It accepts continuations, so streams can be resumed. Subclass it to
-simulate errors and broken streams.
+token is one character; its id is the code point. It honours n, max_tokens, min_tokens, stop and stop_token_ids, and
+refuses the values that a gateway refuses. It accepts continuations, so streams can be resumed. Subclass it to simulate
+errors and broken streams.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -26,6 +28,9 @@ from quire.v1.inference_pb2_grpc import (
 )
 
 from quire_client.assembly import load_digest
+from quire_client.errors import DETAILS_KEY
+from request_fields.checks import check_fields, values_set
+from request_fields.fields import FieldError, stop_condition
 
 MAX_MODEL_LEN = 4096
 HEALTH_SERVING = b"\x08\x01"
@@ -75,6 +80,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self._check(request, context)
         for event_seq, event in enumerate(self.events(request)):
             event.event_seq = event_seq
             yield event
@@ -94,10 +100,22 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             event.event_seq = event_seq
             yield event
 
+    def _check(self, request: pb.GenerateRequest, context: Any) -> None:
+        """Refuse what a gateway refuses: values outside their limits, and unknown models."""
+        try:
+            check_fields(request)
+            stop_condition(values_set(request.stop) | {"max_tokens": _max_tokens(request, MAX_MODEL_LEN)})
+        except FieldError as error:
+            code = grpc.StatusCode.UNIMPLEMENTED if error.is_unserved else grpc.StatusCode.INVALID_ARGUMENT
+            context.set_trailing_metadata(((DETAILS_KEY, bad_request(code, error)),))
+            context.abort(code, str(error))
+        if request.model not in ("", self._model):
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model!r}; there is {self._model!r}")
+
     def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
         """The events of an answer, without event_seq. A continuation gets only the output that its samples lack."""
         prompt = prompt_text(request.prompt)
-        answer = self.answer(prompt)[: _max_tokens(request)]
+        answer = Answer.of(self.answer(prompt), request.stop)
         yield pb.GenerateResponse(
             accepted=pb.Accepted(
                 request_id=request.request_id or f"fake-{len(self.requests)}",
@@ -166,26 +184,78 @@ def prompt_text(prompt: pb.Prompt) -> str:
     return "".join(map(chr, prompt.tokens.ids)) if kind == "tokens" else prompt.text
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The output of a sample: its tokens, its text and its end."""
+
+    tokens: str  # one character per token
+    text: str
+    reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_EOS
+    matched: str | int | None = None
+
+    @classmethod
+    def of(cls, answer: str, stop: types_pb2.StopParams) -> Self:
+        """An answer, ended by the first stop condition that applies."""
+        limit = stop.max_tokens if stop.HasField("max_tokens") else MAX_MODEL_LEN
+        for end in range(1, min(limit, len(answer)) + 1):
+            tokens = answer[:end]
+            if end <= stop.min_tokens:
+                continue
+            if ord(tokens[-1]) in stop.stop_token_ids:
+                return cls(tokens, tokens[:-1], types_pb2.FINISH_REASON_STOP, ord(tokens[-1]))
+            found = next((text for text in stop.stop if tokens.endswith(text)), None)
+            if found is not None:
+                kept = tokens if stop.include_stop_in_output else tokens.removesuffix(found)
+                return cls(tokens, kept, types_pb2.FINISH_REASON_STOP, found)
+        if len(answer) >= limit:
+            return cls(answer[:limit], answer[:limit], types_pb2.FINISH_REASON_LENGTH)
+        return cls(answer, answer)
+
+
 def sample_events(
-    index: int, answer: str, *, num_prompt_tokens: int = 0, start: int = 0
+    index: int, answer: str | Answer, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
-    """One Chunk per character of a sample from output position `start`, then Finished. Without event_seq."""
-    ids = [ord(char) for char in answer]
-    text_offset = len(answer[:start].encode())
-    for offset, char in enumerate(answer[start:], start):
-        chunk = pb.Chunk(index=index, offset=offset, token_ids=[ord(char)], text=char, text_offset=text_offset)
-        text_offset += len(char.encode())
-        yield pb.GenerateResponse(chunk=chunk)
-    digest = load_digest()
-    yield pb.GenerateResponse(
-        finished=pb.Finished(
-            index=index,
-            reason=types_pb2.FINISH_REASON_EOS,
-            usage=types_pb2.Usage(prompt_tokens=num_prompt_tokens, output_tokens=len(ids)),
-            output_digest=digest(struct.pack(f"<{len(ids)}I", *ids)) if digest else 0,
+    """One Chunk per token of a sample from output position `start`, then Finished. Without event_seq."""
+    whole = Answer(answer, answer) if isinstance(answer, str) else answer
+    ids = [ord(char) for char in whole.tokens]
+    text_offset = len(whole.text[:start].encode())
+    for offset in range(start, len(ids)):
+        text = whole.text[offset : offset + 1]
+        yield pb.GenerateResponse(
+            chunk=pb.Chunk(index=index, offset=offset, token_ids=[ids[offset]], text=text, text_offset=text_offset)
         )
+        text_offset += len(text.encode())
+    digest = load_digest()
+    finished = pb.Finished(
+        index=index,
+        reason=whole.reason,
+        usage=types_pb2.Usage(prompt_tokens=num_prompt_tokens, output_tokens=len(ids)),
+        output_digest=digest(struct.pack(f"<{len(ids)}I", *ids)) if digest else 0,
     )
+    if isinstance(whole.matched, int):
+        finished.stop_token_id = whole.matched
+    elif whole.matched is not None:
+        finished.stop = whole.matched
+    yield pb.GenerateResponse(finished=finished)
 
 
-def _max_tokens(request: pb.GenerateRequest) -> int | None:
-    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
+def bad_request(code: grpc.StatusCode, error: FieldError) -> bytes:
+    """google.rpc.Status with a BadRequest that names the field."""
+    violation = _length_delimited(1, error.field.encode()) + _length_delimited(2, str(error).encode())
+    detail = _length_delimited(1, b"type.googleapis.com/google.rpc.BadRequest")
+    detail += _length_delimited(2, _length_delimited(1, violation))
+    status = bytes((0x08, code.value[0])) + _length_delimited(2, str(error).encode())
+    return status + _length_delimited(3, detail)
+
+
+def _length_delimited(number: int, data: bytes) -> bytes:
+    """A field of a protobuf message."""
+    length, size = bytearray(), len(data)
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes((number << 3 | 2, *length, size)) + data
+
+
+def _max_tokens(request: pb.GenerateRequest, default: int) -> int:
+    return request.stop.max_tokens if request.stop.HasField("max_tokens") else default

@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+
+class Result:
+    """Base of all results."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dictionary that `json.dumps` accepts."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class FinishReason(enum.Enum):
@@ -17,7 +42,7 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(Result):
     """A call of a tool. `arguments` is JSON text as the model wrote it: it may be cut off or invalid."""
 
     id: str
@@ -26,7 +51,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Result):
     """New arguments of tool call number `index` of a sample."""
 
     index: int
@@ -36,7 +61,7 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(Result):
     """One message of a conversation. `role` is system, developer, user, assistant or tool."""
 
     role: str
@@ -48,7 +73,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Result):
     """New output of one sample.
 
     `offset` is the output position of the first token. `text` has whole characters only and may lag behind the tokens:
@@ -65,7 +90,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Result):
     """Token counts of a sample or of a whole request."""
 
     prompt_tokens: int = 0
@@ -80,7 +105,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Result):
     """One complete answer."""
 
     index: int
@@ -100,7 +125,17 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateResult:
+class PartialSample(Result):
+    """The output of a sample that had arrived when its request failed."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    is_finished: bool  # the sample is complete; another one failed
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult(Result):
     """A complete request: its `n` samples in order of their index.
 
     `text`, `token_ids`, `reasoning`, `tool_calls` and `finish_reason` belong to the first sample; `usage` counts the
@@ -112,6 +147,7 @@ class GenerateResult:
     seed: int  # sending the request again with this seed gives the same tokens
     samples: tuple[Sample, ...]
     resumes: int = 0  # how often the stream broke and was resumed
+    parsed: Any = None  # the object of the first sample, if `response_model` was given
 
     @property
     def text(self) -> str:
@@ -147,7 +183,7 @@ class GenerateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizeResult:
+class TokenizeResult(Result):
     """Token ids of a prompt, and the model's limit for prompt + output."""
 
     ids: tuple[int, ...]
@@ -155,7 +191,7 @@ class TokenizeResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(Result):
     """A served model."""
 
     name: str
@@ -173,7 +209,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(Result):
     """State of a worker, as its scheduler sees it."""
 
     worker_id: str
@@ -189,7 +225,7 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerStatus:
+class SchedulerStatus(Result):
     """A scheduler and its workers."""
 
     address: str
@@ -210,7 +246,7 @@ class SchedulerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(Result):
     """The state of all schedulers behind one gateway."""
 
     schedulers: tuple[SchedulerStatus, ...]
@@ -218,7 +254,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortResult:
+class AbortResult(Result):
     """The result of `abort`."""
 
     aborted_ids: tuple[str, ...]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from quire_client.aio.transport import AsyncGateways, Gateway, sleep
-from quire_client.errors import ConnectionFailed, QuireError
+from quire_client.aio.transport import AsyncGateways, Gateway, in_thread, sleep
+from quire_client.channel import Metadata
+from quire_client.errors import ConnectionFailed, DeadlineExceeded, QuireError
+from quire_client.log import log
 from quire_client.retry import CONNECT_RETRY, Deadline, RetryPolicy, probe_timeout_s
 from quire_client.watch import AsyncStallWatch
 
@@ -22,9 +25,15 @@ class AsyncCalls:
     """The calls of one client."""
 
     def __init__(
-        self, channels: Sequence[grpc.aio.Channel], metadata: tuple[tuple[str, str], ...], retry: RetryPolicy
+        self,
+        openers: Sequence[Callable[[], grpc.aio.Channel]],
+        metadata: Metadata,
+        retry: RetryPolicy,
+        explain: Callable[[QuireError], QuireError],
     ) -> None:
-        self.gateways = AsyncGateways(channels, metadata)
+        self.gateways = AsyncGateways(openers, metadata)
+        self._explain = explain  # finds the cause if no gateway was ever reached; blocks
+        self._was_reached = False
         self.ring = self.gateways.ring
         self.watch = AsyncStallWatch(self.ring, self.gateways.probe)
         self.rng = random.Random()
@@ -41,21 +50,26 @@ class AsyncCalls:
         while True:
             error = await self.gateways.first_answer(probe_timeout_s(deadline))
             if error is None:
+                self._was_reached = True
                 return
             num_attempts += 1
             delay_s = CONNECT_RETRY.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
             if delay_s is None:
-                raise error
+                raise await self._explained(error)
             await sleep(delay_s)
 
     async def unary(
-        self, method: Callable[[Gateway], Callable[..., Awaitable[T]]], request: Any, timeout_s: float | None
+        self,
+        method: Callable[[Gateway], Callable[..., Awaitable[T]]],
+        request: Any,
+        timeout_s: float | None,
+        metadata: Metadata = (),
     ) -> T:
         """A unary call with retries; `timeout_s` limits all attempts together."""
         deadline = Deadline(timeout_s)
 
         async def attempt(target: int) -> T:
-            return await self.gateways.unary(target, method, request, deadline.remaining_s())
+            return await self.gateways.unary(target, method, request, deadline.remaining_s(), metadata)
 
         return await self.retrying(attempt, deadline)
 
@@ -72,6 +86,7 @@ class AsyncCalls:
             try:
                 result = await attempt(target)
                 self.ring.works(target, time.monotonic())
+                self._was_reached = True
                 return result
             except QuireError as quire_error:
                 error = quire_error
@@ -84,5 +99,12 @@ class AsyncCalls:
             num_attempts += 1
             delay_s = self._retry.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
             if delay_s is None:
-                raise error
+                raise await self._explained(error)
+            log.info("attempt %d failed (%s); the next one is in %.2f s", num_attempts, error.message, delay_s)
             await wait(delay_s)
+
+    async def _explained(self, error: QuireError) -> QuireError:
+        """The error of a call without an answer, with its cause if no gateway was ever reached."""
+        if self._was_reached or not isinstance(error, ConnectionFailed | DeadlineExceeded):
+            return error
+        return await in_thread(partial(self._explain, error))

@@ -7,24 +7,41 @@ import contextlib
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
-from quire_client.channel import HEALTH_METHOD, channel_options, health_request
+from quire_client.channel import HEALTH_METHOD, Metadata, channel_options, health_request, joined, resolve_targets
+from quire_client.diagnosis import cannot_connect
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S
 from quire_client.targets import TargetRing
+from quire_client.tls import Tls, channel_security
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import AdminServiceAsyncStub, InferenceServiceAsyncStub
 
 T = TypeVar("T")
+OTHER_LOOP = (
+    "this AsyncClient is used in a second event loop, e.g. a second asyncio.run(); create one client per event loop, "
+    "or use Client, which needs none"
+)
 
-__all__ = ["AsyncGateways", "Call", "Flag", "Gateway", "in_thread", "open_channel", "read_event", "sleep"]
+__all__ = [
+    "AsyncGateways",
+    "Call",
+    "Flag",
+    "Gateway",
+    "channel_openers",
+    "in_thread",
+    "open_channel",
+    "read_event",
+    "sleep",
+]
 
 
 class Call(Protocol):
@@ -53,19 +70,36 @@ class Gateway:
 class AsyncGateways:
     """The gateways of one client; `ring` records which of them work. Calls raise QuireErrors."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel], metadata: tuple[tuple[str, str], ...]) -> None:
-        self._gateways = [Gateway.on(channel) for channel in channels]
+    def __init__(self, openers: Sequence[Callable[[], grpc.aio.Channel]], metadata: Metadata) -> None:
+        self._openers = openers
+        self._opened: list[Gateway] = []
         self._metadata = metadata
-        self.ring = TargetRing(len(channels))
-        self.raw = self._gateways[0].stub
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.ring = TargetRing(len(openers))
         self.is_closed = False
 
     def __len__(self) -> int:
-        return len(self._gateways)
+        return len(self._openers)
+
+    @property
+    def _gateways(self) -> list[Gateway]:
+        """The gateways. The first call opens the channels: they belong to its event loop."""
+        loop = asyncio.get_running_loop()
+        if not self._opened:
+            self._loop = loop
+            self._opened = [Gateway.on(open_one()) for open_one in self._openers]
+        if self._loop is not loop:
+            raise RuntimeError(OTHER_LOOP)
+        return self._opened
+
+    @property
+    def raw(self) -> InferenceServiceAsyncStub:
+        """The stub of the first gateway."""
+        return self._gateways[0].stub
 
     async def close(self) -> None:
         self.is_closed = True
-        for gateway in self._gateways:
+        for gateway in self._gateways if self._opened else ():
             await gateway.channel.close()
 
     async def unary(
@@ -74,18 +108,27 @@ class AsyncGateways:
         method: Callable[[Gateway], Callable[..., Awaitable[T]]],
         request: Any,
         timeout_s: float | None,
+        metadata: Metadata = (),
     ) -> T:
-        """Call a unary method on one gateway."""
+        """Call a unary method on one gateway. `metadata` is sent with the client's own and has precedence."""
         with _typed_errors():
-            return await method(self._gateways[target])(request, timeout=timeout_s, metadata=self._metadata)
+            return await method(self._gateways[target])(
+                request, timeout=timeout_s, metadata=joined(self._metadata, metadata)
+            )
 
-    def open_stream(self, target: int, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> Call:
+    def open_stream(
+        self,
+        target: int,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> Call:
         """Start Generate or Resume on one gateway."""
         stub = self._gateways[target].stub
         with _typed_errors():
             if isinstance(request, pb.ResumeRequest):
-                return stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
-            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+                return stub.Resume(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
+            return stub.Generate(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
 
     async def abort_on_all(
         self, request: pb.AbortRequest, timeout_s: float
@@ -144,6 +187,29 @@ class Flag(asyncio.Event):
         """Wait until the flag is set, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), timeout_s)
+
+
+def channel_openers(
+    target: str | grpc.aio.Channel | Sequence[str] | Sequence[grpc.aio.Channel] | None,
+    tls: Tls | bool | None,
+    credentials: grpc.ChannelCredentials | None,
+) -> tuple[list[Callable[[], grpc.aio.Channel]], Callable[[QuireError], QuireError]]:
+    """Functions that open the channels, and one that explains why no gateway was reached. Raises InvalidRequest."""
+    given: list[Any] = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
+    channels = [one for one in given if one is not None and not isinstance(one, str)]
+    if channels:
+        return [partial(_opened, channel) for channel in channels], lambda error: error
+    targets = resolve_targets(cast("str | Sequence[str] | None", target))
+    credentials, options = channel_security(tls, credentials)
+    openers: list[Callable[[], grpc.aio.Channel]] = [
+        partial(open_channel, address, credentials, options) for address in targets
+    ]
+    return openers, partial(cannot_connect, targets, is_tls=credentials is not None)
+
+
+def _opened(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+    """A channel that the caller has opened."""
+    return channel
 
 
 def open_channel(

@@ -6,13 +6,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
-from quire_client.errors import ConnectionFailed, QuireError
+from quire_client.channel import Metadata
+from quire_client.errors import ConnectionFailed, DeadlineExceeded, QuireError
+from quire_client.log import log
 from quire_client.retry import CONNECT_RETRY, Deadline, RetryPolicy, probe_timeout_s
-from quire_client.sync.transport import Gateway, Gateways, sleep
+from quire_client.sync.transport import Gateway, Gateways, in_thread, sleep
 from quire_client.watch import StallWatch
 
 T = TypeVar("T")
@@ -22,9 +25,15 @@ class Calls:
     """The calls of one client."""
 
     def __init__(
-        self, channels: Sequence[grpc.Channel], metadata: tuple[tuple[str, str], ...], retry: RetryPolicy
+        self,
+        openers: Sequence[Callable[[], grpc.Channel]],
+        metadata: Metadata,
+        retry: RetryPolicy,
+        explain: Callable[[QuireError], QuireError],
     ) -> None:
-        self.gateways = Gateways(channels, metadata)
+        self.gateways = Gateways(openers, metadata)
+        self._explain = explain  # finds the cause if no gateway was ever reached; blocks
+        self._was_reached = False
         self.ring = self.gateways.ring
         self.watch = StallWatch(self.ring, self.gateways.probe)
         self.rng = random.Random()
@@ -41,19 +50,26 @@ class Calls:
         while True:
             error = self.gateways.first_answer(probe_timeout_s(deadline))
             if error is None:
+                self._was_reached = True
                 return
             num_attempts += 1
             delay_s = CONNECT_RETRY.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
             if delay_s is None:
-                raise error
+                raise self._explained(error)
             sleep(delay_s)
 
-    def unary(self, method: Callable[[Gateway], Callable[..., T]], request: Any, timeout_s: float | None) -> T:
+    def unary(
+        self,
+        method: Callable[[Gateway], Callable[..., T]],
+        request: Any,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> T:
         """A unary call with retries; `timeout_s` limits all attempts together."""
         deadline = Deadline(timeout_s)
 
         def attempt(target: int) -> T:
-            return self.gateways.unary(target, method, request, deadline.remaining_s())
+            return self.gateways.unary(target, method, request, deadline.remaining_s(), metadata)
 
         return self.retrying(attempt, deadline)
 
@@ -70,6 +86,7 @@ class Calls:
             try:
                 result = attempt(target)
                 self.ring.works(target, time.monotonic())
+                self._was_reached = True
                 return result
             except QuireError as quire_error:
                 error = quire_error
@@ -82,5 +99,12 @@ class Calls:
             num_attempts += 1
             delay_s = self._retry.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
             if delay_s is None:
-                raise error
+                raise self._explained(error)
+            log.info("attempt %d failed (%s); the next one is in %.2f s", num_attempts, error.message, delay_s)
             wait(delay_s)
+
+    def _explained(self, error: QuireError) -> QuireError:
+        """The error of a call without an answer, with its cause if no gateway was ever reached."""
+        if self._was_reached or not isinstance(error, ConnectionFailed | DeadlineExceeded):
+            return error
+        return in_thread(partial(self._explain, error))

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
 from quire.v1 import inference_pb2 as pb
 
 from quire_client import convert, requests
-from quire_client.channel import call_metadata, health_request, health_state, resolve_targets
+from quire_client.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.chat_requests import ChatOptions, Messages
-from quire_client.diagnosis import cannot_connect
-from quire_client.errors import ConnectionFailed, DeadlineExceeded, ModelNotFound
+from quire_client.errors import ModelNotFound
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
+from quire_client.structured import schema_of, with_parsed
 from quire_client.sync.calls import Calls
 from quire_client.sync.stream import GenerateStream
-from quire_client.sync.transport import Gateway, in_thread, open_channel
-from quire_client.tls import Tls, channel_security
+from quire_client.sync.transport import Gateway, channel_openers
+from quire_client.tls import Tls
 from quire_client.types import AbortResult, GenerateResult, ModelInfo, Status, TokenizeResult
+
+if TYPE_CHECKING:
+    from quire.v1.inference_pb2_grpc import InferenceServiceStub
 
 T = TypeVar("T")
 
@@ -34,20 +37,27 @@ class Client:
         result = client.chat("What does os.path.join do?")
         print(result.text)
 
-    `channel`: any `grpc.Channel`, e.g. with interceptors, or a list of channels, one per gateway.
-    `quire_client.testing` has a gateway without a model for your tests.
+    `target`: "host:port"; for several gateways "a:1,b:2" or a list. Default: $QUIRE_TARGET, else localhost:50051. The
+    first call opens the connections; `connect` also waits until a gateway answers. Instead of an address, `target` can
+    be a `grpc.Channel`, e.g. with interceptors, or a list of channels, one per gateway. `quire_client.testing` has
+    a gateway without a model for your tests.
+    `tls`: a Tls, True for its defaults, False for plaintext; default: the QUIRE_TLS* variables, else plaintext.
+    `credentials`: gRPC channel credentials, used instead of `tls`.
     `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
 
     A stream that breaks is resumed, on another gateway if there are several: no output is lost, repeated or changed,
     and the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits the attempts after a
     break. A gateway that sends nothing for `stall_timeout_s` gets a health check; if it does not answer, the stream
     moves to another gateway. None disables the check: then only the connection's keepalive detects a dead gateway.
+    The logger "quire" logs breaks and retries.
     """
 
     def __init__(
         self,
-        channel: grpc.Channel | Sequence[grpc.Channel],
+        target: str | grpc.Channel | Sequence[str] | Sequence[grpc.Channel] | None = None,
         *,
+        tls: Tls | bool | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
         timeout_s: float | None = 600.0,
         unary_timeout_s: float | None = 30.0,
@@ -56,12 +66,12 @@ class Client:
         resume_timeout_s: float = 60.0,
         stall_timeout_s: float | None = 3.0,
     ) -> None:
-        channels = list(channel) if isinstance(channel, Sequence) else [channel]
-        self._calls = Calls(channels, call_metadata(api_key), retry or RetryPolicy())
-        self.raw = self._calls.gateways.raw  # the generated stub of the first gateway, for calls the SDK does not wrap
+        openers, explain = channel_openers(target, tls, credentials)
+        self._calls = Calls(openers, call_metadata(api_key), retry or RetryPolicy(), explain)
         self._timeout_s = timeout_s
         self._unary_timeout_s = unary_timeout_s
         self._resume = ResumePolicy(resume, resume_timeout_s, stall_timeout_s)
+        self._defaults: dict[str, Any] = {}  # options of every call
 
     @classmethod
     def connect(
@@ -79,17 +89,14 @@ class Client:
         resume_timeout_s: float = 60.0,
         stall_timeout_s: float | None = 3.0,
     ) -> Self:
-        """Open channels to the gateways and wait until one of them answers.
+        """A client, after one of the gateways has answered. The parameters are those of the class.
 
-        `target`: "host:port"; for several gateways "a:1,b:2" or a list. Default: $QUIRE_TARGET, else localhost:50051.
-        `tls`: a Tls, True for its defaults, False for plaintext; default: the QUIRE_TLS* variables, else plaintext.
-        `credentials`: gRPC channel credentials, used instead of `tls`. Raises ConnectionFailed when no gateway answers
-        within `connect_timeout_s`.
+        Raises ConnectionFailed when no gateway answers within `connect_timeout_s`.
         """
-        targets = resolve_targets(target)
-        credentials, options = channel_security(tls, credentials)
         client = cls(
-            [open_channel(target, credentials, options) for target in targets],
+            target,
+            tls=tls,
+            credentials=credentials,
             api_key=api_key,
             timeout_s=timeout_s,
             unary_timeout_s=unary_timeout_s,
@@ -100,14 +107,26 @@ class Client:
         )
         try:
             client._calls.wait_until_reachable(connect_timeout_s)
-        except (ConnectionFailed, DeadlineExceeded) as error:
-            client.close()
-            explain = partial(cannot_connect, targets, error, is_tls=credentials is not None)
-            raise in_thread(explain) from None
         except BaseException:
             client.close()
             raise
         return client
+
+    def with_options(self, *, unary_timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> Self:
+        """A client with the same connections and other defaults: options of a call have precedence over them.
+
+        fast = client.with_options(model="small", temperature=0, timeout_s=10, metadata={"x-team": "search"})
+        """
+        requests.check_options(options)
+        clone = copy.copy(self)
+        clone._defaults = {**self._defaults, **options}
+        clone._unary_timeout_s = self._unary_timeout_s if unary_timeout_s is None else unary_timeout_s
+        return clone
+
+    @property
+    def raw(self) -> InferenceServiceStub:
+        """The generated stub of the first gateway, for calls that the SDK does not wrap."""
+        return self._calls.gateways.raw
 
     def close(self) -> None:
         """Close the channels. Open calls and later calls raise Cancelled."""
@@ -121,19 +140,27 @@ class Client:
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: str | Iterable[int] | None = None,
         *,
         token_ids: Iterable[int] | None = None,
         messages: Messages | None = None,
+        response_model: type | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Generate and wait for the whole result. Give exactly one of `prompt`, `token_ids` and `messages`."""
+        """Generate and wait for the whole result. Give exactly one of `prompt`, `token_ids` and `messages`.
+
+        `prompt` is a text, or a list of token ids. `response_model`: a dataclass or pydantic model; the output is JSON
+        of its schema, and `result.parsed` is the object. Raises UnexpectedOutput if max_tokens ends the JSON early.
+        """
+        if response_model is not None:
+            options["json_schema"] = schema_of(response_model)
         with self.stream(prompt, token_ids=token_ids, messages=messages, **options) as stream:
-            return stream.result()
+            result = stream.result()
+        return result if response_model is None else with_parsed(result, response_model)
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: str | Iterable[int] | None = None,
         *,
         token_ids: Iterable[int] | None = None,
         messages: Messages | None = None,
@@ -145,11 +172,12 @@ class Client:
             for delta in stream:
                 print(delta.text, end="")
         """
-        given = cast(dict[str, Any], options)
+        given = {**self._defaults, **cast(dict[str, Any], options)}
         timeout_s = given.pop("timeout_s", self._timeout_s)
+        metadata = extra_metadata(given.pop("metadata", None))
         policy = policy_of_call(self._resume, given)
         request = requests.generate_request(prompt, token_ids, messages, given)
-        return GenerateStream(self._calls, request, timeout_s, policy)
+        return GenerateStream(self._calls, request, timeout_s, policy, metadata)
 
     def resume(
         self,
@@ -167,12 +195,15 @@ class Client:
         """
         given: dict[str, Any] = {} if resume_timeout_s is None else {"resume_timeout_s": resume_timeout_s}
         request = requests.resume_request(request_id, after)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return GenerateStream(self._calls, request, timeout_s, policy_of_call(self._resume, given))
+        timeout_s = self._defaults.get("timeout_s", self._timeout_s) if timeout_s is None else timeout_s
+        policy = policy_of_call(self._resume, given)
+        return GenerateStream(self._calls, request, timeout_s, policy, self._metadata)
 
-    def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateResult:
+    def chat(
+        self, messages: Messages, *, response_model: type | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerateResult:
         """Answer a conversation: a str (one user message), or messages as dicts, (role, content) pairs or Message."""
-        return self.generate(messages=messages, **options)
+        return self.generate(messages=messages, response_model=response_model, **options)
 
     def stream_chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateStream:
         """Answer a conversation and receive the output as it is produced."""
@@ -189,7 +220,7 @@ class Client:
         **chat_options: Unpack[ChatOptions],
     ) -> TokenizeResult:
         """Token ids of a text or of a rendered conversation."""
-        request = requests.tokenize_request(prompt, messages, model, add_special_tokens, chat_options)
+        request = requests.tokenize_request(prompt, messages, model or self._model, add_special_tokens, chat_options)
         response = self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
         return convert.tokenize_result(response)
 
@@ -202,7 +233,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         """Text of token ids; incomplete characters become U+FFFD."""
-        request = requests.detokenize_request(ids, model, skip_special_tokens)
+        request = requests.detokenize_request(ids, model or self._model, skip_special_tokens)
         response = self._unary(lambda gateway: gateway.stub.Detokenize, request, timeout_s)
         return response.text
 
@@ -213,7 +244,7 @@ class Client:
 
     def model(self, name: str = "", *, timeout_s: float | None = None) -> ModelInfo:
         """One model; without a name, the only served model. Raises ModelNotFound."""
-        request = pb.GetModelRequest(model=name)
+        request = pb.GetModelRequest(model=name or self._model)
         response = self._unary(lambda gateway: gateway.stub.GetModel, request, timeout_s)
         return convert.model_info(response.model)
 
@@ -252,4 +283,13 @@ class Client:
             return False  # the server has no health entry of this name
 
     def _unary(self, method: Callable[[Gateway], Callable[..., T]], request: Any, timeout_s: float | None) -> T:
-        return self._calls.unary(method, request, self._unary_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._unary_timeout_s if timeout_s is None else timeout_s
+        return self._calls.unary(method, request, timeout_s, self._metadata)
+
+    @property
+    def _model(self) -> str:
+        return str(self._defaults.get("model", ""))
+
+    @property
+    def _metadata(self) -> Metadata:
+        return extra_metadata(self._defaults.get("metadata"))

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.assembly import assembler_of
+from quire_client.channel import Metadata
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -19,6 +21,7 @@ from quire_client.errors import (
     client_closed,
     gateway_hangs,
 )
+from quire_client.log import log
 from quire_client.resume import ResumePolicy, Resumption, gave_up
 from quire_client.retry import RETRY_TAKEN_S, Deadline
 from quire_client.sync.calls import Calls
@@ -41,8 +44,10 @@ class GenerateStream:
         request: pb.GenerateRequest | pb.ResumeRequest,
         timeout_s: float | None,
         policy: ResumePolicy,
+        metadata: Metadata = (),
     ) -> None:
         self._calls = calls
+        self._metadata = metadata
         self._timeout_s = timeout_s
         self._deadline = Deadline(None)
         self._policy = policy
@@ -82,6 +87,26 @@ class GenerateStream:
             if delta is not None:
                 return delta
         raise StopIteration
+
+    def events(self) -> Iterator[Delta | Sample]:
+        """The output as Deltas, and each complete Sample (finish reason, usage) after its last Delta.
+
+        for event in stream.events():
+            match event:
+                case Delta(text=text): ...
+                case Sample(finish_reason=reason, usage=usage): ...
+        """
+        num_shown = 0
+        while True:
+            delta = None if self._result is not None else self._advance()
+            if delta is not None:
+                yield delta
+            ended = self._assembler.ended_samples
+            while num_shown < len(ended):
+                yield ended[num_shown]
+                num_shown += 1
+            if self._result is not None:
+                return
 
     @property
     def request_id(self) -> str:
@@ -144,7 +169,9 @@ class GenerateStream:
         is_repeated, self._was_sent = self._was_sent, True
         request = self._assembler.next_request(is_repeated=is_repeated)
         self.target, self._is_lost = target, False
-        self._call = call = self._calls.gateways.open_stream(target, request, self._deadline.remaining_s())
+        self._call = call = self._calls.gateways.open_stream(
+            target, request, self._deadline.remaining_s(), self._metadata
+        )
         if self._is_cancelled.is_set():
             call.cancel()
         try:
@@ -182,13 +209,16 @@ class GenerateStream:
             remaining_s = self._deadline.remaining_s()
             delay_s = resumption.delay_s(error, now, remaining_s, has_working=ring.has_working(now))
             if delay_s is None:
+                error.partial = self._assembler.partial()
                 raise gave_up(error, self._policy)
+            log.warning("the stream of request %s broke (%s); resuming", self._assembler.request_id, error.message)
             self._is_cancelled.wait_for(delay_s)
             try:
                 self._open(ring.next(time.monotonic()))
                 break
             except QuireError as next_error:
                 error = next_error
+        log.info("request %s continues", self._assembler.request_id)
         resumption.accepted(time.monotonic())
         ring.works(self.target, time.monotonic())
 
@@ -210,7 +240,8 @@ class GenerateStream:
     def _feed(self, event: pb.GenerateResponse | None) -> Delta | None:
         try:
             return None if event is None else self._assembler.feed(event)
-        except QuireError:
+        except QuireError as error:
+            error.partial = self._assembler.partial()
             self.cancel()
             raise
 

@@ -7,21 +7,32 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
-from quire_client.channel import HEALTH_METHOD, channel_options, health_request, health_state
+from quire_client.channel import (
+    HEALTH_METHOD,
+    Metadata,
+    channel_options,
+    health_request,
+    health_state,
+    joined,
+    resolve_targets,
+)
+from quire_client.diagnosis import cannot_connect
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
 from quire_client.targets import TargetRing
+from quire_client.tls import Tls, channel_security
 
 T = TypeVar("T")
 
-__all__ = ["Call", "Flag", "Gateway", "Gateways", "open_channel", "read_event", "sleep"]
+__all__ = ["Call", "Flag", "Gateway", "Gateways", "channel_openers", "in_thread", "open_channel", "read_event", "sleep"]
 
 
 class Call(Protocol):
@@ -50,36 +61,61 @@ class Gateway:
 class Gateways:
     """The gateways of one client; `ring` records which of them work. Calls raise QuireErrors."""
 
-    def __init__(self, channels: Sequence[grpc.Channel], metadata: tuple[tuple[str, str], ...]) -> None:
-        self._gateways = [Gateway.on(channel) for channel in channels]
+    def __init__(self, openers: Sequence[Callable[[], grpc.Channel]], metadata: Metadata) -> None:
+        self._openers = openers
+        self._opened: list[Gateway] = []
         self._metadata = metadata
+        self._opening = threading.Lock()
         self._redials: dict[int, grpc.Future[bytes]] = {}
-        self.ring = TargetRing(len(channels))
-        self.raw = self._gateways[0].stub
+        self.ring = TargetRing(len(openers))
         self.is_closed = False
 
     def __len__(self) -> int:
-        return len(self._gateways)
+        return len(self._openers)
+
+    @property
+    def _gateways(self) -> list[Gateway]:
+        """The gateways. The first call opens the channels."""
+        with self._opening:
+            if not self._opened:
+                self._opened = [Gateway.on(open_one()) for open_one in self._openers]
+            return self._opened
+
+    @property
+    def raw(self) -> InferenceServiceStub:
+        """The stub of the first gateway."""
+        return self._gateways[0].stub
 
     def close(self) -> None:
         self.is_closed = True
-        for gateway in self._gateways:
+        for gateway in self._opened:
             gateway.channel.close()
 
     def unary(
-        self, target: int, method: Callable[[Gateway], Callable[..., T]], request: Any, timeout_s: float | None
+        self,
+        target: int,
+        method: Callable[[Gateway], Callable[..., T]],
+        request: Any,
+        timeout_s: float | None,
+        metadata: Metadata = (),
     ) -> T:
-        """Call a unary method on one gateway."""
+        """Call a unary method on one gateway. `metadata` is sent with the client's own and has precedence."""
         with _typed_errors():
-            return method(self._gateways[target])(request, timeout=timeout_s, metadata=self._metadata)
+            return method(self._gateways[target])(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
 
-    def open_stream(self, target: int, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> Call:
+    def open_stream(
+        self,
+        target: int,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> Call:
         """Start Generate or Resume on one gateway."""
         stub = self._gateways[target].stub
         with _typed_errors():
             if isinstance(request, pb.ResumeRequest):
-                return stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
-            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+                return stub.Resume(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
+            return stub.Generate(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
 
     def abort_on_all(
         self, request: pb.AbortRequest, timeout_s: float
@@ -180,6 +216,29 @@ class Flag(threading.Event):
     def wait_for(self, timeout_s: float) -> None:
         """Wait until the flag is set, at most `timeout_s`."""
         self.wait(timeout_s)
+
+
+def channel_openers(
+    target: str | grpc.Channel | Sequence[str] | Sequence[grpc.Channel] | None,
+    tls: Tls | bool | None,
+    credentials: grpc.ChannelCredentials | None,
+) -> tuple[list[Callable[[], grpc.Channel]], Callable[[QuireError], QuireError]]:
+    """Functions that open the channels, and one that explains why no gateway was reached. Raises InvalidRequest."""
+    given: list[Any] = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
+    channels = [one for one in given if one is not None and not isinstance(one, str)]
+    if channels:
+        return [partial(_opened, channel) for channel in channels], lambda error: error
+    targets = resolve_targets(cast("str | Sequence[str] | None", target))
+    credentials, options = channel_security(tls, credentials)
+    openers: list[Callable[[], grpc.Channel]] = [
+        partial(open_channel, address, credentials, options) for address in targets
+    ]
+    return openers, partial(cannot_connect, targets, is_tls=credentials is not None)
+
+
+def _opened(channel: grpc.Channel) -> grpc.Channel:
+    """A channel that the caller has opened."""
+    return channel
 
 
 def open_channel(

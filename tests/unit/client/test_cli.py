@@ -117,7 +117,7 @@ def test_chat_and_generate_wait_for_the_model(capsys, monkeypatch):
 
 
 def test_a_wrong_model_name_does_not_wait(gateway, capsys):
-    assert run(capsys, "chat", "hi", "--model", "other")[2] == ""  # the fake gateway ignores the name
+    assert run(capsys, "chat", "hi", "--model", "other")[2] == "quire: error: no model 'other'; there is 'fake'\n"
 
 
 def test_conversation_keeps_its_history(gateway, capsys, monkeypatch):

@@ -41,7 +41,12 @@ def requirements(wheel):
 def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     sdk = wheels["quire_client"]
     assert top_level(sdk) == {"quire", "quire_client", "request_fields"}
-    assert {"quire/v1/inference_pb2.py", "quire/v1/inference_pb2.pyi", "quire_client/py.typed"} <= set(sdk.namelist())
+    assert {
+        "quire/v1/inference_pb2.py",
+        "quire/v1/inference_pb2.pyi",
+        "quire_client/py.typed",
+        "quire/py.typed",
+    } <= set(sdk.namelist())
     assert not [name for name in sdk.namelist() if "demo_model" in name]
     needed, extras = requirements(sdk)
     assert {line.partition(">")[0] for line in needed} == {"grpcio", "protobuf"}
