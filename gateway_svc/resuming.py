@@ -38,7 +38,7 @@ class Resumed:
         request = pb.GenerateRequest()
         request.CopyFrom(self.record.content.request)
         known = zip(self.record.outputs, self.record.ends, strict=True)
-        request.continuation.MergeFrom(continuation_from_outputs((output, False) for output, _ in known))
+        request.continuation.MergeFrom(continuation_from_outputs(((output, False) for output, _ in known), 0))
         return request
 
     @property

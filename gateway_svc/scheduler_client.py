@@ -19,12 +19,13 @@ from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import inference_pb2 as public
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.logprobs import entries_from_columns
 from gateway_svc.models import BundleCache, ServedModel, describe_model, size_limits_of
 from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_format import DETECTED, ParserNames
-from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas
+from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas, u32_from_bytes
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
 from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
@@ -296,10 +297,15 @@ class SchedulerClient:
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
-        for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
-            request = requests.get(handle)
-            if request is not None:  # else it was withdrawn while this message was on its way
-                request.on_token(sample_index, offset, token_id)
+        if deltas.prompt_positions:
+            self._on_prompt_logprobs(deltas)
+        if deltas.HasField("logprobs"):
+            self._on_scored_tokens(deltas)
+        else:
+            for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
+                request = requests.get(handle)
+                if request is not None:  # else it was withdrawn while this message was on its way
+                    request.on_token(sample_index, offset, token_id)
         for finish in deltas.finished:
             request = requests.get(finish.handle)
             if request is None:
@@ -308,6 +314,24 @@ class SchedulerClient:
             if request.is_finished:
                 self.withdraw(request)
                 self.events.on_finished(request)
+
+    def _on_scored_tokens(self, deltas: pb.Deltas) -> None:
+        tokens = list(tokens_from_deltas(deltas))
+        entries = entries_from_columns(deltas.logprobs, len(tokens))
+        for (handle, sample_index, offset, token_id), scored in zip(tokens, entries, strict=True):
+            request = self._by_handle.get(handle)
+            if request is not None:
+                request.on_token(sample_index, offset, token_id, scored)
+
+    def _on_prompt_logprobs(self, deltas: pb.Deltas) -> None:
+        handles, positions = u32_from_bytes(deltas.prompt_handles), u32_from_bytes(deltas.prompt_positions)
+        if len(handles) != len(positions):
+            raise ProtocolError(f"Deltas have {len(handles)} prompt_handles but {len(positions)} prompt_positions")
+        entries = entries_from_columns(deltas.prompt_logprobs, len(handles))
+        for handle, position, scored in zip(handles, positions, entries, strict=True):
+            request = self._by_handle.get(handle)
+            if request is not None:
+                request.on_prompt_logprobs(position, scored)
 
     def _on_submit_reply(self, reply: pb.SubmitReply) -> None:
         request = self._by_handle.get(reply.handle)

@@ -15,6 +15,7 @@ from typing import Protocol
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.logprobs import Entries, LogprobJournal, PromptLogprobJournal
 from gateway_svc.pacing import WakePacer
 from gateway_svc.wire import continuation_from_outputs
 from svc_common.errors import QuireError
@@ -36,12 +37,15 @@ class RequestOwner(Protocol):
 
 
 class SampleJournal:
-    """One sample: its whole output so far, and how it ended."""
+    """One sample: its whole output so far, and how it ended. `logprobs` belong to the tokens that the handler has not
+    read yet; None if the request does not ask.
+    """
 
-    __slots__ = ("finish", "is_closed", "outputs")
+    __slots__ = ("finish", "is_closed", "logprobs", "outputs")
 
-    def __init__(self, outputs: array[int]) -> None:
+    def __init__(self, outputs: array[int], logprobs: LogprobJournal | None = None) -> None:
         self.outputs = outputs
+        self.logprobs = logprobs
         self.finish: pb.SampleFinished | None = None
         self.is_closed = False  # a stop string matched: later tokens are dropped, only `finish` is awaited
 
@@ -63,8 +67,12 @@ class SchedulerRequest:
         resumes: bool = False,
         deadline: float | None = None,
         pacer: WakePacer | None = None,
+        num_prompt_logprobs: int = 0,
     ) -> None:
-        self.samples = [SampleJournal(output[:]) for output in outputs]
+        self.samples = [SampleJournal(output[:], _logprob_journal(submit)) for output in outputs]
+        self.prompt_logprobs: PromptLogprobJournal | None = None
+        if submit.HasField("prompt_logprobs"):
+            self.prompt_logprobs = PromptLogprobJournal(submit.prompt_logprobs, num_prompt_logprobs)
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
@@ -120,10 +128,12 @@ class SchedulerRequest:
             raise self._error
 
     async def wait(self) -> list[int]:
-        """Wait until samples have new tokens or ended; returns their indices in order. Raises a failure."""
+        """Wait until samples have new tokens or ended; returns their indices in order. Returns none if only prompt
+        tokens have new log probabilities. Raises a failure.
+        """
         while not self._is_due and self._error is None:
             await self._sleep()
-        if not self._news and self._error is not None:
+        if not self._has_news and self._error is not None:
             raise self._error
         self._is_due = False
         news = sorted(self._news)
@@ -181,9 +191,9 @@ class SchedulerRequest:
         self._submit.handle = handle
         self._submit.takes_over = self.is_resumed
         self._set_deadline()
-        self._submit.continuation.CopyFrom(
-            continuation_from_outputs((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
-        )
+        samples = ((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
+        num_prompt_logprobs = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_received
+        self._submit.continuation.CopyFrom(continuation_from_outputs(samples, num_prompt_logprobs))
         return self._submit
 
     def _set_deadline(self) -> None:
@@ -210,8 +220,10 @@ class SchedulerRequest:
         self._is_accepted = True
         self._wake()
 
-    def on_token(self, sample_index: int, offset: int, token_id: int) -> None:
-        """Append a token at its output position. A repeated token is dropped; a gap fails the request."""
+    def on_token(self, sample_index: int, offset: int, token_id: int, scored: Entries | None = None) -> None:
+        """Append a token at its output position. A repeated token is dropped; a gap fails the request, and so do
+        missing log probabilities.
+        """
         if sample_index >= len(self.samples):
             self.fail(self._internal(f"the scheduler sent sample {sample_index}, but n is {len(self.samples)}"))
             return
@@ -223,8 +235,26 @@ class SchedulerRequest:
             if offset > have:
                 self.fail(self._internal(f"the scheduler sent output position {offset}, expected {have}"))
             return
+        if self.prompt_logprobs is not None and self.prompt_logprobs.num_received < self.num_prompt_tokens:
+            self.fail(self._internal("the scheduler sent a token before all prompt_logprobs"))
+            return
+        if sample.logprobs is not None and not sample.logprobs.append(scored):
+            self.fail(self._internal(f"the scheduler sent no log probabilities, or too few, of output position {have}"))
+            return
         sample.outputs.append(token_id)
         self._note_news(sample_index, is_urgent=not have)
+
+    def on_prompt_logprobs(self, position: int, scored: Entries | None) -> None:
+        """Append the log probabilities of a prompt token. A repeated position is dropped; a gap fails the request."""
+        if self.prompt_logprobs is None:
+            return
+        problem = self.prompt_logprobs.append(position, scored)
+        if problem is not None:
+            self.fail(self._internal(problem))
+        elif self._pacer is None:
+            self.wake()
+        else:
+            self._pacer.wake(self)
 
     def on_finished(self, finish: pb.SampleFinished) -> None:
         if finish.sample_index >= len(self.samples):
@@ -255,8 +285,12 @@ class SchedulerRequest:
 
     def wake(self) -> None:
         """Wake the handler if there is news."""
-        self._is_due = bool(self._news)
+        self._is_due = self._has_news
         self._wake()
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._news) or (self.prompt_logprobs is not None and len(self.prompt_logprobs.pending) > 0)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -268,3 +302,7 @@ class SchedulerRequest:
             await self._waiter
         finally:
             self._waiter = None
+
+
+def _logprob_journal(submit: pb.Submit) -> LogprobJournal | None:
+    return LogprobJournal(submit.logprobs) if submit.HasField("logprobs") else None

@@ -33,9 +33,10 @@ from gateway_svc.records.cipher import RecordKeyError, make_cipher
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.scheduler_client import SchedulerClient
-from gateway_svc.servicer import MIN_PRIORITY, InferenceServicer
+from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS, MIN_PRIORITY, InferenceServicer
 from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
+from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
@@ -239,6 +240,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys, else -1000",
     )
+    parser.add_argument(
+        "--max-logprobs",
+        type=config.in_range(int, 0, MAX_LOGPROBS),
+        default=DEFAULT_MAX_LOGPROBS,
+        metavar="K",
+        help="highest output.logprobs and output.prompt_logprobs that a request may have",
+    )
     tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
     tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
     tls.add_argument(
@@ -366,6 +374,7 @@ async def serve(
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
         min_priority=min_priority(args),
+        max_logprobs=args.max_logprobs,
         metrics=metrics,
         chunk_interval_s=chunk_interval_s,
         recorder=recorder,

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 RETRY_DRAINING_S = 1.0
 MIN_PRIORITY = -1000  # lower limit of the request field
+DEFAULT_MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -111,6 +112,7 @@ class InferenceServicer(InferenceServiceServicer):
         max_streams: int,
         max_request_bytes: int,
         min_priority: int = MIN_PRIORITY,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         metrics: GatewayMetrics | None = None,
         chunk_interval_s: float = 0.0,
         recorder: Recorder | None = None,
@@ -124,6 +126,7 @@ class InferenceServicer(InferenceServiceServicer):
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
         self._min_priority = min_priority
+        self._max_logprobs = max_logprobs
         self._metrics = metrics or GatewayMetrics()
         self._pacer = WakePacer(chunk_interval_s)
         self._recorder = recorder
@@ -202,6 +205,7 @@ class InferenceServicer(InferenceServiceServicer):
         validation.check_generate(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
         grammar = validation.grammar_of(request.sampling)
+        validation.check_logprobs(request.output, self._max_logprobs)
         model = self._directory.find(request.model, request.continuation.revision)
         self._limits.check(current_caller.get(), model.name, request.scheduling.priority)
         with (
@@ -288,7 +292,10 @@ class InferenceServicer(InferenceServiceServicer):
             drawn_seed=secrets.randbits(64),
             grammar=grammar,
         )
-        return plan if resumed is None else replace(plan, replay=resumed.replay)
+        if resumed is None:
+            return plan
+        num_prompt_logprobs = len(plan.prompt_ids) if any(resumed.sent) else 0
+        return replace(plan, replay=resumed.replay, num_prompt_logprobs=num_prompt_logprobs)
 
     async def _prepare(
         self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
@@ -297,7 +304,13 @@ class InferenceServicer(InferenceServiceServicer):
         generation = await self._prompts.run(size, GenerationStream, plan)
         submit = submit_from_plan(plan, request_id=scoped_id)
         scheduler_request = SchedulerRequest(
-            submit, plan.outputs, plan.finished, resumes=resumes, deadline=deadline, pacer=self._pacer
+            submit,
+            plan.outputs,
+            plan.finished,
+            resumes=resumes,
+            deadline=deadline,
+            pacer=self._pacer,
+            num_prompt_logprobs=plan.num_prompt_logprobs,
         )
         for finish in generation.ends:
             if finish is not None:

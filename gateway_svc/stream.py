@@ -18,6 +18,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer_stream import AnswerStream
+from gateway_svc.logprobs import PromptLogprobStream, TakenLogprobs
 from gateway_svc.metrics import RequestMeter
 from gateway_svc.records.recorder import Recording
 from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
@@ -52,6 +53,7 @@ class SampleStream:
         self._answer = None if plan.answer is None else AnswerStream(plan.answer, plan.request_id, index)
         self._parts: list[Part] = []  # of the answer, to be sent
         self._cursor = 0
+        self._cumulative = plan.cumulative_logprobs[index] if plan.logprobs is not None else 0.0
         self._text_bytes = 0
         self._digest = xxhash.xxh3_64()
 
@@ -84,19 +86,26 @@ class SampleStream:
         """Events for new tokens of the journal."""
         if self._cursor < self._sent:
             self._skip(journal)
-        while not self.is_stopped and len(journal.outputs) - self._cursor > MAX_CHUNK_TOKENS:
-            yield from self._take(journal.outputs[self._cursor : self._cursor + MAX_CHUNK_TOKENS], None)
+        most = (
+            MAX_CHUNK_TOKENS if journal.logprobs is None else min(MAX_CHUNK_TOKENS, journal.logprobs.tokens_per_event)
+        )
+        while not self.is_stopped and len(journal.outputs) - self._cursor > most:
+            yield from self._take(journal, most, None)
         finish = journal.finish
         if not self.is_stopped and self._cursor >= self._sent:
-            yield from self._take(journal.outputs[self._cursor :], finish)
+            yield from self._take(journal, most, finish)
         if finish is not None:
             if self.num_output < self._sent:
                 raise self._too_far()
             self.is_done = True
             yield pb.GenerateResponse(finished=self._finished(finish))
 
-    def _take(self, ids: array[int], finish: scheduler_pb2.SampleFinished | None) -> Iterator[pb.GenerateResponse]:
-        """Send the next ids of the journal; with a `finish`, they are the last."""
+    def _take(
+        self, journal: SampleJournal, num_tokens: int, finish: scheduler_pb2.SampleFinished | None
+    ) -> Iterator[pb.GenerateResponse]:
+        """Send the next ids of the journal, at most `num_tokens`; with a `finish`, they are the last."""
+        first = self._cursor
+        ids = journal.outputs[first : first + num_tokens]
         self._cursor += len(ids)
         text, count = self._read(ids, finish)
         ids = ids[:count]
@@ -107,6 +116,8 @@ class SampleStream:
             self._parts += self._answer.finish(text)
             text = ""
         chunk = self._chunk(ids, text)
+        if journal.logprobs is not None and ids:
+            self._add_logprobs(chunk, journal.logprobs.take(self._cursor - first).first(count))
         self._note(ids, text)
         if chunk is not None:
             yield chunk
@@ -117,6 +128,8 @@ class SampleStream:
         ids = journal.outputs[self._cursor : end]
         text, count = self._read(ids, journal.finish if end == len(journal.outputs) else None)
         self._cursor = end
+        if journal.logprobs is not None:
+            self._add_logprobs(None, journal.logprobs.take(len(ids)).first(count))
         self._note(ids[:count], text)
         self.is_stopped = self._stop is not None
 
@@ -126,6 +139,13 @@ class SampleStream:
             "output tokens; send the number of tokens that you have",
             field="after",
         )
+
+    def _add_logprobs(self, event: pb.GenerateResponse | None, taken: TakenLogprobs) -> None:
+        """Add the log probabilities of the tokens of a chunk."""
+        for logprob in taken.chosen:
+            self._cumulative += logprob
+        if event is not None:
+            taken.fill(event.chunk.logprobs, self._plan.model.text.tokenizer if self._plan.wants_text else None)
 
     @property
     def _stop(self) -> str | None:
@@ -151,7 +171,7 @@ class SampleStream:
     def _chunk(self, ids: array[int], text: str) -> pb.GenerateResponse | None:
         plan = self._plan
         shown = text if plan.wants_text else ""
-        if not (shown or self._parts) and not (ids and plan.wants_token_ids):
+        if not (shown or self._parts) and not (ids and (plan.wants_token_ids or plan.logprobs is not None)):
             return None
         event = pb.GenerateResponse()
         chunk = event.chunk  # filled in place, which costs half as much as building a Chunk and copying it
@@ -185,6 +205,8 @@ class SampleStream:
             message=finish.message,
             preemptions=finish.preemptions,
         )
+        if self._plan.logprobs is not None:
+            finished.cumulative_logprob = self._cumulative
         if self._stop is not None:
             finished.reason = types.FINISH_REASON_STOP
             finished.stop = self._stop
@@ -219,6 +241,9 @@ class GenerationStream:
         self._plan = plan
         self._samples = [SampleStream(i, plan, text) for i, text in enumerate(_new_texts(plan))]
         self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
+        self._prompt = PromptLogprobStream(
+            plan.prompt_ids, plan.num_prompt_logprobs, plan.model.text.tokenizer if plan.wants_text else None
+        )
         self._event_seq = 0
 
     async def events(
@@ -232,6 +257,9 @@ class GenerationStream:
         while not all(sample.is_done for sample in self._samples):
             news = await request.wait()
             now = loop.time()
+            if request.prompt_logprobs is not None:
+                for event in self._prompt.events(request.prompt_logprobs):
+                    yield self._numbered(event)
             for index in news:
                 sample = self._samples[index]
                 if sample.is_done:

@@ -6,6 +6,7 @@ are checked here. A message has the field's path, its value, the limit, and what
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,6 +62,10 @@ class GenerationPlan:
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation
     finished: tuple[bool, ...]  # [n] whether the continuation has the sample as finished
     replay: Replay | None = None  # None: the client has all of `outputs`
+    logprobs: int | None = None  # number of most likely tokens to send with each output token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+    cumulative_logprobs: tuple[float, ...] = ()  # [n] sums over `outputs`
+    num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities the client has, the first token included
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
@@ -78,6 +83,15 @@ def check_priority(priority: int, min_priority: int) -> None:
             "scheduling.priority",
             f"is {priority}; must be at least {min_priority} on this gateway (--min-priority); lower is more urgent",
         )
+
+
+def check_logprobs(output: pb.OutputParams, max_logprobs: int) -> None:
+    """Check that the request asks for no more log probabilities per token than this gateway allows."""
+    for name, num_top in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if num_top > max_logprobs:
+            raise _invalid(
+                f"output.{name}", f"is {num_top}; must be at most {max_logprobs} on this gateway (--max-logprobs)"
+            )
 
 
 def check_request_id(request_id: str) -> None:
@@ -189,6 +203,7 @@ def plan_generation(
         checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
     outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
     output = request.output
+    _check_num_top(output, model)
     wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
     return GenerationPlan(
         request_id=request_id,
@@ -205,6 +220,10 @@ def plan_generation(
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
         outputs=outputs,
         finished=finished,
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        cumulative_logprobs=_sums_of(request.continuation, sampling.n),
+        num_prompt_logprobs=_num_prompt_logprobs(request.continuation, len(prompt_ids)),
     )
 
 
@@ -333,6 +352,32 @@ def _read_continuation(
     if _has_output(outputs) and sampling.temperature > 0 and not request.sampling.HasField("seed"):
         raise _invalid("sampling.seed", "is not set; a continuation of sampled output needs the seed from Accepted")
     return tuple(outputs), tuple(finished)
+
+
+def _check_num_top(output: pb.OutputParams, model: ServedModel) -> None:
+    for name, num_top in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if num_top > model.info.vocab_size:
+            raise _invalid(f"output.{name}", f"is {num_top}; must be at most vocab_size, {model.info.vocab_size}")
+
+
+def _sums_of(continuation: types.Continuation, n: int) -> tuple[float, ...]:
+    sums = [0.0] * n
+    for i, sample in enumerate(continuation.samples):
+        if not math.isfinite(sample.cumulative_logprob):
+            field = f"continuation.samples[{i}].cumulative_logprob"
+            raise _invalid(field, f"is {sample.cumulative_logprob}; must be a finite number")
+        sums[sample.index] = sample.cumulative_logprob
+    return tuple(sums)
+
+
+def _num_prompt_logprobs(continuation: types.Continuation, num_prompt: int) -> int:
+    """Prompt tokens whose log probabilities the client has: all, if it has output."""
+    if any(sample.output_token_ids or sample.finished for sample in continuation.samples):
+        return num_prompt
+    if continuation.num_prompt_logprobs > num_prompt:
+        words = f"is {continuation.num_prompt_logprobs}; the prompt has {num_prompt} tokens"
+        raise _invalid("continuation.num_prompt_logprobs", words)
+    return continuation.num_prompt_logprobs
 
 
 def _check_continuation_size(samples: Sequence[types.SampleState], n: int) -> None:

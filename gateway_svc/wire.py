@@ -66,6 +66,8 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
         tenant_id=current_caller.get() or plan.scheduling.tenant_id,
+        logprobs=plan.logprobs,
+        prompt_logprobs=plan.prompt_logprobs,
     )
 
 
@@ -87,9 +89,11 @@ def _without_bad_words(sampling: types.SamplingParams) -> types.SamplingParams:
     return kept
 
 
-def continuation_from_outputs(samples: Iterable[tuple[array[int], bool]]) -> types.Continuation:
+def continuation_from_outputs(
+    samples: Iterable[tuple[array[int], bool]], num_prompt_logprobs: int
+) -> types.Continuation:
     """A Continuation from the samples in order: output so far, and whether the sample has finished."""
-    continuation = types.Continuation()
+    continuation = types.Continuation(num_prompt_logprobs=num_prompt_logprobs)
     for index, (output, is_finished) in enumerate(samples):
         if output or is_finished:
             continuation.samples.add(index=index, output_token_ids=output, finished=is_finished)

@@ -21,6 +21,7 @@ MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
 MAX_LOGIT_BIAS = 100
 MAX_GRAMMAR_BYTES = 128 << 10  # size of a schema, regular expression or grammar
 GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "choice", "grammar"})  # at most one may be set
+MAX_LOGPROBS = 128  # upper limit of --max-logprobs: a step's log probabilities must fit in one message
 
 
 class FieldError(ValueError):
@@ -241,8 +242,17 @@ FIELDS = (
         "Send the text as reasoning, content and tool calls (docs/chat.md). The SDK's default is true for chats.",
         Side.GATEWAY, Resume.REPLAYED, default=False,
     ),
-    Field("output.logprobs", Kind.UINT32, ""),
-    Field("output.prompt_logprobs", Kind.UINT32, ""),
+    Field(
+        "output.logprobs", Kind.UINT32,
+        "Return the log probability of each output token and of this many most likely tokens. "
+        "At most the gateway's --max-logprobs, 20 by default. Unset: none.",
+        Side.GATEWAY | Side.WORKER, Resume.REPLAYED, low=0, high=MAX_LOGPROBS, has_flag=True,
+    ),
+    Field(
+        "output.prompt_logprobs", Kind.UINT32,
+        "The same for each prompt token except the first. The prompt is computed without the prefix cache.",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, low=0, high=MAX_LOGPROBS, has_flag=True,
+    ),
     Field(
         "scheduling.priority", Kind.INT32, "Requests with a lower number run first.",
         Side.SCHEDULER, default=0, low=-1000, high=1000,

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
 
 LITTLE_U32 = np.dtype("<u4")
+LITTLE_F32 = np.dtype("<f4")
 
 
 class WireError(Exception):
@@ -30,3 +32,13 @@ def u32_from_bytes(data: bytes, name: str) -> U32:
     if len(data) % 4:
         raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of 4")
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
+
+
+def f32_to_bytes(column: F32) -> bytes:
+    """A column as packed little-endian f32."""
+    return column.astype(LITTLE_F32, copy=False).tobytes()
+
+
+def f32_from_bytes(data: bytes, name: str) -> F32:
+    """Packed little-endian f32 as a read-only column. Raises WireError if the length is not a multiple of 4."""
+    return u32_from_bytes(data, name).view(np.float32)

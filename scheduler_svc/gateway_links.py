@@ -30,7 +30,7 @@ from svc_common.silence import SilenceWatch
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
-MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns
+MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns; two entries of log probabilities count as a token
 MAX_PENDING_REPLIES = 1 << 16
 SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
 
@@ -83,7 +83,7 @@ class Outbox:
         if self._is_closed:
             return
         self._deltas.append(deltas)
-        self._num_tokens += len(deltas.token_ids)
+        self._num_tokens += deltas.size
         if not self._interval_s or deltas.finished or not deltas.offsets.all():
             self._release()
         elif self._timer is None:

@@ -222,7 +222,7 @@ class StepLoop:
 
     def _produce(self, deltas: Deltas) -> None:
         """Keep tokens and finishes of the core for `_route`."""
-        if not len(deltas.token_ids) and not deltas.finished:
+        if not len(deltas.token_ids) and not deltas.finished and deltas.prompt is None:
             return
         self._produced.append(deltas)
         self.times.note_deltas(deltas, self._now, self._find)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 from quire.internal.v1 import scheduler_pb2
@@ -14,6 +15,7 @@ from request_fields.fields import (
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORDS,
     MAX_BANNED_IDS,
+    MAX_LOGPROBS,
     FieldError,
     StopCondition,
     stop_condition,
@@ -21,8 +23,10 @@ from request_fields.fields import (
 from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
+from scheduler_svc.core.logprobs import LogprobColumns, concat_columns, concat_prompts, no_logprobs
 from scheduler_svc.core.messages import Deltas, Finished
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.logprob_wire import columns_to_proto
 from svc_common.errors import InvalidRequestError, QuireError, UnimplementedError
 
 MAX_REQUEST_ID_CHARS = 256
@@ -78,6 +82,9 @@ def group_from_proto(
         origin=origin,
         tenant_id=_tenant_id(submit.tenant_id),
         timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
+        logprobs=_num_logprobs(submit, "logprobs", info),
+        prompt_logprobs=_num_logprobs(submit, "prompt_logprobs", info),
+        num_prompt_logprobs=max(1, submit.continuation.num_prompt_logprobs),
     )
 
 
@@ -144,6 +151,17 @@ def _stop_condition(stop: types_pb2.StopParams, vocab_size: int, *, is_constrain
         )
     with _field_errors():
         return stop_condition(checks.values_set(stop), is_constrained=is_constrained)
+
+
+def _num_logprobs(
+    submit: scheduler_pb2.Submit, name: Literal["logprobs", "prompt_logprobs"], info: types_pb2.ModelInfo
+) -> int | None:
+    if not submit.HasField(name):
+        return None
+    num_top: int = getattr(submit, name)
+    if num_top > (most := min(MAX_LOGPROBS, info.vocab_size)):
+        raise InvalidRequestError(f"{name} is {num_top}; must be at most {most}", field=name)
+    return num_top
 
 
 def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
@@ -251,13 +269,20 @@ def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
 def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
     """One message with the deltas of one or more updates for one gateway, in order."""
     deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
-    return scheduler_pb2.Deltas(
+    message = scheduler_pb2.Deltas(
         handles=u32_to_bytes(deltas.handles),
         sample_indices=u32_to_bytes(deltas.sample_indices) if np.count_nonzero(deltas.sample_indices) else b"",
         offsets=u32_to_bytes(deltas.offsets),
         token_ids=u32_to_bytes(deltas.token_ids),
         finished=[_finished_to_proto(finished) for finished in deltas.finished],
     )
+    if deltas.logprobs is not None:
+        message.logprobs.CopyFrom(columns_to_proto(deltas.logprobs))
+    if deltas.prompt is not None:
+        message.prompt_handles = u32_to_bytes(deltas.prompt.handles)
+        message.prompt_positions = u32_to_bytes(deltas.prompt.positions)
+        message.prompt_logprobs.CopyFrom(columns_to_proto(deltas.prompt.columns))
+    return message
 
 
 def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
@@ -269,25 +294,38 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
         offsets=np.concatenate([part.offsets for part in parts]),
         token_ids=np.concatenate([part.token_ids for part in parts]),
         finished=[finished for part in parts for finished in part.finished],
+        logprobs=_merge_logprobs(parts),
+        prompt=concat_prompts([part.prompt for part in parts if part.prompt is not None]),
     )
+
+
+def _merge_logprobs(parts: Sequence[Deltas]) -> LogprobColumns | None:
+    if all(part.logprobs is None for part in parts):
+        return None
+    return concat_columns([part.logprobs or no_logprobs(len(part.token_ids)) for part in parts])
 
 
 def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
     """Splits deltas by owner. With one owner, the usual case, nothing is copied."""
-    if deltas.owner is not None and not deltas.finished:
+    if deltas.owner is not None and not deltas.finished and deltas.prompt is None:
         return {deltas.owner: deltas}
     columns = deltas.owners
     is_uniform = len(columns) > 0 and not np.count_nonzero(columns != columns[0])
     owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())
     if deltas.finished:
         owners |= {finished.group.owner for finished in deltas.finished}
+    if deltas.prompt is not None:
+        owners |= set(np.unique(deltas.prompt.owners).tolist())
     if len(owners) == 1:
         return {owners.pop(): deltas}
     return {owner: _of_owner(deltas, owner) for owner in owners}
 
 
 def _of_owner(deltas: Deltas, owner: int) -> Deltas:
-    mine = deltas.owners == owner
+    mine, prompt = deltas.owners == owner, deltas.prompt
+    if prompt is not None:
+        is_mine = prompt.owners == owner
+        prompt = prompt.select(is_mine) if is_mine.any() else None
     return Deltas(
         owners=deltas.owners[mine],
         handles=deltas.handles[mine],
@@ -295,6 +333,8 @@ def _of_owner(deltas: Deltas, owner: int) -> Deltas:
         offsets=deltas.offsets[mine],
         token_ids=deltas.token_ids[mine],
         finished=[finished for finished in deltas.finished if finished.group.owner == owner],
+        logprobs=None if deltas.logprobs is None else deltas.logprobs.select(mine),
+        prompt=prompt,
     )
 
 

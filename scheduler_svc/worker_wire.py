@@ -23,6 +23,7 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
+from scheduler_svc.logprob_wire import columns_from_proto, prompt_from_proto
 from scheduler_svc.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from svc_common.errors import InvalidRequestError
 
@@ -79,6 +80,8 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         banned_ids=row_open.group.banned_ids,
         banned_before=row_open.group.banned_before,
         bad_words_ids=row_open.group.bad_words_ids,
+        logprobs=row_open.group.logprobs,
+        prompt_logprobs=row_open.prompt_logprobs,
     )
 
 
@@ -97,13 +100,16 @@ def step_output_from_proto(
     token_ids = u32_from_bytes(message.token_ids, "token_ids")
     if len(rows) != len(token_ids):
         raise WireError(f"step {step_id}: {len(rows)} rows but {len(token_ids)} token_ids")
+    logprobs = columns_from_proto(message.logprobs, len(rows)) if message.HasField("logprobs") else None
+    prompt_logprobs = prompt_from_proto(message) if message.HasField("prompt_logprobs") else None
     failures = [RowFailure(error.row, _row_error_text(error)) for error in message.errors]
     if int(token_ids.max(initial=0)) >= vocab_size:
         is_valid = token_ids < vocab_size
         bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
         failures += [RowFailure(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
         rows, token_ids = rows[is_valid], token_ids[is_valid]
-    return StepOutput(worker_id, step_id, rows, token_ids, failures)
+        logprobs = None if logprobs is None else logprobs.select(is_valid)
+    return StepOutput(worker_id, step_id, rows, token_ids, failures, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def _row_error_text(error: worker_pb2.RowError) -> str:

@@ -20,13 +20,23 @@ import xxhash
 
 from request_fields.checks import default_sampling
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import F32, U32, Bools, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import (
+    F32,
+    U32,
+    Bools,
+    LogprobColumns,
+    PromptLogprobs,
+    RowErrorCode,
+    StepBatch,
+    StepOutput,
+)
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.processors import ProcessedRows
 from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.sim_logprobs import prompt_columns, sampled_columns
 from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary
 
 log = logging.getLogger(__name__)
@@ -102,10 +112,18 @@ class SimRunner:
         errors = RowErrors()
         self._apply_changes(batch, errors)
         plan = self._planner.plan(batch, errors)
-        rows, token_ids = self._compute(plan, errors)
+        rows, token_ids, logprobs, prompt_logprobs = self._compute(plan, errors)
         time.sleep(max(0.0, self._sim.step_s(plan.ends - plan.context_lens) - (time.perf_counter() - started)))
         elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
+        return StepOutput(
+            batch.step_id,
+            rows.astype(np.uint32),
+            token_ids,
+            errors.to_list(),
+            elapsed_us,
+            logprobs,
+            prompt_logprobs,
+        )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
@@ -133,7 +151,9 @@ class SimRunner:
         num_tokens = int(self._rows.num_tokens(np.array([row]))[0])
         self._histories.set(row, self._rows.token_ids(np.full(num_tokens, row), np.arange(num_tokens)))
 
-    def _compute(self, plan: StepPlan, errors: RowErrors) -> tuple[I64, U32]:
+    def _compute(
+        self, plan: StepPlan, errors: RowErrors
+    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None]:
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
         self._pool.write(plan.slots, tokens, digests)
@@ -149,7 +169,22 @@ class SimRunner:
         token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
         self._rows.append(rows, positions, token_ids)
         self._histories.append(rows, positions, token_ids)
-        return rows, token_ids
+        logprobs = self._logprobs(rows, positions, token_ids)
+        return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong])
+
+    def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
+        asked = self._rows.asked_logprobs(rows)
+        if asked is None:
+            return None
+        draws = mix(self._histories.digests[rows, positions])
+        return sampled_columns(draws, token_ids, asked, self.info.vocab_size)
+
+    def _prompt_logprobs(self, plan: StepPlan, bad_rows: I64) -> PromptLogprobs | None:
+        targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
+        if targets is None:
+            return None
+        draws = mix(self._histories.digests[targets.rows, targets.positions])
+        return prompt_columns(draws, targets, bad_rows, self.info.vocab_size)
 
     def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
         """Rows whose tables differ from their history, and rows that read blocks written by such rows in this step."""

@@ -3,6 +3,8 @@
     digest of a context      sum over its tokens of mix(position << 32 | token_id), modulo 2**64; 0 for no token
     draw                     mix(digest ^ mix(seed ^ mix(output_position << 32 | sample_index)))
     token                    printable_ids[draw % len(printable_ids)], or the end-of-sequence id with its probability
+    log probabilities        token r of the ranking has -r / 8; the ranking is all ids in order, starting at
+                             mix(digest) % vocab_size and continuing at 0, so that r counts from 1
     mix                      the finalizer of splitmix64
 
 A temperature below 1e-5 is greedy, as in a real model: seed and sample index count as 0. For a row that asks for
@@ -78,6 +80,15 @@ def sim_token(digest: int, seed: int, sample_index: int, output_position: int, v
     if vocabulary.eos_token_id is not None and mix(draw) < vocabulary.eos_below:
         return vocabulary.eos_token_id
     return vocabulary.printable_ids[draw % len(vocabulary.printable_ids)]
+
+
+def sim_logprobs(digest: int, token_id: int, num_top: int, vocab_size: int) -> tuple[list[float], list[int], int]:
+    """Log probabilities and ids of this token and of the `num_top` most likely ones after the context with this digest,
+    and the rank of the token."""
+    first = mix(digest) % vocab_size
+    token_ids = [token_id, *((first + i) % vocab_size for i in range(num_top))]
+    ranks = [(id_ - first) % vocab_size + 1 for id_ in token_ids]
+    return [-rank / 8 for rank in ranks], token_ids, ranks[0]
 
 
 def sim_output(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.internal.v1 import logprobs_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
@@ -22,6 +22,7 @@ from worker_svc.engine.batch import (
     NO_RULES,
     U32,
     Bools,
+    LogprobColumns,
     RowError,
     RowErrorCode,
     RowOpen,
@@ -156,6 +157,8 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         banned_before=row_open.banned_before,
         rules=_rules_from_proto(row_open),
         grammar=_grammar_of(field, row_open.sampling),
+        logprobs=row_open.logprobs if row_open.HasField("logprobs") else None,
+        prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
     )
 
 
@@ -184,7 +187,7 @@ def _grammar_of(field: str, sampling: types_pb2.SamplingParams) -> Grammar | Non
 
 def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> worker_pb2.StepOutput:
     """The answer to a step. `queue_us` is the time that the step waited for the model."""
-    return worker_pb2.StepOutput(
+    message = worker_pb2.StepOutput(
         step_id=output.step_id,
         worker_epoch=worker_epoch,
         rows=u32_to_bytes(output.rows),
@@ -192,6 +195,22 @@ def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int
         errors=[_row_error_to_proto(error) for error in output.errors],
         queue_us=queue_us,
         forward_us=output.forward_us,
+    )
+    if output.logprobs is not None:
+        message.logprobs.CopyFrom(_logprobs_to_proto(output.logprobs))
+    if output.prompt_logprobs is not None:
+        message.prompt_rows = u32_to_bytes(output.prompt_logprobs.rows)
+        message.prompt_positions = u32_to_bytes(output.prompt_logprobs.positions)
+        message.prompt_logprobs.CopyFrom(_logprobs_to_proto(output.prompt_logprobs.columns))
+    return message
+
+
+def _logprobs_to_proto(columns: LogprobColumns) -> logprobs_pb2.LogprobColumns:
+    return logprobs_pb2.LogprobColumns(
+        lens=u32_to_bytes(columns.lens),
+        logprobs=columns.logprobs.astype("<f4", copy=False).tobytes(),
+        token_ids=u32_to_bytes(columns.token_ids),
+        ranks=u32_to_bytes(columns.ranks),
     )
 
 

@@ -6,6 +6,7 @@ It raises StreamCorrupted unless all of these hold:
 - Each chunk starts at the current end of its sample (tokens and text).
 - Nothing follows a sample's Finished, and at the end of the stream every sample is finished.
 - output_digest matches the tokens of the whole sample.
+- Log probabilities, if requested, come for every output token, and for every prompt token once, in order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.v1 import types_pb2
 from quire_client import convert
 from quire_client.answer import AnswerAssembler, NewParts, PartError
 from quire_client.errors import GenerationFailed, StreamCorrupted, StreamEndedEarly
-from quire_client.types import Delta, FinishReason, GenerateResult, PartialSample, Sample
+from quire_client.types import Delta, FinishReason, GenerateResult, PartialSample, Sample, TokenLogprob
 
 NO_PARTS = NewParts()
 
@@ -44,6 +45,7 @@ class _Partial:
     texts: list[str] = field(default_factory=list)
     text_bytes: int = 0
     answer: AnswerAssembler = field(default_factory=AnswerAssembler)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: Sample | None = None
 
     @property
@@ -63,9 +65,12 @@ class StreamAssembler:
         self._num_events = 0
         self._is_resuming = False
         self.ended_samples: list[Sample] = []  # in the order of their end
+        self._prompt_logprobs: list[TokenLogprob | None] = []
         self._samples: list[_Partial] = []  # created after Accepted: until then, the server may refuse this n
         self._num_open = max(1, request.sampling.n)
         self._shows_token_ids = request.output.token_ids or not request.output.HasField("token_ids")
+        self._wants_logprobs = request.output.HasField("logprobs")
+        self._wants_prompt_logprobs = request.output.HasField("prompt_logprobs")
         self._has_token_ids = self._shows_token_ids or can_resume
         self._digest = load_digest()
         self._request = request
@@ -117,9 +122,15 @@ class StreamAssembler:
         request.sampling.seed = self.accepted.seed
         request.continuation.revision = self.accepted.revision
         request.continuation.samples.extend(
-            types_pb2.SampleState(index=i, output_token_ids=p.token_ids, finished=p.finished is not None)
+            types_pb2.SampleState(
+                index=i,
+                output_token_ids=p.token_ids,
+                finished=p.finished is not None,
+                cumulative_logprob=sum(entry.logprob for entry in p.logprobs) if p.logprobs else None,
+            )
             for i, p in enumerate(self._samples)
         )
+        request.continuation.num_prompt_logprobs = len(self._prompt_logprobs)
         return request
 
     def feed(self, event: pb.GenerateResponse) -> Delta | None:
@@ -136,6 +147,8 @@ class StreamAssembler:
             self._accept(event.accepted)
         elif kind == "finished":
             self._finished(event.finished)
+        elif kind == "prompt_logprobs":
+            self._prompt(event.prompt_logprobs)
         return None
 
     def partial(self) -> tuple[PartialSample, ...]:
@@ -165,7 +178,14 @@ class StreamAssembler:
         if self.accepted is None or not self.is_complete:
             raise self.ended_early()
         accepted, samples = self.accepted, self.finished_samples
-        result = GenerateResult(accepted.request_id, accepted.model, accepted.seed, samples, self.num_resumes)
+        result = GenerateResult(
+            accepted.request_id,
+            accepted.model,
+            accepted.seed,
+            samples,
+            self.num_resumes,
+            tuple(self._prompt_logprobs),
+        )
         for sample in samples:
             if sample.finish_reason is FinishReason.ERROR:
                 error = GenerationFailed(
@@ -189,7 +209,27 @@ class StreamAssembler:
     def _new_samples(self, accepted: pb.Accepted) -> list[_Partial]:
         return [_Partial() for _ in range(self._num_open)]
 
+    def _prompt(self, message: pb.PromptLogprobs) -> None:
+        if not self._prompt_logprobs:
+            self._prompt_logprobs.append(None)  # the first token has none
+        num_repeated = len(self._prompt_logprobs) - message.offset
+        if num_repeated < 0 or (num_repeated and not self._is_resuming):
+            raise self._corrupted(
+                f"log probabilities start at prompt position {message.offset}, expected {len(self._prompt_logprobs)}"
+            )
+        self._prompt_logprobs += convert.token_logprobs(message.logprobs, message.token_ids)[num_repeated:]
+
+    def _check_prompt_logprobs(self) -> None:
+        """Check that the log probabilities of all prompt tokens precede the first output token."""
+        num_expected = self.accepted.prompt_tokens if self.accepted is not None else 0
+        if self._wants_prompt_logprobs and len(self._prompt_logprobs) != num_expected:
+            raise self._corrupted(
+                f"received log probabilities of {len(self._prompt_logprobs)} of {num_expected} prompt tokens before "
+                "the first output"
+            )
+
     def _chunk(self, chunk: pb.Chunk) -> Delta | None:
+        self._check_prompt_logprobs()
         partial = self._open_sample(chunk.index)
         if chunk.token_ids and chunk.offset != partial.num_tokens:
             raise self._corrupted(
@@ -201,14 +241,22 @@ class StreamAssembler:
         if text and chunk.text_offset != partial.text_bytes:
             text = self._new_text(partial, chunk)
         partial.token_ids.extend(chunk.token_ids)
+        logprobs = convert.token_logprobs(chunk.logprobs, chunk.token_ids)
+        if self._wants_logprobs and self._has_token_ids and len(logprobs) != len(chunk.token_ids):
+            raise self._corrupted(
+                f"sample {chunk.index}: a chunk has {len(chunk.token_ids)} tokens and log probabilities of "
+                f"{len(logprobs)}"
+            )
+        partial.logprobs += logprobs
         if text:
             partial.texts.append(text)
             partial.text_bytes += len(text) if text.isascii() else len(text.encode())
         new = self._new_parts(partial, chunk) if chunk.parts else NO_PARTS
         token_ids = tuple(chunk.token_ids) if self._shows_token_ids else ()
-        if not (self._shows_token_ids or text or new):
+        if not (self._shows_token_ids or text or new or logprobs):
             return None
-        return Delta(chunk.index, chunk.offset, token_ids, text + new.content, new.reasoning, tuple(new.tool_calls))
+        content, calls = text + new.content, tuple(new.tool_calls)
+        return Delta(chunk.index, chunk.offset, token_ids, content, new.reasoning, calls, logprobs)
 
     def _new_parts(self, partial: _Partial, chunk: pb.Chunk) -> NewParts:
         try:
@@ -238,7 +286,7 @@ class StreamAssembler:
             self._check_digest(finished, partial.token_ids)
         token_ids = partial.token_ids if self._shows_token_ids else ()
         answer = partial.answer
-        sample = convert.sample(finished, token_ids, "".join(partial.texts) + answer.content)
+        sample = convert.sample(finished, token_ids, "".join(partial.texts) + answer.content, partial.logprobs)
         sample = replace(sample, reasoning=answer.reasoning, tool_calls=answer.tool_calls)
         if self._is_resuming:
             sample = replace(sample, usage=replace(sample.usage, output_tokens=partial.num_tokens))

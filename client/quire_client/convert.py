@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
@@ -15,6 +15,8 @@ from quire_client.types import (
     SchedulerStatus,
     Status,
     TokenizeResult,
+    TokenLogprob,
+    TopLogprob,
     Usage,
     WorkerStatus,
 )
@@ -35,7 +37,28 @@ WORKER_STATES = {
 }
 
 
-def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample:
+def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """The log probabilities of consecutive tokens. `token_ids` may be empty: the server did not send them."""
+    count = len(message.logprobs)
+    num_top = len(message.top_logprobs) // count if count else 0
+    top = tuple(
+        map(TopLogprob, message.top_token_ids, message.top_logprobs, message.top_token_bytes)
+        if message.top_token_bytes
+        else map(TopLogprob, message.top_token_ids, message.top_logprobs)
+    )
+    return tuple(
+        TokenLogprob(
+            token_id=token_ids[i] if token_ids else None,
+            logprob=message.logprobs[i],
+            rank=message.ranks[i],
+            token=message.token_bytes[i] if message.token_bytes else b"",
+            top=top[i * num_top : (i + 1) * num_top],
+        )
+        for i in range(count)
+    )
+
+
+def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs: Iterable[TokenLogprob] = ()) -> Sample:
     """A finished sample. A reason that this version does not know (newer server) becomes ERROR."""
     matched: int | str | None = None
     if finished.WhichOneof("matched") == "stop_token_id":
@@ -51,6 +74,8 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str) -> Sample
         usage=usage(finished.usage),
         preemptions=finished.preemptions,
         message=finished.message,
+        logprobs=tuple(logprobs),
+        cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )
 
 

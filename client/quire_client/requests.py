@@ -62,6 +62,8 @@ class GenerateOptions(ChatOptions, total=False):
     send_token_ids: bool  # default True
     skip_special_tokens: bool  # default True
     parse_chat: bool  # separate reasoning, content and tool calls; default True for messages
+    logprobs: int  # log probabilities of each token and of this many most likely tokens; 0: of the token only
+    prompt_logprobs: int  # the same for each prompt token
     # Scheduling
     priority: int  # lower runs first; range [-1000, 1000]
     cache_salt: str  # requests with different salts share no cached blocks

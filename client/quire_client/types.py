@@ -73,6 +73,30 @@ class Message(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    logprob: float
+    token: bytes = b""  # the bytes of its text; empty if the server sends no text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log probability of one token, and the most likely tokens at its position, most likely first.
+
+    `logprob` is the log-softmax of the model's logits, before penalties, bans and temperature. `rank` is 1 + the number
+    of tokens with a greater logit. `token` has the bytes of the token's text, which need not be whole characters.
+    """
+
+    token_id: int | None  # None if token ids are neither requested nor needed to resume the stream
+    logprob: float
+    rank: int
+    token: bytes = b""
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta(Result):
     """New output of one sample.
 
@@ -87,6 +111,7 @@ class Delta(Result):
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per new token, with the option `logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,8 @@ class Sample(Result):
     message: str = ""  # the reason, if finish_reason is ERROR
     reasoning: str = ""  # in a chat
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
+    cumulative_logprob: float | None = None  # their sum
 
     def as_message(self) -> Message:
         """The answer as a message, to continue the conversation."""
@@ -148,6 +175,8 @@ class GenerateResult(Result):
     samples: tuple[Sample, ...]
     resumes: int = 0  # how often the stream broke and was resumed
     parsed: Any = None  # the object of the first sample, if `response_model` was given
+    # One per prompt token, with the option `prompt_logprobs`; the first token has none.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @property
     def text(self) -> str:

@@ -127,6 +127,12 @@ class Tokenizer:
         """
         return self._template(template, has_tools=bool(options.get("tools"))).render(messages, **options)
 
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each id's text, which need not be whole characters. A special token has the bytes of its name,
+        an id without a token has none.
+        """
+        return self._detokenizers.token_bytes(ids)
+
     def chat_format(self, template: str = "", *, has_tools: bool = False) -> ChatFormat:
         """The format of answers to a chat, as far as the template and the vocabulary show it."""
         chosen = self._chosen(template, has_tools=has_tools)

@@ -39,12 +39,14 @@ class DetokenizerFactory:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
-        added = backend.get_added_tokens_decoder().items()
-        self._special_ids = {id_: token.content for id_, token in added if token.special}
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = set(added)
+        self._special_ids = {id_: token.content for id_, token in added.items() if token.special}
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
         # By visible special tokens (None: all are visible): the skipped ids, and a cache of the others' texts.
         self._kinds: dict[frozenset[str] | None, tuple[frozenset[int], dict[int, Any]]] = {None: (frozenset(), {})}
+        self._bytes = _Pieces({}, self._read_bytes)
 
     def new(self, *, skip_special_tokens: bool, visible: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer at the start of a stream. `visible`: special tokens that are never skipped."""
@@ -54,6 +56,23 @@ class DetokenizerFactory:
         if self._plan is not None:
             return _Pipeline(self._plan, _Pieces(cache, self._reader(skipped, self._plan.piece, None)))
         return _Window(self._backend, skipped)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each id adds to a text; of an added token (special or not), its name."""
+        return self._bytes.of(ids)
+
+    def _read_bytes(self, id_: int) -> bytes:
+        token = self._backend.id_to_token(id_)
+        if token is None:
+            return b""
+        if id_ in self._added_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return _bytes_of_token(token)
+        if self._plan is None:
+            return self._backend.decode([id_], skip_special_tokens=False).encode()
+        piece = self._plan.piece(token)
+        return bytes([piece]) if isinstance(piece, int) else self._plan.with_spaces(piece).encode()
 
     def _kind(self, visible: frozenset[str] | None) -> tuple[frozenset[int], dict[int, Any]]:
         if visible not in self._kinds:
@@ -147,6 +166,10 @@ class _Plan:
             token = step(token)
         match = BYTE_TOKEN.fullmatch(token) if self.has_byte_fallback else None
         return int(match[1], 16) if match else self.finish(token)
+
+    def with_spaces(self, piece: str) -> str:
+        """A piece with spaces in place of the character that stands for them."""
+        return piece.replace(self.metaspace, " ") if self.metaspace else piece
 
     def finish(self, text: str) -> str:
         """Apply the steps after ByteFallback."""

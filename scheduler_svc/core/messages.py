@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.sizes import SizeLimits
+from scheduler_svc.core.logprobs import LogprobColumns, PromptDeltas, PromptLogprobs
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
 U32 = npt.NDArray[np.uint32]
@@ -64,6 +65,7 @@ class RowOpen:
     num_computed_tokens: int
     fork_of_row: int | None = None
     num_candidates: int = 0  # of a beam: number of best continuations that the worker returns
+    prompt_logprobs: int | None = None  # as in SequenceGroup, while prompt positions remain to be delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class StepOutput:
     candidate_rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
     candidate_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
     candidate_logprobs: F32 = field(default_factory=lambda: NO_LOGPROBS)  # [C]
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row asks
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,15 @@ class Deltas:
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
     owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request asks
+    prompt: PromptDeltas | None = None  # they precede the tokens of the same message
+
+    @property
+    def size(self) -> int:
+        """Size of the columns in tokens of 16 bytes."""
+        num_entries = 0 if self.logprobs is None else len(self.logprobs.logprobs)
+        num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
+        return len(self.token_ids) + num_entries // 2
 
 
 class MigrationReason(Enum):

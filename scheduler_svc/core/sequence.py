@@ -109,6 +109,11 @@ class Sequence:
             sample.num_cached_tokens = min(num_cached, len(self.group.prompt))
 
     @property
+    def max_cached_tokens(self) -> int:
+        """See `SequenceGroup.max_cached_tokens`."""
+        return self.group.max_cached_tokens(self.data.num_tokens)
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
@@ -156,6 +161,9 @@ class SequenceGroup:
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
     beam_params: BeamParams | None = None
+    logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+    num_prompt_logprobs: int = 1  # delivered prompt positions, with the first, which has none
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant
@@ -166,3 +174,14 @@ class SequenceGroup:
     def num_sequences(self) -> int:
         """Number of sequences that run for this request: its samples, or its beams."""
         return self.n if self.beam_params is None else self.beam_params.width
+
+    @property
+    def pending_prompt_logprobs(self) -> int | None:
+        """`prompt_logprobs` while prompt positions remain to be delivered, else None."""
+        return self.prompt_logprobs if self.num_prompt_logprobs < len(self.prompt) else None
+
+    def max_cached_tokens(self, num_tokens: int) -> int:
+        """The most leading tokens that a sequence of `num_tokens` may take from the prefix cache. Its newest token must
+        be computed, and so must the tokens before prompt positions whose log probabilities remain to be delivered.
+        """
+        return num_tokens - 1 if self.pending_prompt_logprobs is None else self.num_prompt_logprobs - 1

@@ -136,7 +136,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("truncation", {"truncate_prompt_tokens": 0}, CODES.INVALID_ARGUMENT, "truncate_prompt_tokens", "at least 1"),
     ("beams", sampling(beam_width=2), CODES.UNIMPLEMENTED, "sampling.beam_width", "not served"),
     ("schema", sampling(json_schema="{"), CODES.INVALID_ARGUMENT, "sampling.json_schema", "is not JSON"),
-    ("logprobs", {"output": {"logprobs": 1}}, CODES.UNIMPLEMENTED, "output.logprobs", "not served"),
+    ("logprobs", {"output": {"logprobs": 21}}, CODES.INVALID_ARGUMENT, "output.logprobs", "at most 20"),
     ("min_tokens", {"stop": {"min_tokens": 9, "max_tokens": 8}}, CODES.INVALID_ARGUMENT, "stop.min_tokens", "8"),
     ("adapter", {"adapter": "lora"}, CODES.UNIMPLEMENTED, "adapter", "not served"),
     ("media", {"media": [b"png"]}, CODES.UNIMPLEMENTED, "media", "not served"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 class BackendUnavailableError(RuntimeError):
@@ -37,7 +39,7 @@ class ForwardBatch:
     query_starts: I32  # [B + 1] first token of each row
     context_lens: I32  # [B] tokens in the pool before this step
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
-    head_tokens: I64  # [S] tokens that need logits
+    head_tokens: I64  # [S] tokens that need logits, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class SamplingColumns:
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """The values of one parameter for the S rows."""
         return self.params[name][self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log probabilities of the chosen token and of the k most likely tokens, for n rows of logits."""
+
+    values: F32  # [n, 1 + k] the chosen token first
+    token_ids: U32  # [n, 1 + k]
+    ranks: U32  # [n] of the chosen tokens
+    is_bad: Bools  # [n] the logits have NaN, +inf or no finite number; the other columns have NaN and 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +149,9 @@ class Backend(Protocol):
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
         """Tokens [S] for processed logits [S, vocab] as noise.py specifies, and a mask of rows with NaN or no finite
         number."""
+        ...
+
+    def logprobs(self, logits: torch.Tensor, lines: I64, token_ids: U32, num_top: int) -> TopLogprobs:
+        """Log probabilities of `token_ids` [n] and of the `num_top` most likely tokens, from the rows `lines` [n] of
+        logits [.., vocab], as logprobs.py specifies."""
         ...

@@ -16,9 +16,8 @@ from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 
 U32 = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
-
 F32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
 NO_BIASES: F32 = np.empty(0, dtype=np.float32)
@@ -58,6 +57,8 @@ class RowOpen:
     banned_before: int = 0
     rules: TokenRules = NO_RULES
     grammar: Grammar | None = None
+    logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt tokens that follow computed tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,33 @@ class RowError:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Log probabilities of N tokens. A token has 0 entries, or 1 + k: itself, then the k most likely tokens."""
+
+    lens: U32  # [N] entries per token
+    logprobs: F32  # [sum(lens)]
+    token_ids: U32  # [sum(lens)]
+    ranks: U32  # [tokens with entries] 1 + number of tokens with a greater logit
+
+    def select(self, mask: Bools) -> LogprobColumns:
+        """The tokens where `mask` [N] is true."""
+        if mask.all():
+            return self
+        entries = np.repeat(mask, self.lens)
+        ranks = self.ranks[mask[self.lens > 0]]
+        return LogprobColumns(self.lens[mask], self.logprobs[entries], self.token_ids[entries], ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of prompt tokens. The positions of a row ascend."""
+
+    rows: U32  # [N]
+    positions: U32  # [N] in the prompt, from 1
+    columns: LogprobColumns
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The output of a step."""
 
@@ -112,3 +140,5 @@ class StepOutput:
     token_ids: U32  # [S]
     errors: list[RowError]
     forward_us: int  # microseconds from batch to tokens
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row asks
+    prompt_logprobs: PromptLogprobs | None = None

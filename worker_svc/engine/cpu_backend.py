@@ -18,6 +18,7 @@ from worker_svc.engine.backend import (
     Linear,
     RotaryTable,
     SamplingColumns,
+    TopLogprobs,
 )
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.fused import ACTIVATIONS, FusedModel, address_of, fuse
@@ -44,9 +45,11 @@ _SIGNATURES = {
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
     "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
+    "quire_logprobs": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, *[_POINTER] * 4, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_forward": [_POINTER] * 4,
+    "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 
@@ -235,6 +238,27 @@ class CpuBackend:
             self._threads,
         )
         return tokens, status != 0
+
+    def logprobs(self, logits: torch.Tensor, lines: I64, token_ids: U32, num_top: int) -> TopLogprobs:
+        n = len(lines)
+        values, ids = np.full((n, 1 + num_top), np.nan, np.float32), np.zeros((n, 1 + num_top), np.uint32)
+        ranks, status = np.zeros(n, np.uint32), np.empty(n, np.uint8)
+        columns = (np.array(lines, np.int64), np.array(token_ids, np.uint32))
+        self._kernels.quire_logprobs(
+            _is_bf16(logits),
+            logits.data_ptr(),
+            address_of(columns[0]),
+            n,
+            logits.shape[1],
+            address_of(columns[1]),
+            num_top,
+            address_of(values),
+            address_of(ids),
+            address_of(ranks),
+            address_of(status),
+            self._threads,
+        )
+        return TopLogprobs(values, ids, ranks, status != 0)
 
     def _columns_of(self, params: Mapping[str, npt.NDArray[Any]]) -> ctypes.Array[ctypes.c_void_p]:
         """Addresses of the columns in the order of the kernel; read once, because a row table never replaces them."""

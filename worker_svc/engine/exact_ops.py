@@ -9,12 +9,16 @@ docs/adr/0017-exact-by-construction.md has the reasoning.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+F32 = npt.NDArray[np.float32]
+U32 = npt.NDArray[np.uint32]
 
 EXACT_BITS = 53  # size of a float64's significand
 MAX_STEP_BITS = 23  # so that a part of a weight is exact in float32
@@ -98,6 +102,17 @@ def exp(x: torch.Tensor) -> torch.Tensor:
         y = y * r + coefficient
     power = ((n.nan_to_num().int() + 127) << 23).view(torch.float32)
     return (y * power).masked_fill(x < -87.3, 0.0)
+
+
+def top_logprobs(logits: torch.Tensor, chosen: int, num_top: int) -> tuple[F32, U32, int]:
+    """Values [1 + num_top], ids [1 + num_top] and the rank of `chosen` for float32 logits [vocab], as logprobs.py
+    specifies them."""
+    shifted = logits - logits.max()
+    log_total = math.log(float(ordered_sum(exp(shifted).double())))
+    top = torch.sort(logits, descending=True, stable=True).indices[:num_top]
+    ids = np.concatenate(([chosen], top.numpy())).astype(np.uint32)
+    values = (shifted.double().numpy()[ids] - log_total).astype(np.float32)
+    return values, ids, 1 + int((logits > logits[chosen]).sum())
 
 
 def erf(x: torch.Tensor) -> torch.Tensor:

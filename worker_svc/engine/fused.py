@@ -8,7 +8,7 @@ interrupted, and the event loop can use the interpreter during the call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -62,6 +62,7 @@ class FusedModel:
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
+        self._run_logits = kernels.quire_forward_logits
         self._kept = (parts, pool)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
             *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
@@ -92,11 +93,32 @@ class FusedModel:
         self._logits = parts.embedding.new_empty(0, config.vocab_size)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        num_heads = len(batch.head_tokens)
+        self._make_room(num_heads)
+        self._compute(batch, self._logits.data_ptr())
+        return self._logits[:num_heads]
+
+    def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
+        """The same logits, `size` rows at a time. The next slice overwrites a slice."""
+        self._make_room(size)
+        self._compute(batch, None)
+        num_heads = len(batch.head_tokens)
+        for first in range(0, num_heads, size):
+            count = min(size, num_heads - first)
+            self._run_logits(
+                ctypes.byref(self._model), len(batch.token_ids), first, count, self._logits.data_ptr(),
+                self._workspace.data_ptr(),
+            )  # fmt: skip
+            yield self._logits[:count]
+
+    def _make_room(self, num_logits: int) -> None:
+        if len(self._logits) < num_logits:
+            self._logits = self._logits.new_empty(num_logits, self._logits.shape[1])
+
+    def _compute(self, batch: ForwardBatch, logits: int | None) -> None:
         num_tokens, num_heads = len(batch.token_ids), len(batch.head_tokens)
         if len(self._workspace) < num_tokens * self._workspace_bytes:
             self._workspace = torch.empty(num_tokens * self._workspace_bytes, dtype=torch.uint8)
-        if len(self._logits) < num_heads:
-            self._logits = self._logits.new_empty(num_heads, self._logits.shape[1])
         addresses = (
             address_of(batch.token_ids),
             address_of(batch.positions),
@@ -108,8 +130,7 @@ class FusedModel:
             address_of(batch.head_tokens),
         )
         struct = _BatchStruct(*addresses, num_tokens, len(batch.rows), num_heads, batch.tables.shape[1])
-        self._run(ctypes.byref(self._model), ctypes.byref(struct), self._logits.data_ptr(), self._workspace.data_ptr())
-        return self._logits[:num_heads]
+        self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 
 def address_of(x: npt.NDArray[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -48,13 +48,24 @@ class DecoderParts:
     rotary: RotaryTable
 
 
+class FusedForward(Protocol):
+    """A whole forward pass in one call."""
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, vocab], valid until the next call."""
+        ...
+
+    def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
+        """The same logits, `size` rows at a time. The next slice overwrites a slice."""
+        ...
+
+
 @runtime_checkable
 class Fuser(Protocol):
     """A backend that may run a whole forward pass in one call."""
 
-    def fuse(self, parts: DecoderParts, pool: KVCachePool) -> Callable[[ForwardBatch], torch.Tensor] | None:
-        """A function that returns logits [S, vocab], valid until its next call. None if this model must run operation
-        by operation."""
+    def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedForward | None:
+        """None if this model must run operation by operation."""
         ...
 
 
@@ -160,7 +171,7 @@ class WeightLoader:
 
 
 class DecoderModel:
-    """A loaded decoder. `forward` is its only operation."""
+    """A loaded decoder. `forward` is its only operation; `forward_in_slices` is the same for many logits."""
 
     def __init__(
         self,
@@ -182,7 +193,7 @@ class DecoderModel:
             self._layers.append(loader.layer(index))
             report((index + 1) / total)
         self._head = loader.head()
-        self._fused: Callable[[ForwardBatch], torch.Tensor] | None = None
+        self._fused: FusedForward | None = None
         report(1.0)
 
     def fuse(self, pool: KVCachePool) -> None:
@@ -196,18 +207,33 @@ class DecoderModel:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
         if self._fused is not None:
             return self._fused(batch)
+        return self._logits(*self._hidden(batch, pool))
+
+    def forward_in_slices(self, batch: ForwardBatch, pool: KVCachePool, size: int) -> Iterator[torch.Tensor]:
+        """As `forward`, but returns the logits `size` rows at a time. The next slice may overwrite a slice."""
+        if self._fused is not None:
+            yield from self._fused.in_slices(batch, size)
+            return
+        x, residual = self._hidden(batch, pool)
+        for start in range(0, len(x), size):
+            end = start + size
+            yield self._logits(x[start:end], None if residual is None else residual[start:end])
+
+    def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
+        as two terms of a sum."""
         x = self._embedding[torch.from_numpy(batch.token_ids)]
         heads = torch.from_numpy(batch.head_tokens)
         last = len(self._layers) - 1
-        residual = None
+        residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             attended = self._attend(x, residual, layer, batch, pool.layer(index))
             if index == last and len(heads) < len(x):
                 x, attended = x[heads], attended[heads]  # the remaining operations need only these tokens
             if not len(x):
-                return x.new_empty(0, self._config.vocab_size)
+                return x, None
             residual = self._feed_forward(x, layer.o(attended), layer)
-        return self._logits(x, residual)
+        return x, residual
 
     def _attend(
         self,
@@ -237,6 +263,8 @@ class DecoderModel:
         return layer.down(activated)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if not len(x):
+            return x.new_empty(0, self._config.vocab_size)
         normed = torch.empty_like(x)
         self._backend.add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
         return self._head(normed)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,22 +16,39 @@ from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
-from worker_svc.engine.batch import EMPTY, U32, Bools, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import (
+    EMPTY,
+    U32,
+    Bools,
+    LogprobColumns,
+    PromptLogprobs,
+    RowErrorCode,
+    StepBatch,
+    StepOutput,
+)
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import PendingMasks, RowMasks, compiled_grammars
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.machine import available_cores, available_memory
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.scoring import (
+    LOGITS_AT_ONCE,
+    RawLogits,
+    ScoredPrompts,
+    heads_with_prompts,
+    score_prompts,
+    score_sampled,
+)
 from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
-NOTHING: tuple[I64, U32] = (np.empty(0, np.int64), EMPTY)  # rows and tokens of a step without sampling
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -42,6 +60,19 @@ NOTHING_TO_SAMPLE = (
 )
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The results of a step."""
+
+    rows: I64  # [S]
+    token_ids: U32  # [S]
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+NOTHING = Computed(np.empty(0, np.int64), EMPTY)
 
 
 class ModelRunner:
@@ -119,9 +150,17 @@ class ModelRunner:
         with torch.inference_mode():
             errors = RowErrors()
             self._apply_changes(batch, errors)
-            rows, token_ids = self._run_or_fail(batch, errors)
+            found = self._run_or_fail(batch, errors)
         elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return StepOutput(batch.step_id, rows.astype(np.uint32), token_ids, errors.to_list(), elapsed_us)
+        return StepOutput(
+            batch.step_id,
+            found.rows.astype(np.uint32),
+            found.token_ids,
+            errors.to_list(),
+            elapsed_us,
+            found.logprobs,
+            found.prompt_logprobs,
+        )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
@@ -150,11 +189,11 @@ class ModelRunner:
         if len(batch.commit_blocks):
             self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
 
-    def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, U32]:
+    def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:
         """A step with applied changes writes only to slots of its own rows, so only these fail if memory runs out."""
         try:
             plan = self._planner.plan(batch, errors)
-            rows, token_ids = self._run(plan, errors) if len(plan.rows) else NOTHING
+            found = self._run(plan, errors) if len(plan.rows) else NOTHING
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
             if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
@@ -162,13 +201,13 @@ class ModelRunner:
             logger.error("step %d ran out of memory; its rows fail: %s", batch.step_id, error)
         else:
             self._num_out_of_memory = 0
-            return rows, token_ids
+            return found
         for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
             errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
         return NOTHING
 
-    def _run(self, plan: StepPlan, errors: RowErrors) -> tuple[I64, U32]:
-        """Computes and samples; rows [S] and their tokens [S]."""
+    def _run(self, plan: StepPlan, errors: RowErrors) -> Computed:
+        """Computes and samples."""
         heads, logits_index = plan.sources, None
         if plan.has_forks:
             heads, logits_index = np.unique(plan.sources, return_inverse=True)
@@ -184,38 +223,50 @@ class ModelRunner:
         )
         self._pool.write_tokens(forward.slots, forward.token_ids)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
-        logits = self._model.forward(forward, self._pool)
+        targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
+        prompts = None if targets is None else self._score_prompts(forward, targets, errors)
+        logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
-        if not len(plan.sampling_rows):
-            return NOTHING
-        if logits_index is not None:
-            logits = logits[torch.from_numpy(logits_index)]
-        return self._sample(plan, logits, masks, errors)
+        found = NOTHING
+        if len(plan.sampling_rows):
+            if logits_index is not None:
+                logits = logits[torch.from_numpy(logits_index)]
+            found = self._sample(plan, logits, masks, errors)
+        return found if prompts is None else replace(found, prompt_logprobs=prompts.prompt_logprobs)
 
-    def _sample(
-        self, plan: StepPlan, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors
-    ) -> tuple[I64, U32]:
+    def _score_prompts(self, forward: ForwardBatch, targets: PromptTargets, errors: RowErrors) -> ScoredPrompts:
+        """Runs the forward pass; scores the prompt tokens after all computed tokens of the rows that ask."""
+        heads = forward.head_tokens
+        forward = replace(forward, head_tokens=heads_with_prompts(heads, targets))
+        slices = self._model.forward_in_slices(forward, self._pool, LOGITS_AT_ONCE)
+        prompts = score_prompts(self._backend, slices, heads, targets)
+        for row in prompts.bad_rows.tolist():
+            errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
+        return prompts
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors) -> Computed:
+        asked = self._rows.asked_logprobs(plan.sampling_rows)
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
-        logits = self._process_logits(plan, logits)
+        processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
+        is_changed = processed is not None or masks is not None
+        raw = None if asked is None else RawLogits.of(logits, asked, is_changed=is_changed)
+        if processed is not None:
+            logits = logits.float()
+            self._backend.process_logits(logits, processed)
         if masks is not None:
             self._apply_masks(plan, logits, masks.result(), errors)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
-        if is_bad.any():
-            for row in rows[is_bad]:
-                errors.add(int(row), NOTHING_TO_SAMPLE, RowErrorCode.NAN)
-            rows, positions, token_ids = rows[~is_bad], positions[~is_bad], token_ids[~is_bad]
+        for row in rows[is_bad]:
+            errors.add(int(row), NOTHING_TO_SAMPLE, RowErrorCode.NAN)
+        is_good = ~is_bad
+        if len(errors):
+            is_good &= [int(row) not in errors for row in rows]
+        logprobs = None if raw is None else score_sampled(self._backend, raw, token_ids, is_good)
+        if len(errors):
+            rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         self._rows.append(rows, positions, token_ids)
-        return rows, token_ids
-
-    def _process_logits(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab] with the processing that rows ask for: float32 if any row does, else unchanged."""
-        selected = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
-        if selected is None:
-            return logits
-        logits = logits.float()
-        self._backend.process_logits(logits, selected)
-        return logits
+        return Computed(rows, token_ids, logprobs)
 
     def _apply_masks(self, plan: StepPlan, logits: torch.Tensor, masks: RowMasks, errors: RowErrors) -> None:
         """Removes the tokens that grammars forbid. A row whose grammar failed gets an error, and no token."""

@@ -21,6 +21,7 @@ from worker_svc.engine.backend import (
     Linear,
     RotaryTable,
     SamplingColumns,
+    TopLogprobs,
 )
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.linear import FixedPointLinear, Int8Linear, PackedLinear
@@ -111,6 +112,16 @@ class ReferenceBackend:
             token = sample_token(row, params, given["sample_index"][i], int(columns.positions[i]))
             tokens[i], is_bad[i] = token or 0, token is None
         return tokens, is_bad
+
+    def logprobs(self, logits: torch.Tensor, lines: I64, token_ids: U32, num_top: int) -> TopLogprobs:
+        n = len(lines)
+        values, ids = np.full((n, 1 + num_top), np.nan, np.float32), np.zeros((n, 1 + num_top), np.uint32)
+        ranks, is_bad = np.zeros(n, np.uint32), np.zeros(n, np.bool_)
+        for i, row in enumerate(logits[torch.from_numpy(lines)].float()):
+            is_bad[i] = bool(row.isnan().any()) or not bool(row.max().isfinite())
+            if not is_bad[i]:
+                values[i], ids[i], ranks[i] = exact_ops.top_logprobs(row, int(token_ids[i]), num_top)
+        return TopLogprobs(values, ids, ranks, is_bad)
 
 
 def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
+from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
 NO_BLOCK = -1
@@ -77,6 +78,7 @@ class RowTable:
         self._sampling = sampling_columns(max_num_seqs)
         self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
+        self._logprobs = LogprobTable(max_num_seqs, vocab_size)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -90,6 +92,7 @@ class RowTable:
         self._processors.reset()
         if self._grammars is not None:
             self._grammars.reset()
+        self._logprobs.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
@@ -97,6 +100,7 @@ class RowTable:
         self._processors.close(rows)
         if self._grammars is not None:
             self._grammars.close(rows)
+        self._logprobs.close(rows)
 
     # Opening
 
@@ -120,6 +124,7 @@ class RowTable:
             or self._table_refusal(item.block_table)
             or self._processors.refusal(item)
             or self._grammar_refusal(item)
+            or self._logprobs.refusal(item)
             or _sampling_refusal(item)
         )
 
@@ -176,6 +181,7 @@ class RowTable:
         self._processors.open(item)
         if self._grammars is not None:
             self._grammars.open(item)
+        self._logprobs.open(item)
 
     # Table changes
 
@@ -322,6 +328,14 @@ class RowTable:
         """Known tokens of a row: prompt and output."""
         tokens, prompt_len = self._tokens[row], self._prompt_lens[row]
         return tokens[:prompt_len], tokens[prompt_len : self._num_tokens[row]]
+
+    def asked_logprobs(self, rows: I64) -> Asked | None:
+        """Which of the rows that sample ask for log probabilities; None if none does."""
+        return self._logprobs.asked(rows)
+
+    def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
+        """The prompt tokens that follow the computed tokens at (row, position) and need scores; None: none do."""
+        return self._logprobs.prompt_targets(rows, positions, self._prompt_lens, self._tokens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""

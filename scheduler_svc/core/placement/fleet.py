@@ -238,24 +238,24 @@ class Fleet:
         """Number of leading tokens cached on each worker. Looks them up on all workers if the last lookup is old, else
         only on the ready workers.
         """
-        seq, num_tokens = entry.seq, entry.seq.data.num_tokens
+        seq, max_cached = entry.seq, entry.seq.max_cached_tokens
         version, last_pass, when = entry.cached_as_of
         if entry.num_cached_at is None or version != self._version or now - when >= MAX_LOOKUP_AGE_S:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
-            entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, num_tokens)
+            entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, max_cached)
             entry.cached_as_of = (self._version, self._pass, now)
         elif last_pass != self._pass - 1 or when != now:  # otherwise the sequence has just joined the queue
             for i in np.flatnonzero(self._is_ready).tolist():
-                entry.num_cached_at[i] = self._workers[i].num_cached(seq.digests, num_tokens)
+                entry.num_cached_at[i] = self._workers[i].num_cached(seq.digests, max_cached)
             entry.most_cached = int(entry.num_cached_at.max())
         return entry.num_cached_at
 
-    def _num_cached(self, digests: list[bytes], num_tokens: int) -> tuple[I64, int]:
+    def _num_cached(self, digests: list[bytes], max_cached: int) -> tuple[I64, int]:
         """Number of cached leading tokens on each worker, and the largest of them. Most workers do not even hold the
         first block.
         """
         first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
-        counts = [worker.num_cached(digests, num_tokens) if first in held else 0 for held, worker in at]
+        counts = [worker.num_cached(digests, max_cached) if first in held else 0 for held, worker in at]
         return np.array(counts, dtype=np.int64), max(counts)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:

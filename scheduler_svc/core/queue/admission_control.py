@@ -144,7 +144,8 @@ class AdmissionControl:
             return
         digests: list[bytes] = []
         self._fleet.extend_digests(digests, group.prompt, group.root_key)
-        num_cached = max(worker.num_cached(digests, len(group.prompt)) for worker in workers)
+        max_cached = group.max_cached_tokens(len(group.prompt))
+        num_cached = max(worker.num_cached(digests, max_cached) for worker in workers)
         own -= num_cached
         own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
         ahead = queue.tokens_ahead(slot, group.priority, own_arrival)

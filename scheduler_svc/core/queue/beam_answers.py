@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from scheduler_svc.core.logprobs import concat_columns, no_logprobs
 from scheduler_svc.core.messages import Deltas, Finished, RowFailure, StepOutput
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.requests import Requests
@@ -85,5 +87,9 @@ def _with_outputs(deltas: Deltas, group: SequenceGroup, ends: list[Finished]) ->
         "offsets": np.concatenate([np.arange(length) for length in (0, *lengths)]),
         "token_ids": np.concatenate([deltas.token_ids[:0], *(best.token_ids for best in found)]),
     }
-    joined = {name: np.append(getattr(deltas, name), column).astype(np.uint32) for name, column in columns.items()}
+    if deltas.logprobs is not None:
+        deltas = replace(deltas, logprobs=concat_columns([deltas.logprobs, no_logprobs(count)]))
+    joined: dict[str, Any] = {
+        name: np.append(getattr(deltas, name), column).astype(np.uint32) for name, column in columns.items()
+    }
     return replace(deltas, **joined, finished=deltas.finished + ends, owner=None)

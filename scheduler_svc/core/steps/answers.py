@@ -1,4 +1,4 @@
-"""Reading the answer to a step: its failed rows, and the new tokens of the rows that are still open."""
+"""Reading the answer to a step: its failed rows, and the new tokens and log probabilities of the open rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.errors import UnexpectedStepError
+from scheduler_svc.core.logprobs import PromptDeltas, PromptLogprobs
 from scheduler_svc.core.messages import Deltas, RowFailure, StepOutput
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import RowTable
@@ -27,6 +28,8 @@ def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple
     if step is None or step.step_id != output.step_id:
         expected = "no step" if step is None else f"step {step.step_id}"
         raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, expected {expected}")
+    if output.prompt_logprobs is not None:
+        _check_prompt_rows(step, output.prompt_logprobs, output.worker_id)
     if not output.failures and output.rows.tobytes() == step.sampled.tobytes():
         return step, []
     return step, _failures(step, output)
@@ -46,18 +49,29 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
     return [*reported.values(), *(RowFailure(row, "the worker returned no token for this row") for row in missing)]
 
 
+def _check_prompt_rows(step: InFlightStep, found: PromptLogprobs, worker_id: str) -> None:
+    is_known = np.isin(found.rows, step.rows)
+    if not is_known.all():
+        raise UnexpectedStepError(
+            f"worker {worker_id} answered step {step.step_id} with prompt_logprobs of row "
+            f"{found.rows[~is_known][0]}, which the step did not compute"
+        )
+
+
 def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tuple[I64, Deltas]:
     """Store the samples of rows that have not been closed since the step was sent."""
     run = step.run
     if run is not None and (step.generation is table.generation or _are_all_live(table, step)):
-        return run.rows, _append_run(table, run, step.context_lens, output.token_ids)
-    rows, token_ids = output.rows.astype(np.int64), output.token_ids
+        return run.rows, _append_run(table, run, step.context_lens, output)
+    rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
     if step.generation is not table.generation:
         is_live = step.generation[rows] == table.generation[rows]
         rows, token_ids = rows[is_live], token_ids[is_live]
+        logprobs = None if logprobs is None else logprobs.select(is_live)
     if step.has_beams:  # their tokens are chosen by `BeamSearch`
         is_sampled = ~table.is_beam[rows]
         rows, token_ids = rows[is_sampled], token_ids[is_sampled]
+        logprobs = None if logprobs is None else logprobs.select(is_sampled)
     positions = table.num_tokens[rows]
     table.tokens[rows, positions] = token_ids
     table.num_tokens[rows] = positions + 1
@@ -68,7 +82,26 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
         sample_indices=table.sample_index[rows],
         offsets=(positions - table.prompt_len[rows]).astype(np.uint32),
         token_ids=token_ids,
+        logprobs=logprobs,
+        prompt=None if output.prompt_logprobs is None else _take_prompt(table, step, output.prompt_logprobs),
     )
+
+
+def _take_prompt(table: RowTable, step: InFlightStep, found: PromptLogprobs) -> PromptDeltas | None:
+    """The prompt positions of open rows that were not delivered before, if any. Records them as delivered."""
+    is_new = np.zeros(len(found.rows), dtype=np.bool_)
+    rows, positions = found.rows.astype(np.int64), found.positions
+    is_open = step.generation[rows] == table.generation[rows]
+    for row in dict.fromkeys(rows[is_open].tolist()):
+        group = table.sequence(row).group
+        if group.pending_prompt_logprobs is None:
+            continue
+        is_new |= (rows == row) & (positions >= group.num_prompt_logprobs) & (positions < len(group.prompt))
+        group.num_prompt_logprobs = max(group.num_prompt_logprobs, int(positions[rows == row].max()) + 1)
+    if not is_new.any():
+        return None
+    rows = rows[is_new]
+    return PromptDeltas(table.owner[rows], table.handle[rows], positions[is_new], found.columns.select(is_new))
 
 
 def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
@@ -76,10 +109,13 @@ def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
     return bool((step.generation[step.rows] == table.generation[step.rows]).all())
 
 
-def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, token_ids: U32) -> Deltas:
+def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, output: StepOutput) -> Deltas:
     """Store the samples of a step in a run. All rows of the run are still open."""
+    token_ids = output.token_ids
     table.flat_tokens[run.token_starts + context_lens] = token_ids
     table.num_tokens += run.is_member
     table.pending -= run.is_member
     offsets = context_lens + run.first_offsets
-    return Deltas(run.owners, run.handles, run.sample_indices, offsets, token_ids, owner=run.owner)
+    return Deltas(
+        run.owners, run.handles, run.sample_indices, offsets, token_ids, owner=run.owner, logprobs=output.logprobs
+    )

@@ -371,6 +371,7 @@ class StepPlanner:
                 block_table=blocks,
                 num_computed_tokens=num_computed,
                 num_candidates=self._num_candidates(seq),
+                prompt_logprobs=seq.group.pending_prompt_logprobs,
             )
         )
         return row

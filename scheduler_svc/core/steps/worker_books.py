@@ -131,12 +131,10 @@ class WorkerBooks:
             ids = np.array([block.block_id for block in listed], dtype=np.int64)
             self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
-    def num_cached(self, digests: Seq[bytes], num_tokens: int) -> int:
-        """Number of leading tokens of a sequence that are cached here. Its newest token never counts: it must be
-        computed.
-        """
+    def num_cached(self, digests: Seq[bytes], max_tokens: int) -> int:
+        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`."""
         bs = self.capacity.block_size
-        return bs * self.pool.match_len(digests, (num_tokens - 1) // bs)
+        return bs * self.pool.match_len(digests, max_tokens // bs)
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
@@ -155,7 +153,7 @@ class WorkerBooks:
         if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
         token_ids = seq.data.token_ids()
-        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs)
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs)
         num_saved = len(hits) - self.pool.num_unused(hits)
         if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
             return self.refuse()
@@ -170,7 +168,7 @@ class WorkerBooks:
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.are_held(rows, self.capacity.num_blocks)
-        hits = self.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self.capacity.block_size)
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // self.capacity.block_size)
         num_saved = int(np.count_nonzero(is_held[hits]))
         num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - num_saved + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())

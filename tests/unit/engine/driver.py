@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import NO_RULES, U32, RowError, RowOpen, StepBatch, StepOutput, TokenRules
+from worker_svc.engine.batch import NO_RULES, U32, LogprobColumns, RowError, RowOpen, StepBatch, StepOutput, TokenRules
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -22,6 +23,29 @@ def seeded(seed: int, temperature: float = 1.0, **overrides: float) -> SamplingP
 
 def u32(*values: int) -> U32:
     return np.array(values, dtype=np.uint32)
+
+
+class Score(NamedTuple):
+    """The log probabilities at one position: of its token, then of the most likely ones."""
+
+    values: list[float]
+    token_ids: list[int]
+    rank: int
+
+
+def scores_of(columns: LogprobColumns) -> list[Score | None]:
+    """One entry per token; None for a token without log probabilities."""
+    found: list[Score | None] = []
+    start = 0
+    ranks = iter(columns.ranks.tolist())
+    for length in columns.lens.tolist():
+        end = start + length
+        entries = columns.logprobs[start:end].tolist(), columns.token_ids[start:end].tolist()
+        found.append(Score(*entries, next(ranks)) if length else None)
+        start = end
+    assert start == len(columns.logprobs) == len(columns.token_ids)
+    assert next(ranks, None) is None
+    return found
 
 
 @dataclass
@@ -46,6 +70,7 @@ class Driver:
     rows: dict[int, Row] = field(default_factory=dict)
     logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by (row, sequence position)
     errors: list[RowError] = field(default_factory=list)
+    scores: dict[tuple[int, int], Score] = field(default_factory=dict)  # by (row, sequence position)
     step_id: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +95,8 @@ class Driver:
         banned_before: int = 0,
         rules: TokenRules = NO_RULES,
         grammar: Grammar | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -78,7 +105,7 @@ class Driver:
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
-                    rules=rules, grammar=grammar)
+                    rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         )  # fmt: skip
         self.rows[row] = state
         return state
@@ -168,6 +195,7 @@ class Driver:
     def _apply(self, output: StepOutput, query_lens: dict[int, int]) -> None:
         self.errors.extend(output.errors)
         failed = {error.row for error in output.errors}
+        self._note_scores(output)
         for row, count in query_lens.items():
             if row not in failed:
                 self.rows[row].computed += count
@@ -177,6 +205,19 @@ class Driver:
             if self._sampled:  # replayed graphs record none
                 self.logits[row, len(self.rows[row].tokens)] = self._sampled[0][i]
             self.rows[row].tokens.append(token)
+
+    def _note_scores(self, output: StepOutput) -> None:
+        """Before the sampled tokens are appended: their positions are the rows' numbers of tokens."""
+        found: list[tuple[int, int, Score | None]] = []
+        if output.logprobs is not None:
+            positions = [len(self.rows[row].tokens) for row in output.rows.tolist()]
+            found += zip(output.rows.tolist(), positions, scores_of(output.logprobs), strict=True)
+        if (prompt := output.prompt_logprobs) is not None:
+            found += zip(prompt.rows.tolist(), prompt.positions.tolist(), scores_of(prompt.columns), strict=True)
+        for row, position, score in found:
+            if score is not None:
+                assert (row, position) not in self.scores, "a position was scored twice"
+                self.scores[row, position] = score
 
     def _record_logits(self) -> None:
         backend = self.runner._backend

@@ -51,6 +51,8 @@ WITHOUT_BODY_FIELD = {
     "output.text",
     "output.token_ids",
     "output.parse_chat",
+    "output.logprobs",
+    "output.prompt_logprobs",
     "scheduling.determinism",
     "scheduling.tenant_id",
 }

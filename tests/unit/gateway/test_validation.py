@@ -144,11 +144,21 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": SP(choice=["a"] * 1025)}, "sampling.choice", "1025 strings; at most 1024"),
     ({"sampling": SP(choice=["a", ""])}, "sampling.choice[1]", "is empty"),
     ({"sampling": SP(choice=["a" * 1024] * 129)}, "sampling.choice", "132096 bytes; at most 131072"),
+    ({"output": OUT(logprobs=129)}, "output.logprobs", "is 129; must be from 0 to 128"),
+    ({"output": OUT(prompt_logprobs=129)}, "output.prompt_logprobs", "is 129; must be from 0 to 128"),
+    (
+        {"continuation": continuation(STATE(cumulative_logprob=float("nan")))},
+        "continuation.samples[0].cumulative_logprob",
+        "is nan; must be a finite number",
+    ),
+    (
+        {"continuation": types.Continuation(num_prompt_logprobs=257), "prompt": ids(256), "stop": ST(max_tokens=0)},
+        "continuation.num_prompt_logprobs",
+        "is 257; the prompt has 256 tokens",
+    ),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": SP(beam_width=2)}, "sampling.beam_width"),
-    ({"output": OUT(logprobs=0)}, "output.logprobs"),
-    ({"output": OUT(prompt_logprobs=1)}, "output.prompt_logprobs"),
     ({"adapter": "lora"}, "adapter"),
     ({"media": [b"png"]}, "media"),
 ]
@@ -168,6 +178,7 @@ GOOD: list[dict[str, Any]] = [
     {"stop": ST(min_tokens=7, max_tokens=7, stop_token_ids=[499])},
     {"scheduling": SCHED(priority=-1000, cache_salt="s" * 128, determinism=1)},
     {"continuation": continuation(STATE(output_token_ids=[5])), "sampling": SP(temperature=0)},
+    {"output": OUT(logprobs=0, prompt_logprobs=128)},
     {"prompt": pb.Prompt(text="Hello")},
     {"prompt": chat(template_kwargs_json='{"a": 1}', tools_json="[]")},
 ]

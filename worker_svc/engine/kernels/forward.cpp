@@ -37,8 +37,8 @@ struct Batch {
 struct Parts {
   char *x, *residual, *qkv, *q, *attended, *activated;
 
-  Parts(const Model& m, const Batch& b, char* workspace) {
-    const int64_t row = b.num_tokens * (m.is_bf16 ? 2 : 4), q_size = m.q_heads * m.head_dim;
+  Parts(const Model& m, int64_t num_tokens, char* workspace) {
+    const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4), q_size = m.q_heads * m.head_dim;
     auto take = [&](int64_t width) {
       char* part = workspace;
       workspace += row * width;
@@ -65,7 +65,7 @@ struct Forward {
   Forward(const Model& m, const Batch& b, char* workspace)
       : m(m),
         b(b),
-        p(m, b, workspace),
+        p(m, b.num_tokens, workspace),
         shape{m.q_heads, m.kv_heads, m.head_dim, m.block_size},
         tasks(attention_tasks(b.query_starts, b.context_lens, b.num_rows, m.q_heads, m.kv_heads)),
         pass(int(m.threads)) {}
@@ -107,7 +107,7 @@ struct Forward {
       const int64_t n = is_last ? b.num_heads : b.num_tokens;
       if (n) feed_forward(m.layers[i], n);
     }
-    if (b.num_heads)
+    if (b.num_heads && logits)
       linear_of_norm(pass, int(m.is_bf16), m.head, {p.x, p.residual, m.final_norm, m.eps}, logits, b.num_heads);
   }
 
@@ -128,8 +128,19 @@ int64_t quire_forward_workspace(const void* model) {
   return (2 * m.hidden + 3 * q_size + 2 * m.kv_heads * m.head_dim + m.inner) * (m.is_bf16 ? 2 : 4);
 }
 
-// Stores keys and values of all tokens; writes logits [num_heads, vocab].
+// Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.
 void quire_forward(const void* model, const void* batch, void* logits, void* workspace) {
   Forward(*(const Model*)model, *(const Batch*)batch, (char*)workspace).run(logits);
+}
+
+// Writes logits [count, vocab] of head tokens `first` to first + count - 1 of the last quire_forward with null logits,
+// which had `num_tokens` tokens. At most once for each head token: it changes their row of the workspace.
+void quire_forward_logits(const void* model, int64_t num_tokens, int64_t first, int64_t count, void* logits,
+                          void* workspace) {
+  const Model& m = *(const Model*)model;
+  const Parts p(m, num_tokens, (char*)workspace);
+  const int64_t offset = first * m.hidden * (m.is_bf16 ? 2 : 4);
+  Pass pass(int(m.threads));
+  linear_of_norm(pass, int(m.is_bf16), m.head, {p.x + offset, p.residual + offset, m.final_norm, m.eps}, logits, count);
 }
 }
