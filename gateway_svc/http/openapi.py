@@ -36,6 +36,7 @@ KINDS: Mapping[Kind, Schema] = {
     Kind.STRING: TEXT,
     Kind.STRINGS: {"type": "array", "items": TEXT},
     Kind.TOKEN_IDS: TOKEN_IDS,
+    Kind.BIASES: {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}},
 }
 PART: Schema = {
     "type": "object",
@@ -71,6 +72,9 @@ OWN: Mapping[str, Schema] = {
     "top_k": {"type": "integer", "minimum": -1},
     "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
     "stop": {"anyOf": [TEXT, {"type": "array", "items": {**TEXT, "minLength": 1, "maxLength": 256}, "maxItems": 16}]},
+    "bad_words": {
+        "anyOf": [TEXT, {"type": "array", "items": {**TEXT, "minLength": 1, "maxLength": 128}, "maxItems": 128}]
+    },
     "stream": FLAG,
     "stream_options": {
         "type": "object",
@@ -250,6 +254,9 @@ def _field(row: BodyField, *, is_required: bool) -> Schema:
 
 
 def _of_request_field(field: Field) -> Schema:
+    if field.kind is Kind.BIASES:
+        bias = {"type": "number", "minimum": field.low, "maximum": field.high}
+        return {**KINDS[field.kind], "additionalProperties": bias, "maxProperties": field.max_items}
     schema = dict(KINDS.get(field.kind, {}))
     if field.low is not None:
         schema["exclusiveMinimum" if field.excludes_low else "minimum"] = field.low

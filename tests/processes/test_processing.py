@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from quire_client import AsyncClient, GenerateResult
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.processes.models import Reference, make_checkpoint
+from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, is_ready
 
 PROMPT = [17, 5, 80, 5, 33, 101, 17, 5, 250, 9, 11, 12, 80, 80, 7, 400, 301, 66, 5, 90]
@@ -39,6 +41,7 @@ class Running:
     stack: Stack
     scheduler: Service
     gateway: Service
+    http: str
     folder: Path
     reference: Reference
 
@@ -54,7 +57,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler()
         stack.start_worker(scheduler, model_dir, *FLAGS)
-        yield Running(stack, scheduler, stack.start_gateway(scheduler), model_dir, Reference(model_dir))
+        address = f"127.0.0.1:{free_port()}"
+        gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+        yield Running(stack, scheduler, gateway, f"http://{address}", model_dir, Reference(model_dir))
 
 
 async def greedy(client: AsyncClient, **options: Any) -> list[int]:
@@ -201,3 +206,29 @@ async def test_a_killed_worker_changes_no_token(running: Running) -> None:
             if moved.usage.recomputed_tokens:
                 break
         assert moved.usage.recomputed_tokens > 0
+
+
+HTTP_CASES = [
+    {"repetition_penalty": 1.6},
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2.0},
+    {"logit_bias": BIAS},
+    {"allowed_token_ids": [*range(100, 140)]},
+    {"banned_token_ids": [*range(0, 512, 3)]},
+    {"bad_words": ["a", "b", "c", "d", "e", "f", "g", "h"]},
+    {"truncate_prompt_tokens": 7},
+]
+
+
+async def test_a_body_field_has_the_effect_of_its_request_field(running: Running) -> None:
+    async with await running.connect() as client, aiohttp.ClientSession(running.http) as session:
+        plain = await greedy(client)
+        for options in HTTP_CASES:
+            biases = {str(token_id): bias for token_id, bias in options.get("logit_bias", {}).items()}
+            body = {"prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **options}
+            body |= {"return_token_ids": True} | ({"logit_bias": biases} if biases else {})
+            async with session.post("/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                [choice] = (await answer.json())["choices"]
+            assert choice["token_ids"] == await greedy(client, **options), options
+            assert choice["token_ids"] != plain, options

@@ -190,11 +190,14 @@ class ProcessorTable:
         self._asked.clear()
         self._asks_before[:] = 0
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether some open row asks for processing."""
+        return bool(self._asked)
+
     def select(self, rows: I64, positions: I64, output_positions: I64) -> ProcessedRows | None:
         """The rows of a step that ask for processing before they sample the token at these sequence and output
         positions; None if there are none."""
-        if not self._asked:
-            return None
         lines = np.flatnonzero(output_positions < self._asks_before[rows])
         return ProcessedRows(lines, rows[lines], positions[lines], self) if len(lines) else None
 

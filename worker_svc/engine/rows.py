@@ -313,6 +313,8 @@ class RowTable:
     def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
         """The rows whose logits are processed before the token at sequence position `positions` of each is sampled;
         None if there are none."""
+        if not self._processors.has_rows:
+            return None
         return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
 
     def start_masks(self, rows: I64, positions: I64) -> PendingMasks | None:

@@ -13,7 +13,7 @@ import pytest
 from quire_client.demo import demo_model_dir
 
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import EMPTY, RowErrorCode, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.batch import EMPTY, NO_RULES, RowErrorCode, RowOpen, StepBatch, StepOutput, TokenRules
 from worker_svc.engine.config import EngineConfig
 from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
 from worker_svc.sim_tokens import (
@@ -58,16 +58,18 @@ class Row:
     prompt_len: int = 0
     banned: tuple[int, ...] = ()
     banned_before: int = 0
+    rules: TokenRules = NO_RULES
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
 
     def open(self) -> RowOpen:
-        sampling = SamplingParams(self.temperature, 0, 1.0, 0.0, self.seed)
+        sampling = SamplingParams(self.temperature, 0, 1.0, 0.0, self.seed, *self.penalties)
         blocks = u32(self.blocks)
         return RowOpen(
             self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index,
-            banned_ids=u32(list(self.banned)), banned_before=self.banned_before,
+            banned_ids=u32(list(self.banned)), banned_before=self.banned_before, rules=self.rules,
         )  # fmt: skip
 
 
@@ -316,3 +318,30 @@ def test_banned_ids_are_not_drawn_before_their_position() -> None:
     logits = np.zeros(runner.info.vocab_size, np.float32)
     logits[list(VOCABULARY.printable_ids)] = -np.inf
     assert runner._draw_highest(5, logits) not in VOCABULARY.printable_ids
+
+
+RULES = {
+    "allowed_token_ids": {"rules": TokenRules(allowed_ids=u32([300, 301, 302, 303]))},
+    "banned_token_ids": {"rules": TokenRules(banned_ids=u32(list(VOCABULARY.printable_ids[::2])))},
+    "bad_words": {
+        "rules": TokenRules(
+            allowed_ids=u32([300, 301, 302]), bad_words=(u32([300, 301]), u32([301, 301]), u32([301, 302, 300]))
+        )
+    },
+    "logit_bias": {"rules": TokenRules(bias_ids=u32([300, 301]), biases=np.array([1, 1], np.float32))},
+    "repetition_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 306)])), "penalties": (1.5, 0, 0)},
+    "frequency_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 303)])), "penalties": (1, 0.5, 0)},
+    "presence_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 303)])), "penalties": (1, 0, 0.5)},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_processing_changes_the_output_and_is_replayed(name: str) -> None:
+    def generate(output: list[int], **fields: Any) -> list[int]:
+        row = Row(0, [300, 6, 7, *output], [0, 1, 2, 3], prompt_len=3, **fields)
+        return Driver(make_runner()).generate(row, 10)
+
+    rules = RULES[name].get("rules", NO_RULES)
+    tokens = generate([], **RULES[name])
+    assert tokens != generate([], rules=rules if "penalty" in name else NO_RULES)
+    assert all(generate(tokens[:count], **RULES[name]) == tokens for count in range(1, 10))
