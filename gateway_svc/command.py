@@ -1,0 +1,8 @@
+"""The `quire-gateway` command."""
+
+from svc_common.command import run_command
+
+
+def main() -> None:
+    """Run the service. Without its packages, the error names the extra to install."""
+    run_command("gateway", "gateway_svc.server")

@@ -1,0 +1,8 @@
+"""The `quire-scheduler` command."""
+
+from svc_common.command import run_command
+
+
+def main() -> None:
+    """Run the service. Without its packages, the error names the extra to install."""
+    run_command("scheduler", "scheduler_svc.server")

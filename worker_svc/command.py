@@ -1,0 +1,8 @@
+"""The `quire-worker` command."""
+
+from svc_common.command import run_command
+
+
+def main() -> None:
+    """Run the service. Without its packages, the error names the extra to install."""
+    run_command("worker", "worker_svc.server", needed_later=("torch", "safetensors"))
