@@ -14,6 +14,9 @@ from gateway_svc.models import ServedModel
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat import ChatTemplateError
 from gateway_svc.text.chat_output import ChatFormat, ChatParser
+from gateway_svc.text.tool_grammar import CallRules, tool_grammar
+from request_fields.fields import MAX_GRAMMAR_BYTES
+from request_fields.grammar import Grammar, GrammarKind, has_grammar
 from svc_common.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -23,6 +26,7 @@ MAX_SHOWN = 80  # characters of a wrong value in an error
 TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for the start of reasoning
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the parsers find no other names
 CHAT = "prompt.chat"
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Tools:
 
     given: tuple[Mapping[str, Any], ...] = ()  # as in tools_json
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by name
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must match their schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,10 @@ def read_tools(chat: pb.Chat) -> Tools:
         raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; must be the name of a tool of the request: {have}")
     if must_call(chat) and not schemas:
         raise _invalid("tool_choice", "requires a call, but the chat has no tools; send the tools")
-    return Tools() if chat.tool_choice == pb.TOOL_CHOICE_NONE else Tools(tuple(given), schemas)
+    if chat.tool_choice == pb.TOOL_CHOICE_NONE:
+        return Tools()
+    strict = frozenset(tool["function"]["name"] for tool in given if tool["function"].get("strict"))
+    return Tools(tuple(given), schemas, strict)
 
 
 def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
@@ -172,6 +180,8 @@ def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
         )
     if schema is not None and not isinstance(schema, dict):
         raise _invalid(f"{where}.function.parameters", "must be a JSON schema of an object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise _invalid(f"{where}.function.strict", f"is {_shown(function['strict'])}; must be true or false")
     return name, schema or {}
 
 
@@ -184,17 +194,51 @@ def answer_plan(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Seq
     format = model.chat_format(chat.chat_template, has_tools=bool(tools.given))
     if not tools.given:
         format = ChatFormat(format.reasoning, None)
-    if must_call(chat) and format.tools is None:
-        raise _invalid(
-            "tool_choice",
-            "requires a call, but the gateway does not know the format of this model's calls; set its --tool-parser",
-        )
     return AnswerPlan(
         format,
         tools.schemas,
-        is_parallel=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
+        is_parallel=_is_parallel(chat),
         is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
     )
+
+
+def call_grammar(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int]) -> Grammar | None:
+    """The grammar of the answer, if it must have a tool call or if a tool is strict; None: the answer is free.
+
+    Raises InvalidRequestError.
+    """
+    chat = request.prompt.chat
+    tools = read_tools(chat)
+    if not (must_call(chat) or tools.strict):
+        return None
+    name = "tool_choice" if must_call(chat) else "tools_json"
+    if has_grammar(request.sampling):
+        raise _invalid(name, "needs a grammar for the calls, but sampling has one too; set only one of them")
+    format = model.chat_format(chat.chat_template, has_tools=True)
+    if format.tools is None:
+        words = "needs a grammar for the calls, but their format is not known for this model"
+        raise _invalid(name, f"{words}; set --tool-parser of the gateway")
+    tokenizer = model.require_tokenizer(CHAT)
+    rules = CallRules(_constrained(chat, tools), must_call(chat), _is_parallel(chat) and not chat.tool_name)
+    is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
+    text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise _invalid("tools_json", f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return Grammar(GrammarKind.LARK, text, f"{CHAT}.tools_json")
+
+
+def _constrained(chat: pb.Chat, tools: Tools) -> Mapping[str, Mapping[str, Any]]:
+    """The schema of each tool that may be called. With AUTO, only strict tools must match theirs."""
+    if chat.tool_name:
+        return {chat.tool_name: tools.schemas[chat.tool_name]}
+    if must_call(chat):
+        return tools.schemas
+    return {name: schema if name in tools.strict else ANY_OBJECT for name, schema in tools.schemas.items()}
+
+
+def _is_parallel(chat: pb.Chat) -> bool:
+    return chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
 
 
 def _is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:

@@ -16,6 +16,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
 from gateway_svc.api_keys import current_caller, scoped
+from gateway_svc.chat_request import call_grammar
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.grammar_checker import GrammarChecker
@@ -280,6 +281,9 @@ class InferenceServicer(InferenceServiceServicer):
             grammar = await self._grammars.check(grammar, model)
         if resumed is None:
             prompt_ids = await self._prompts.token_ids(request.prompt, model)
+            size = len(request.prompt.chat.tools_json)
+            calls = await self._prompts.run(size, call_grammar, request, model, prompt_ids)
+            grammar = grammar if calls is None else await self._grammars.check(calls, model)
         else:
             prompt_ids = resumed.prompt_ids
         plan = await self._prompts.run(

@@ -14,13 +14,11 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from request_fields.grammar import GrammarKind
+from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
 MAX_DEPTH = 64  # nesting of a JSON Schema; llguidance's parser stops at 128
 MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="
-# Between the parts of JSON: a space, or a line break with indentation. Small models repeat free white space forever.
-WHITESPACE = r"(\x20|\x0A\x20{0,16})"
 
 MASK_WORD_BITS = 32
 
@@ -91,7 +89,7 @@ def _to_llguidance(kind: GrammarKind, text: str) -> str:
     if kind is GrammarKind.LARK:
         return str(LLMatcher.grammar_from_lark(text))
     try:
-        return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+        return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE}))
     except ValueError as error:
         raise GrammarError(_first_line(str(error))) from None
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError
 
+# Between the parts of JSON: a space, or a line break with indentation. Small models repeat free white space forever.
+JSON_WHITESPACE = r"(\x20|\x0A\x20{0,16})"
 ANY_OBJECT = '{"type":"object"}'
 
 

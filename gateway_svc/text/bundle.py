@@ -140,7 +140,11 @@ class Tokenizer:
 
     def has_token(self, text: str) -> bool:
         """The text is one token of the vocabulary."""
-        return self._backend.token_to_id(text) is not None
+        return self.token_id(text) is not None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a text that is one token of the vocabulary, else None."""
+        return self._backend.token_to_id(text)
 
     def new_detokenizer(self, *, skip_special_tokens: bool, visible: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer for one stream of ids. `visible`: special tokens that are never skipped."""

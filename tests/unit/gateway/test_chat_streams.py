@@ -296,7 +296,53 @@ async def test_a_required_call_needs_a_known_format() -> None:
     async with serving("{{ tools }}") as (gateway, _):
         prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
         error = await refused(gateway.generate(prompt=prompt, output=parsed()))
-    assert "set its --tool-parser" in (error.details() or "")
+    assert "set --tool-parser of the gateway" in (error.details() or "")
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "is_free"),
+    [
+        ({"tools_json": TOOLS, "tool_choice": pb.TOOL_CHOICE_REQUIRED}, ["weather", "clock", "city"], False),
+        ({"tools_json": TOOLS, "tool_name": "clock"}, ["clock"], False),
+        ({"tools_json": json.dumps([STRICT, CLOCK])}, ["weather", "clock", "city"], True),
+    ],
+)
+async def test_calls_are_forced_by_a_grammar(options: dict[str, Any], words: list[str], is_free: bool) -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        await gateway.collect(prompt=chat_of(**options), output=parsed())
+    grammar = scheduler.submits[-1].sampling.grammar
+    assert [word for word in ("weather", "clock", "city") if word in grammar] == words
+    assert grammar.splitlines()[0].endswith(")?") == is_free
+
+
+@pytest.mark.parametrize(
+    "options", [{"tools_json": TOOLS}, {"tools_json": json.dumps([STRICT]), "tool_choice": pb.TOOL_CHOICE_NONE}]
+)
+async def test_calls_that_are_not_forced_need_no_grammar(options: dict[str, Any]) -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        await gateway.collect(prompt=chat_of(**options), output=parsed())
+    assert not scheduler.submits[-1].sampling.HasField("grammar")
+
+
+async def test_a_grammar_of_the_request_excludes_forced_calls() -> None:
+    async with serving() as (gateway, _):
+        prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
+        error = await refused(gateway.generate(prompt=prompt, sampling=types.SamplingParams(regex="a")))
+    assert "sampling has one too" in (error.details() or "")
+
+
+async def test_a_schema_that_cannot_be_a_grammar_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    async with serving() as (gateway, _):
+        prompt = chat_of(tools_json=json.dumps([tool]), tool_name="f")
+        error = await refused(gateway.generate(prompt=prompt))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt.chat.tools_json" in (error.details() or "")
 
 
 async def test_the_template_s_message_is_sent() -> None:

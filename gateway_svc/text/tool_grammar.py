@@ -1,0 +1,211 @@
+"""Grammars that make a model write valid tool calls: Lark as llguidance reads it, in the format of the model's calls.
+
+    start: reasoning calls               tool_choice required, or a named tool
+    start: reasoning TEXT? calls?        auto, with strict tools
+
+The name and the markers are fixed text, and the arguments match the tool's JSON schema. A marker that is one token of
+the vocabulary is written as this token: text cannot contain it. The reasoning is free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.reasoning import ReasoningFormat
+from gateway_svc.text.tool_formats import TOOL_CALLS
+from gateway_svc.text.tool_xml import END_TOOL_CALL, TOOL_CALL
+from request_fields.grammar import JSON_WHITESPACE
+
+TokenId: TypeAlias = Callable[[str], int | None]
+"""The id of a text that is one token of the vocabulary, else None."""
+
+GAP = r"/[ \t\r\n]{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Which calls the output may have."""
+
+    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool; an empty schema: no arguments
+    needs_call: bool
+    is_parallel: bool
+
+
+def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
+    """The grammar of an answer in this format, which has a tool format."""
+    assert format.tools is not None
+    lark = _Lark(token_id)
+    writer = WRITERS[format.tools.name](lark)
+    bodies = [lark.add("call", writer.body(name, schema)) for name, schema in rules.schemas.items()]
+    calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
+    if rules.needs_call:
+        answer = f"{writer.lead} {calls}"
+    else:
+        before = lark.until(writer.start) if writer.start else ""
+        answer = f"({before} {calls} | {lark.add_text(writer.start)})?"
+    return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
+
+
+def _reasoning(lark: _Lark, format: ReasoningFormat | None, *, is_begun: bool) -> str:
+    if format is None:
+        return ""
+    rest = f"{lark.until(format.end)} {GAP}"
+    return rest if is_begun else f"({lark.marker(format.start)} {rest})?"
+
+
+class _Lark:
+    """The rules of one grammar."""
+
+    def __init__(self, token_id: TokenId) -> None:
+        self.token_id = token_id
+        self._rules: list[str] = []
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule. Returns its name, made unique."""
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def add_json(self, schema: Mapping[str, Any]) -> str:
+        """Add a JSON value of this schema."""
+        schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+        return self.add("json", f"%json {json.dumps(schema)}")
+
+    def add_text(self, marker: str) -> str:
+        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with `{`."""
+        name = f"TEXT_{len(self._rules)}"
+        other = rf"~/(?s:.*){_escaped(marker)}(?s:.*)/" if marker else r"~/[ \t\r\n]*\{(?s:.*)/"
+        self._rules.append(f"{name}: /(?s:.+)/ & {other}")
+        return name
+
+    def until(self, marker: str) -> str:
+        """Add any text up to and including the first occurrence of the marker."""
+        if self.token_id(marker) is None:
+            name = f"until_{len(self._rules)}"
+            self._rules.append(f"{name}[suffix={json.dumps(marker)}]: /(?s:.*)/")
+            return name
+        return f"{self.add_text(marker)}? {self.marker(marker)}"
+
+    def marker(self, text: str) -> str:
+        """A marker: its token if it has one, else its text."""
+        id_ = self.token_id(text)
+        return _literal(text) if id_ is None else f"<[{id_}]>"
+
+    def text(self, start: str) -> str:
+        """The grammar."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+class _Hermes:
+    """<tool_call>, line break, object, line break, </tool_call>."""
+
+    start = TOOL_CALL  # the marker before the first call; "": none
+    separator = '"\\n"'
+
+    def __init__(self, lark: _Lark) -> None:
+        self._lark = lark
+
+    @property
+    def lead(self) -> str:
+        return self._lark.marker(self.start) if self.start else ""
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        """One call without the marker before it."""
+        return f'"\\n" {_object(self._lark, name, "arguments", schema)} "\\n" {self._lark.marker(END_TOOL_CALL)}'
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        """All calls, without the marker before the first."""
+        return f"{body} ({self.separator} {self.lead} {body})*" if is_parallel else body
+
+
+class _Qwen3Coder(_Hermes):
+    """Required parameters, then the optional ones, each in the order of the schema."""
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        properties, required = _properties(schema), schema.get("required") or ()
+        ordered = sorted(properties, key=lambda key: key not in required)
+        parameters = [self._parameter(key, properties[key], schema) for key in ordered]
+        optional = [p if key in required else f"({p})?" for key, p in zip(ordered, parameters, strict=True)]
+        head, end = _literal(f"\n<function={name}>\n"), self._lark.marker(END_TOOL_CALL)
+        return f'{head} {" ".join(optional)} "</function>\\n" {end}'
+
+    def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        head = _literal(f"<parameter={key}>\n")
+        if schema.get("type") == "string" and "enum" not in schema:
+            return f'{head} {self._lark.until("</parameter>")} "\\n"'
+        if schema.get("type") == "string":
+            values = " | ".join(_literal(str(value)) for value in schema["enum"])
+            return f'{head} ({values}) "\\n</parameter>\\n"'
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return f'{head} {self._lark.add_json({**shared, **schema})} "\\n</parameter>\\n"'
+
+
+class _Llama3(_Hermes):
+    """An object without a marker, so free text must not begin with a brace."""
+
+    start = ""
+    separator = '"; "'
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        return _object(self._lark, name, "parameters", schema)
+
+
+class _Mistral(_Hermes):
+    """The format with [ARGS] if the vocabulary has this token, else a list."""
+
+    start = TOOL_CALLS
+    separator = ""
+
+    def __init__(self, lark: _Lark) -> None:
+        super().__init__(lark)
+        self._is_list = lark.token_id("[ARGS]") is None
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        if self._is_list:
+            return _object(self._lark, name, "arguments", schema)
+        return f"{_literal(name)} {self._lark.marker('[ARGS]')} {self._lark.add_json(_arguments(schema))}"
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        if not self._is_list:
+            return super().calls(body, is_parallel=is_parallel)
+        more = f'(", " {body})*' if is_parallel else ""
+        return f'"[" {body} {more} "]"'
+
+
+WRITERS: Mapping[str, type[_Hermes]] = {
+    "hermes": _Hermes,
+    "qwen3_coder": _Qwen3Coder,
+    "llama3": _Llama3,
+    "mistral": _Mistral,
+}
+
+
+def _object(lark: _Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
+    """The object of a call. The schema stays a document of its own, because its references begin at its root."""
+    head = _literal(f'{{"name": {json.dumps(name)}, "{key}": ')
+    return f'{head} {lark.add_json(_arguments(schema))} "}}"'
+
+
+def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not schema:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {**schema, "type": "object"}
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    given = schema.get("properties")
+    given = given if isinstance(given, dict) else {}
+    return {key: value if isinstance(value, dict) else {} for key, value in given.items()}
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _escaped(text: str) -> str:
+    """Text as part of a regular expression between slashes."""
+    return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)

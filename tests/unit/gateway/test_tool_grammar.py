@@ -1,0 +1,171 @@
+"""Grammars for tool calls, compiled by llguidance: they accept calls that the parser reads, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from gateway_svc.text.answer import Kind
+from gateway_svc.text.chat_output import ChatFormat, parse
+from gateway_svc.text.reasoning import THINK
+from gateway_svc.text.tool_formats import TOOL_FORMATS
+from gateway_svc.text.tool_grammar import CallRules, tool_grammar
+from grammars.compiler import GrammarCompiler
+from request_fields.grammar import GrammarKind
+from tests.chat_templates import CLOCK, WEATHER
+from tests.unit.gateway.tokenizer_kinds import byte_level
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "to": {"$ref": "#/$defs/place"},
+        "note": {"type": "string"},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+    },
+    "required": ["to"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "weather": WEATHER["function"]["parameters"],  # type: ignore[index]
+    "clock": CLOCK["function"]["parameters"],  # type: ignore[index]
+    "go": NESTED,
+}
+MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
+    "llama3": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+}
+
+
+@functools.cache
+def tokenizer_with(*markers: str) -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("</s>", *markers)])
+    eos = tokenizer.token_to_id("</s>") or 0
+    return tokenizer, GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [eos])
+
+
+class Case:
+    """A grammar and its tokenizer."""
+
+    def __init__(
+        self, name: str, *, has_tokens: bool, reasoning: bool = False, begun: bool = False, **rules: Any
+    ) -> None:
+        markers = [*MARKERS[name], *(THINK.markers if reasoning else ())] if has_tokens else []
+        self._tokenizer, compiler = tokenizer_with(*markers)
+        self.format = ChatFormat(THINK if reasoning else None, TOOL_FORMATS[name])
+        options = {"schemas": SCHEMAS, "needs_call": True, "is_parallel": True, **rules}
+        text = tool_grammar(self.format, CallRules(**options), self._tokenizer.token_to_id, is_reasoning_begun=begun)
+        self._matcher = compiler.compile(GrammarKind.LARK, text)
+
+    def accepts(self, text: str) -> bool:
+        """The whole text is an output that may end."""
+        matcher = self._matcher.deep_copy()
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+PARIS = '{"city": "Paris"}'
+VALID = {
+    "hermes": [
+        hermes("weather", PARIS),
+        hermes("clock", "{}"),
+        hermes("go", '{"to": {"x": 1}, "note": "a"}'),
+        hermes("weather", PARIS) + "\n" + hermes("clock", "{}"),
+    ],
+    "qwen3_coder": [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\na < b\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+        '<tool_call>\n<function=go>\n<parameter=to>\n{"x": 1}\n</parameter>\n<parameter=unit>\nc\n</parameter>\n'
+        "</function>\n</tool_call>",
+    ],
+    "llama3": [
+        f'{{"name": "weather", "parameters": {PARIS}}}',
+        f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "clock", "parameters": {{}}}}',
+    ],
+    "mistral": [
+        f"[TOOL_CALLS]weather[ARGS]{PARIS}",
+        f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]clock[ARGS]{{}}",
+    ],
+}
+MISTRAL_LISTS = [
+    f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}]',
+    f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, {{"name": "clock", "arguments": {{}}}}]',
+]
+
+
+def valid(name: str, *, has_tokens: bool) -> list[str]:
+    return MISTRAL_LISTS if name == "mistral" and not has_tokens else VALID[name]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", VALID)
+def test_valid_calls_are_accepted_and_parsed(name: str, has_tokens: bool) -> None:
+    case = Case(name, has_tokens=has_tokens)
+    for text in valid(name, has_tokens=has_tokens):
+        assert case.accepts(text), text
+        items = parse(case.format, text, tools=SCHEMAS)
+        assert {item.kind for item in items} == {Kind.TOOL_CALL}
+        assert [item.name for item in items] == names_in(text)
+
+
+def names_in(text: str) -> list[str]:
+    """Names of tools in a text, in order."""
+    return re.findall("|".join(SCHEMAS), text)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", VALID)
+def test_other_text_is_refused(name: str, has_tokens: bool) -> None:
+    case = Case(name, has_tokens=has_tokens)
+    for text in valid(name, has_tokens=has_tokens):
+        for wrong in (
+            "Hello",
+            text[:-1],
+            text + " and more",
+            text.replace("weather", "rain").replace("clock", "rain").replace("go", "rain"),
+            text.replace("Paris", "").replace('"city"', '"town"') if '"city"' in text else "{}",
+        ):
+            assert not case.accepts(wrong), wrong
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_without_parallel_calls_there_is_one(name: str) -> None:
+    case = Case(name, has_tokens=True, is_parallel=False)
+    for text in valid(name, has_tokens=True):
+        assert case.accepts(text) == (len(parse(case.format, text, tools=SCHEMAS)) == 1)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", VALID)
+def test_auto_accepts_text_before_valid_calls(name: str, has_tokens: bool) -> None:
+    case = Case(name, has_tokens=has_tokens, needs_call=False)
+    assert case.accepts("Hello, world.\n")
+    for text in valid(name, has_tokens=has_tokens):
+        assert case.accepts(text)
+        assert not case.accepts(text.replace("weather", "rain").replace("clock", "rain").replace("go", "rain"))
+        if name != "llama3":
+            assert case.accepts("I look it up.\n" + text)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_reasoning_is_free(begun: bool, has_tokens: bool) -> None:
+    case = Case("hermes", has_tokens=has_tokens, reasoning=True, begun=begun)
+    call = hermes("weather", PARIS)
+    thought = "\nHm { < \n</think>\n\n"
+    assert case.accepts(thought + call) == begun
+    assert case.accepts("<think>" + thought + call) == (not begun or not has_tokens)
+    assert case.accepts(call) == (not begun)
