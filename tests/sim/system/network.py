@@ -116,7 +116,7 @@ class Network:
         self._links: dict[frozenset[str], Link] = {}
 
     def channel(self, target: str) -> Channel:
-        """The replacement of `open_channel` for the running process."""
+        """Opens the channels of the running process."""
         process = PROCESS.get()
         if process is None:
             raise RuntimeError("only a process has channels")

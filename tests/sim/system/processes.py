@@ -111,7 +111,7 @@ class SchedulerService(Service):
         self.step_loop = StepLoop(sizes.scheduler_config, index)
         self.gateways = Gateways(self.step_loop, epoch, sizes.gateway_heartbeat_s)
         timeouts = LinkTimeouts(heartbeat_s=sizes.heartbeat_timeout_s, step_s=sizes.step_timeout_s)
-        dialer = Dialer(index, self.name, timeouts)
+        dialer = Dialer(index, self.name, timeouts, open_channel=world.network.channel)
         self.pool = WorkerPool(
             self.step_loop, dialer, heartbeat_timeout_s=sizes.heartbeat_timeout_s, on_change=self.gateways.announce
         )
@@ -180,6 +180,7 @@ class WorkerService(Service):
             lifecycle=self.lifecycle,
             work=self.executor,
             rng=Random(world.rng.random()),
+            open_channel=world.network.channel,
         )
         self._shell = self._make_shell()
         self.process.start(self.registration.run())
@@ -220,7 +221,12 @@ class GatewayService(Service):
         world = self.world
         bundles = BundleCache()
         self.clients = [
-            SchedulerClient(s.address, gateway_id=f"{self.name}-{self.num_lives}", bundles=bundles)
+            SchedulerClient(
+                s.address,
+                gateway_id=f"{self.name}-{self.num_lives}",
+                bundles=bundles,
+                open_channel=world.network.channel,
+            )
             for s in world.schedulers
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=world.setup.patience_s)

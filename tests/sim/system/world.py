@@ -28,8 +28,6 @@ from quire_client import AsyncClient
 from quire_client import errors as client_errors
 from quire_client.types import FinishReason as ClientReason
 
-import gateway_svc.scheduler_client
-import scheduler_svc.worker_link
 import worker_svc.executor
 import worker_svc.registration
 from prefix_index.hashing import model_salt
@@ -492,8 +490,6 @@ class World:
         state = random.getstate()
         random.seed(self.rng.random())
         with ExitStack() as stack:
-            for module in (gateway_svc.scheduler_client, scheduler_svc.worker_link, worker_svc.registration):
-                stack.enter_context(patch.object(module, "open_channel", self.network.channel))
             redis_client = RedisClient(self.redis)
             stack.enter_context(patch.object(redis.asyncio.Redis, "from_url", lambda *_, **__: redis_client))
             sdk = (quire_client.aio.calls, quire_client.aio.stream, quire_client.retry, quire_client.watch)
