@@ -280,8 +280,7 @@ class SimRunner:
 
 def _without_failed(rows: I64, positions: I64, masks: RowMasks, errors: RowErrors) -> tuple[I64, I64]:
     """The rows whose grammar did not fail; the others get an error."""
-    for line, message in masks.failures.items():
-        errors.add(int(rows[line]), message, RowErrorCode.INTERNAL)
+    errors.add_all(masks.errors(rows))
     failed = list(masks.failures)
     return np.delete(rows, failed), np.delete(positions, failed)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from request_fields.fields import SamplingParams
+from request_fields.grammar import Grammar, GrammarKind
 from worker_svc.engine.batch import RowOpen, StepBatch, TokenRules
 from worker_svc.engine.gpu import parallel
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
@@ -39,6 +40,7 @@ def full_batch():
                 bias_ids=table,
                 biases=np.array([1.5, -100], np.float32),
             ),
+            grammar=Grammar(GrammarKind.LARK, 'start: "é"'),
         ),
         RowOpen(4, prompt[:0], 5, more, 5, SamplingParams(0.0, 0, 1.0, 0.0, 0), 1, fork_of_row=0),
     ]

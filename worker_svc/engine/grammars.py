@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import U32, Bools, RowOpen
+from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen
 from worker_svc.engine.machine import available_cores
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ class RowMasks:
     is_banned: Bools  # [P, vocab]
     failures: dict[int, str]  # by line: why its grammar failed
 
+    def errors(self, rows: I64) -> list[RowError]:
+        """The errors of failed rows; `rows` [S] are the rows of the logits."""
+        return [RowError(int(rows[line]), RowErrorCode.INTERNAL, text) for line, text in self.failures.items()]
+
     def without_failed(self) -> RowMasks:
         """The masks after the lines of failed rows were removed from the logits."""
         if not self.failures:
@@ -170,6 +174,10 @@ class RowGrammars:
         """Closes all rows."""
         self._rows.clear()
 
+    def has_any(self, rows: I64) -> bool:
+        """Whether any of these rows has a grammar."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
+
     def replay(self, row: int) -> None:
         """The history of this row was replaced: consume its whole output again."""
         if (state := self._rows.get(row)) is not None:
@@ -208,8 +216,8 @@ class RowGrammars:
         for matcher, i in matchers:
             if matcher.is_error():
                 failures[int(lines[i])] = f"the grammar failed: {error_of(matcher)}"
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-        return RowMasks(lines, bits == 0, failures)
+        bits = np.unpackbits((~masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        return RowMasks(lines, bits.view(np.bool_), failures)
 
     def _fill(self, masks: npt.NDArray[np.int32], matchers: list[tuple[LLMatcher, int]]) -> None:
         """Writes one mask per matcher, in several threads; llguidance releases the interpreter lock."""

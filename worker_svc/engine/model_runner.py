@@ -19,7 +19,6 @@ from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import (
     EMPTY,
     U32,
-    Bools,
     LogprobColumns,
     PromptLogprobs,
     RowErrorCode,
@@ -29,10 +28,11 @@ from worker_svc.engine.batch import (
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
-from worker_svc.engine.grammars import PendingMasks, RowMasks, compiled_grammars
+from worker_svc.engine.grammars import PendingMasks, compiled_grammars
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.machine import available_cores, available_memory
+from worker_svc.engine.masking import apply_masks
 from worker_svc.engine.model import DecoderModel, WeightLoader
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
@@ -254,7 +254,9 @@ class ModelRunner:
             logits = logits.float()
             self._backend.process_logits(logits, processed)
         if masks is not None:
-            self._apply_masks(plan, logits, masks.result(), errors)
+            found = masks.result()
+            errors.add_all(found.errors(plan.sampling_rows))
+            apply_masks(logits, found, self.info.eos_token_ids, has_rules=processed is not None)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         for row in rows[is_bad]:
@@ -267,22 +269,6 @@ class ModelRunner:
             rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         self._rows.append(rows, positions, token_ids)
         return Computed(rows, token_ids, logprobs)
-
-    def _apply_masks(self, plan: StepPlan, logits: torch.Tensor, masks: RowMasks, errors: RowErrors) -> None:
-        """Removes the tokens that grammars forbid. A row whose grammar failed gets an error, and no token."""
-        for line, is_banned in zip(masks.lines.tolist(), masks.is_banned, strict=True):
-            logits[line].masked_fill_(torch.from_numpy(is_banned), -torch.inf)
-            if logits[line].max() == -torch.inf:
-                self._allow_end(logits[line], is_banned)
-        for line, message in masks.failures.items():
-            errors.add(int(plan.sampling_rows[line]), message, RowErrorCode.INTERNAL)
-            logits[line] = torch.nan
-
-    def _allow_end(self, logits: torch.Tensor, is_banned: Bools) -> None:
-        """If rules of the request ban everything else that the grammar allows, e.g. min_tokens, the output ends."""
-        for token_id in self.info.eos_token_ids:
-            if not is_banned[token_id]:
-                logits[token_id] = 0.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

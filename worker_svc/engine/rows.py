@@ -39,6 +39,10 @@ class RowErrors:
     def add(self, row: int, message: str, code: RowErrorCode = RowErrorCode.BAD_INPUT) -> None:
         self._errors.setdefault(row, RowError(row, code, message))
 
+    def add_all(self, errors: list[RowError]) -> None:
+        for error in errors:
+            self._errors.setdefault(error.row, error)
+
     def __contains__(self, row: int) -> bool:
         return row in self._errors
 
@@ -316,6 +320,10 @@ class RowTable:
         if not self._processors.has_rows:
             return None
         return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
+
+    def has_grammars(self, rows: I64) -> bool:
+        """Whether any of these rows has a grammar."""
+        return self._grammars is not None and self._grammars.has_any(rows)
 
     def start_masks(self, rows: I64, positions: I64) -> PendingMasks | None:
         """Starts to compute which tokens the grammars of these rows allow at these sequence positions; None if no row

@@ -90,6 +90,18 @@ def test_sampling_flags_reach_the_request(gateway, capsys):
     assert (sampling.min_p, sampling.seed, request.model, list(request.stop.stop)) == (0.125, 9, "fake", ["a", "b"])
 
 
+def test_structured_output_flags_reach_the_request(gateway, capsys, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "string"}')
+    assert run(capsys, "generate", "hi", "--json-schema", str(schema))[0] == 0
+    assert gateway.requests[-1].sampling.json_schema == '{"type": "string"}'
+    assert run(capsys, "generate", "hi", "--regex", "a+")[0] == 0
+    assert gateway.requests[-1].sampling.regex == "a+"
+    code, _, err = run(capsys, "generate", "hi", "--json-schema", "missing.json")
+    assert code == 2
+    assert "cannot read missing.json" in err
+
+
 def test_chat_once(gateway, capsys):
     assert run(capsys, "chat", "hi", "--system", "Be brief.") == (0, "hello\n", "")
     assert [m.role for m in gateway.requests[-1].prompt.chat.messages] == ["system", "user"]

@@ -188,6 +188,27 @@ def test_every_option_reaches_the_request(client, gateway):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        ({"json_schema": {"type": "string"}}, {"json_schema": '{"type": "string"}'}),
+        ({"json_schema": '{"type":"string"}'}, {"json_schema": '{"type":"string"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ],
+)
+def test_structured_output_reaches_the_request(client, gateway, options, sampling):
+    client.generate("hi", **options)
+    assert gateway.requests[-1].sampling == types_pb2.SamplingParams(**sampling)
+
+
+def test_a_schema_that_is_not_json_is_refused(client):
+    with pytest.raises(InvalidRequest, match="json_schema is not JSON"):
+        client.generate("hi", json_schema={"type": object()})
+
+
 def test_options_not_given_stay_unset(client, gateway):
     client.generate("hi")
     assert gateway.requests[-1] == pb.GenerateRequest(prompt=pb.Prompt(text="hi"))

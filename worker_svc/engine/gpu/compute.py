@@ -27,6 +27,8 @@ from worker_svc.engine.gpu.processing import DeviceProcessing
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
 from worker_svc.engine.plan import StepPlan
 
+Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
+
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
@@ -142,13 +144,14 @@ class StepCompute:
         rows = min(size, self._max_rows)
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 
-    def run(self, bucket: Bucket, host: HostStep, *, is_filtered: bool) -> None:
-        """Launches the uploaded step. `is_filtered` as in a Bucket, also for a step that ends at logits."""
+    def run(self, bucket: Bucket, host: HostStep, *, is_filtered: bool, mask: Mask | None = None) -> None:
+        """Launches the uploaded step. `is_filtered` as in a Bucket, also for a step that ends at logits. `mask` changes
+        the processed logits of such a step; it is called when the forward pass is launched."""
         graphs = None if self._is_eager else self._graphs
         is_replayed = graphs is not None and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
         if bucket.ends_at_logits and logits is not None:
-            self._process_and_sample(bucket, logits, is_filtered=is_filtered)
+            self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
         if graphs is not None and not is_replayed:
             graphs.record_after(bucket)
 
@@ -172,11 +175,16 @@ class StepCompute:
         self._sample(columns, logits, is_filtered=bucket.is_filtered)
         return None
 
-    def _process_and_sample(self, bucket: Bucket, logits: torch.Tensor, *, is_filtered: bool) -> None:
+    def _process_and_sample(
+        self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool
+    ) -> None:
         """The rest of a step that ends at logits. Kernels are launched one by one."""
         columns = self._buffer.columns(bucket)
         rows, positions = columns.sample_rows, columns.output_positions
-        self._sample(columns, self.processing.process(logits, rows, positions), is_filtered=is_filtered)
+        logits = self.processing.process(logits, rows, positions)
+        if mask is not None:
+            mask(logits)
+        self._sample(columns, logits, is_filtered=is_filtered)
         self.processing.note(self.results[0, : bucket.samples], rows, positions)
 
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
+from request_fields.grammar import Grammar, GrammarKind
 from worker_svc.engine.batch import U32, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
@@ -27,6 +28,10 @@ CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
 # row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, banned before, and the
 # numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words
 OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}I7I")
+
+
+GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
+GRAMMAR_KINDS, NO_GRAMMAR = tuple(GrammarKind), 255
 
 
 class Kind(IntEnum):
@@ -54,6 +59,7 @@ def step_to_bytes(batch: StepBatch) -> bytes:
         parts.append(rules.biases.astype("<f4", copy=False).tobytes())
         for word in rules.bad_words:
             parts += [len(word).to_bytes(4, "little"), _words(word)]
+        parts.append(_grammar_to_bytes(item.grammar))
     return b"".join(parts)
 
 
@@ -80,6 +86,13 @@ def _open_to_bytes(item: RowOpen) -> bytes:
         item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
         len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words),
     )  # fmt: skip
+
+
+def _grammar_to_bytes(grammar: Grammar | None) -> bytes:
+    if grammar is None:
+        return GRAMMAR.pack(NO_GRAMMAR, 0)
+    text = grammar.text.encode()
+    return GRAMMAR.pack(GRAMMAR_KINDS.index(grammar.kind), len(text)) + text
 
 
 class _Reader:
@@ -111,7 +124,13 @@ class _Reader:
             banned_ids=self.words(num_banned),
             banned_before=banned_before,
             rules=self.rules(*values[-4:]),
+            grammar=self.grammar(),
         )
+
+    def grammar(self) -> Grammar | None:
+        kind, size = GRAMMAR.unpack(self.take(GRAMMAR.size))
+        text = self.take(size).decode()
+        return None if kind == NO_GRAMMAR else Grammar(GRAMMAR_KINDS[kind], text)
 
     def rules(self, num_allowed: int, num_banned: int, num_biases: int, num_bad_words: int) -> TokenRules:
         return TokenRules(

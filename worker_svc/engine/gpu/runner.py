@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,7 +43,9 @@ from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
+from worker_svc.engine.grammars import compiled_grammars
 from worker_svc.engine.machine import available_cores
+from worker_svc.engine.masking import apply_masks
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, NOTHING_TO_SAMPLE, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
@@ -109,7 +112,9 @@ class PendingStep:
         rows, down = self.writes.sampling_rows, self.staging.down.numpy()
         half = len(down) // 2
         is_bad = down[half : half + len(rows)] != 0
-        errors = self._errors + [RowError(int(row), RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in rows[is_bad]]
+        failed = {error.row for error in self._errors}
+        bad_rows = (row for row in rows[is_bad].tolist() if row not in failed)
+        errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad_rows]
         elapsed_us = int((time.perf_counter() - self.started) * 1e6)
         return StepOutput(self._step_id, rows[~is_bad].astype(np.uint32), self.sampled()[~is_bad], errors, elapsed_us)
 
@@ -150,7 +155,10 @@ class DeviceRunner:
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
-        self._rows = RowTable(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
+        grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
+        self._rows = RowTable(
+            config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size, grammars
+        )
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # consecutive steps
@@ -302,7 +310,7 @@ class DeviceRunner:
         """Launches the step. If it runs out of memory its rows fail: it writes only to slots of its own rows."""
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         try:
-            self._start(batch, plan, token_ids, staging)
+            self._start(batch, plan, token_ids, staging, errors)
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
             is_alone = self._group.size == 1  # other ranks may have written to their pools
@@ -320,11 +328,12 @@ class DeviceRunner:
         generations = self._rows.generations(sampling_rows)
         return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions)
 
-    def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging) -> None:
+    def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging, errors: RowErrors) -> None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         is_filtered = processed is not None or threshold.is_needed(columns)
-        ends_at_logits = processed is not None and processed.has_more_than_early_bans
+        mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
+        ends_at_logits = mask is not None or (processed is not None and processed.has_more_than_early_bans)
         bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
         known = np.where(token_ids == PENDING, -1, token_ids)
         deltas = self._buffer.upload(
@@ -339,8 +348,23 @@ class DeviceRunner:
             apply_deltas(self._state, deltas)
         if not len(plan.rows):
             return
-        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens), is_filtered=is_filtered)
+        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens), is_filtered=is_filtered, mask=mask)
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
+
+    def _mask(self, plan: StepPlan, errors: RowErrors, logits: torch.Tensor) -> None:
+        """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
+        while self._in_flight:
+            self._settle(self._in_flight.popleft())
+        pending = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
+        if pending is None:
+            return
+        masks = pending.result()
+        errors.add_all(masks.errors(plan.sampling_rows))
+        vocab = self._group.vocab_part(self.info.vocab_size)
+        apply_masks(
+            logits, masks, self.info.eos_token_ids, has_rules=True, first_id=vocab.start,
+            max_over_ranks=self._group.all_reduce_max,
+        )  # fmt: skip
 
     # After the step
 
