@@ -16,6 +16,16 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.chat_answers import MessageBuilder, delta_of
+from gateway_svc.http.logprobs import (
+    ChatLogprobs,
+    Entries,
+    Position,
+    TextLogprobs,
+    first_of,
+    positions,
+    prompt_logprobs,
+    prompt_positions,
+)
 from svc_common.errors import QuireError
 
 FINISH_REASONS = {
@@ -63,6 +73,7 @@ class Shape(Protocol):
     def delta(self, text: str) -> Json: ...
     def end(self) -> Json: ...
     def whole(self, text: str, parts: MessageBuilder) -> Json: ...
+    def new_logprobs(self) -> Entries: ...
 
 
 class ChatShape:
@@ -85,6 +96,9 @@ class ChatShape:
     def whole(self, text: str, parts: MessageBuilder) -> Json:
         return {"message": parts.message()}
 
+    def new_logprobs(self) -> Entries:
+        return ChatLogprobs()
+
 
 class CompletionShape:
     """text_completion. A chunk has the form of a whole answer that holds a part of the text."""
@@ -104,6 +118,9 @@ class CompletionShape:
 
     def whole(self, text: str, parts: MessageBuilder) -> Json:
         return {"text": text}
+
+    def new_logprobs(self) -> Entries:
+        return TextLogprobs()
 
 
 CHAT, COMPLETION = ChatShape(), CompletionShape()
@@ -150,6 +167,7 @@ class Answer:
         self._prompts = prompts
         self._tally = Tally(reasoning_tokens=0 if shape.has_parts else None)
         self._calling: set[int] = set()  # choices with tool calls
+        self._logprobs: dict[int, Entries] = {}
         self._head: Json = {"id": answer_id, "object": "", "created": created, "model": asked.model}
 
     def _accept(self, accepted: pb.Accepted) -> None:
@@ -171,6 +189,17 @@ class Answer:
             "finish_reason": "tool_calls" if reason == "stop" and choice in self._calling else reason,
             "stop_reason": None if matched is None else getattr(finished, matched),
         }
+
+    def _logprobs_of(self, choice: int, found: Sequence[Position]) -> Json:
+        """`logprobs` of the next tokens of a choice."""
+        if choice not in self._logprobs:
+            self._logprobs[choice] = self._shape.new_logprobs()
+        return self._logprobs[choice].entry(found)
+
+    def _echoed(self, event: pb.PromptLogprobs) -> list[Position]:
+        """The positions of the prompt that are in the answer's logprobs."""
+        k = self._asked.num_logprobs
+        return first_of(prompt_positions(event), k) if self._asked.has_echo and k is not None else []
 
     def _index(self, prompt: int, sample: int) -> int:
         return prompt * self._asked.n + sample
@@ -208,20 +237,25 @@ class StreamAnswer(Answer):
             self._calling.add(choice)
         if self._asked.has_continuous_usage or self._asked.returns_token_ids:
             self._tally.outputs[choice] = chunk.offset + len(chunk.token_ids)
-            ids = {"token_ids": list(chunk.token_ids)} if self._asked.returns_token_ids else {}
-            return b"".join(self._part_events(choice, chunk, ids))
+        own: Json = {"token_ids": list(chunk.token_ids)} if self._asked.returns_token_ids else {}
+        if chunk.HasField("logprobs"):
+            own["logprobs"] = self._logprobs_of(choice, list(positions(chunk.logprobs)))
+        if own or self._asked.has_continuous_usage:
+            return b"".join(self._part_events(choice, chunk, own))
         if not parts:
             return self._text_event(choice, chunk.text)
         if len(parts) == 1 and parts[0].HasField("content"):
             return self._text_event(choice, parts[0].content)
         return b"".join(self._part_events(choice, chunk, {}))
 
-    def _part_events(self, choice: int, chunk: pb.Chunk, ids: Json) -> Iterator[bytes]:
-        """One event per part, because clients expect one kind of output in a delta. The first has the token ids."""
+    def _part_events(self, choice: int, chunk: pb.Chunk, own: Json) -> Iterator[bytes]:
+        """One event per part, because clients expect one kind of output in a delta. The first has the token ids and the
+        log probabilities.
+        """
         deltas = [{"delta": delta_of(part)} for part in chunk.parts] or [self._shape.delta(chunk.text)]
         for i, delta in enumerate(deltas):
-            rest: Json = {"token_ids": []} if ids else {}
-            yield sse(self._chunk(choice, {**delta, **(rest if i else ids)}))
+            rest: Json = {"token_ids": []} if "token_ids" in own else {}
+            yield sse(self._chunk(choice, {**delta, **(rest if i else own)}))
 
     def _text_event(self, choice: int, text: str) -> bytes:
         if self._text_chunk is None:
@@ -237,6 +271,8 @@ class StreamAnswer(Answer):
             self._accept(event.accepted)
             self._head["object"] = self._shape.chunk_object
             yield from self._first_chunks(prompt)
+        elif event.HasField("prompt_logprobs"):
+            yield from self._prompt_chunks(prompt, self._echoed(event.prompt_logprobs))
         elif event.HasField("finished"):
             choice = self._index(prompt, event.finished.index)
             end = self._finish(choice, event.finished)
@@ -255,8 +291,13 @@ class StreamAnswer(Answer):
                 self._add_prompt_ids(chunk)
             yield chunk
 
+    def _prompt_chunks(self, prompt: int, found: Sequence[Position]) -> Iterator[Json]:
+        """The log probabilities of an echoed prompt, for each of its choices."""
+        for choice in range(self._index(prompt, 0), self._index(prompt + 1, 0)) if found else ():
+            yield self._chunk(choice, {**self._shape.delta(""), "logprobs": self._logprobs_of(choice, found)})
+
     def _chunk(self, choice: int | str, part: Json, end: Json | None = None) -> Json:
-        own = {"index": choice, **part, "logprobs": None, **(end or {"finish_reason": None})}
+        own = {"index": choice, "logprobs": None, **part, **(end or {"finish_reason": None})}
         chunk = {**self._head, "choices": [own]}
         if self._asked.includes_usage:
             chunk["usage"] = self._tally.usage() if self._asked.has_continuous_usage else None
@@ -274,6 +315,8 @@ class WholeAnswer(Answer):
         self._texts = {choice: [prompts[choice // asked.n].echo] for choice in indices}
         self._messages = {choice: MessageBuilder() for choice in indices}
         self._token_ids: dict[int, list[int]] = {choice: [] for choice in indices}
+        self._found: dict[int, list[Json]] = {choice: [] for choice in indices}  # logprobs
+        self._prompt_logprobs: dict[int, list[Json | None]] = {}
         self._ends: dict[int, Json] = {}
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> None:
@@ -286,11 +329,22 @@ class WholeAnswer(Answer):
             self._texts[choice].append(event.chunk.text)
             self._messages[choice].add(event.chunk.parts)
             self._token_ids[choice].extend(event.chunk.token_ids)
+            if event.chunk.HasField("logprobs"):
+                self._found[choice].append(self._logprobs_of(choice, list(positions(event.chunk.logprobs))))
+        elif kind == "prompt_logprobs":
+            self._take_prompt_logprobs(prompt, event.prompt_logprobs)
         elif kind == "finished":
             choice = self._index(prompt, event.finished.index)
             if self._messages[choice].has_calls:
                 self._calling.add(choice)
             self._ends[choice] = self._finish(choice, event.finished)
+
+    def _take_prompt_logprobs(self, prompt: int, event: pb.PromptLogprobs) -> None:
+        if self._asked.returns_prompt_logprobs:
+            self._prompt_logprobs.setdefault(prompt, []).extend(prompt_logprobs(prompt_positions(event)))
+        if found := self._echoed(event):
+            for choice in range(self._index(prompt, 0), self._index(prompt + 1, 0)):
+                self._found[choice].append(self._logprobs_of(choice, found))
 
     def whole(self) -> Json:
         """The answer, after the last event."""
@@ -298,12 +352,16 @@ class WholeAnswer(Answer):
         answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": self._tally.usage()}
         if self._asked.returns_token_ids:
             self._add_prompt_ids(answer)
+        for choice in choices if self._asked.returns_prompt_logprobs else ():
+            place = answer if self._shape.has_one_prompt else choice
+            place["prompt_logprobs"] = self._prompt_logprobs.get(choice["index"] // self._asked.n)
         return answer
 
     def _choice(self, choice: int, text: str) -> Json:
         ids = {"token_ids": self._token_ids[choice]} if self._asked.returns_token_ids else {}
         own = self._shape.whole(text, self._messages[choice])
-        return {"index": choice, **own, "logprobs": None, **ids, **self._ends[choice]}
+        found = self._logprobs[choice].joined(self._found[choice]) if choice in self._logprobs else None
+        return {"index": choice, **own, "logprobs": found, **ids, **self._ends[choice]}
 
 
 def model_of(model: pb.Model, created: int) -> Json:

@@ -13,11 +13,21 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
 from gateway_svc.http.chat import chat_of, flag
-from gateway_svc.http.fields import BodyField, ignored_names, invalid, path_names, set_parameters, shown, token_ids
+from gateway_svc.http.fields import (
+    BodyField,
+    ignored_names,
+    invalid,
+    path_names,
+    set_parameter,
+    set_parameters,
+    shown,
+    token_ids,
+)
 from gateway_svc.http.structured import set_grammar
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
+LOGPROBS = BodyField("logprobs", "output.logprobs")
 MAX_TIMEOUT_S = 86400
 MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -32,6 +42,7 @@ class Generation:
     requests: tuple[pb.GenerateRequest, ...]  # one per prompt, without request_id
     has_echo: bool  # the prompt is returned in front of the output
     returns_token_ids: bool
+    returns_prompt_logprobs: bool
     is_stream: bool
     includes_usage: bool
     has_continuous_usage: bool
@@ -42,6 +53,12 @@ class Generation:
     @property
     def model(self) -> str:
         return self.requests[0].model
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens at each position; None: no log probabilities."""
+        output = self.requests[0].output
+        return output.logprobs if output.HasField("logprobs") else None
 
     @property
     def n(self) -> int:
@@ -76,6 +93,7 @@ def chat_generation(data: bytes) -> Generation:
     asked = _generation(fields.CHAT, body, [pb.Prompt(chat=chat)], ignored=ignored)
     for request in asked.requests:
         request.output.parse_chat = True
+        _set_chat_logprobs(body, request)
     return asked
 
 
@@ -86,6 +104,8 @@ def completion_generation(data: bytes) -> Generation:
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
+        if asked.has_echo and request.output.HasField("logprobs"):
+            request.output.prompt_logprobs = max(request.output.prompt_logprobs, request.output.logprobs)
     if body.get("best_of") not in (None, asked.n):
         raise invalid("best_of", f"is {shown(body['best_of'])}; it must equal n, which is {asked.n}: remove best_of")
     return asked
@@ -137,12 +157,15 @@ def _generation(
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
     returns_token_ids = flag(body, "return_token_ids", default=False)
+    if is_stream and request.output.HasField("prompt_logprobs"):
+        raise invalid("prompt_logprobs", "is set, but streams do not have it; remove it or set stream to false")
     # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
     request.output.token_ids = is_continuous or returns_token_ids
     return Generation(
         requests=tuple(_with_prompt(request, prompt) for prompt in prompts),
         has_echo=flag(body, "echo", default=False),
         returns_token_ids=returns_token_ids,
+        returns_prompt_logprobs=request.output.HasField("prompt_logprobs"),
         is_stream=is_stream,
         includes_usage=includes_usage,
         has_continuous_usage=is_continuous,
@@ -150,6 +173,18 @@ def _generation(
         ignored=(*ignored_names(rows, body), *ignored),
         names=path_names(rows, body) | names,
     )
+
+
+def _set_chat_logprobs(body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
+    """Chats ask for log probabilities with a flag, and with top_logprobs for the most likely tokens too."""
+    output = request.output
+    if flag(body, "logprobs", default=False):
+        if not output.HasField("logprobs"):
+            set_parameter(LOGPROBS, 0, request)
+        return
+    if output.logprobs:
+        raise invalid("top_logprobs", f"is {output.logprobs}, but logprobs is not true; set logprobs to true")
+    output.ClearField("logprobs")
 
 
 def _with_prompt(request: pb.GenerateRequest, prompt: pb.Prompt) -> pb.GenerateRequest:

@@ -106,10 +106,10 @@ RETURN_IDS = BodyField(
 TIMEOUT = BodyField(
     "timeout", doc="Seconds until the request is cancelled and ends with error 408; above 0 and at most 86400."
 )
+PROMPT_LOGPROBS = BodyField("prompt_logprobs", "output.prompt_logprobs", doc="Not with `stream`.")
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
     BodyField("use_beam_search", only=(False,)),
-    BodyField("prompt_logprobs", only=()),
     BodyField("logits_processors", only=([],)),
     BodyField("return_tokens_as_token_ids", only=(False,)),
     BodyField("spaces_between_special_tokens", only=(True,)),
@@ -147,11 +147,12 @@ CHAT = (
     *SAMPLING,
     *STRUCTURED,
     *STREAMING,
+    BodyField("logprobs", doc="Return the log probability of each output token."),
+    BodyField("top_logprobs", "output.logprobs", doc="Needs `logprobs`."),
+    PROMPT_LOGPROBS,
     RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
-    BodyField("logprobs", only=(False,)),
-    BodyField("top_logprobs", only=(0,)),
     BodyField("include_reasoning", only=(True,)),
     BodyField("documents", only=([],)),
     BodyField("echo", only=(False,)),
@@ -169,10 +170,11 @@ COMPLETION = (
     *SAMPLING,
     *STRUCTURED,
     *STREAMING,
+    BodyField("logprobs", "output.logprobs", doc="With `echo`, of the prompt's tokens too."),
+    PROMPT_LOGPROBS,
     RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
-    BodyField("logprobs", only=(False,)),
     BodyField("suffix", only=("",)),
     BodyField("prompt_embeds", only=()),
 )

@@ -51,8 +51,6 @@ WITHOUT_BODY_FIELD = {
     "output.text",
     "output.token_ids",
     "output.parse_chat",
-    "output.logprobs",
-    "output.prompt_logprobs",
     "scheduling.determinism",
     "scheduling.tenant_id",
 }

@@ -1,0 +1,146 @@
+"""Log probabilities in the formats of OpenAI's chats and text completions, and vLLM's prompt_logprobs. Pure."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.v1 import inference_pb2 as pb
+
+Json = dict[str, Any]
+
+TEXT_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's value
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token at a position. `logprob` is None for the first token of a prompt."""
+
+    token_id: int
+    logprob: float | None
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        """The token's text. Bytes that are not whole characters become U+FFFD."""
+        return self.data.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The token at a position, and the most likely ones there."""
+
+    token: Candidate
+    rank: int
+    top: Sequence[Candidate]
+
+
+def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[Position]:
+    """The rows of the columns. `token_ids` may be empty if they are not needed."""
+    count = len(columns.logprobs)
+    k = len(columns.top_logprobs) // count if count else 0
+    top_bytes = columns.top_token_bytes or [b""] * len(columns.top_logprobs)
+    top_values = zip(columns.top_token_ids, map(_finite, columns.top_logprobs), top_bytes, strict=True)
+    top = [Candidate(*values) for values in top_values]
+    for i in range(count):
+        data = columns.token_bytes[i] if columns.token_bytes else b""
+        token = Candidate(token_ids[i] if token_ids else -1, _finite(columns.logprobs[i]), data)
+        yield Position(token, columns.ranks[i], top[i * k : (i + 1) * k])
+
+
+def first_of(found: Sequence[Position], k: int) -> list[Position]:
+    """The positions with the k most likely tokens only."""
+    return [Position(one.token, one.rank, one.top[:k]) for one in found]
+
+
+def prompt_positions(event: pb.PromptLogprobs) -> list[Position]:
+    """The positions of an event; the first event of a prompt begins with the prompt's first token."""
+    first = []
+    if event.HasField("first_token_id"):
+        first.append(Position(Candidate(event.first_token_id, None, event.first_token_bytes), 0, ()))
+    return [*first, *positions(event.logprobs, event.token_ids)]
+
+
+class Entries(Protocol):
+    """Builds `logprobs` of one choice."""
+
+    def entry(self, found: Sequence[Position]) -> Json:
+        """The object for the next positions."""
+
+    def joined(self, parts: Sequence[Json]) -> Json:
+        """The object for all positions, from the objects of consecutive ones."""
+
+
+class ChatLogprobs:
+    """`logprobs` of one choice of a chat."""
+
+    def entry(self, found: Sequence[Position]) -> Json:
+        return {"content": [_chat_entry(position) for position in found], "refusal": None}
+
+    def joined(self, parts: Sequence[Json]) -> Json:
+        return {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
+
+
+def _chat_entry(position: Position) -> Json:
+    return {**_chat_candidate(position.token), "top_logprobs": [_chat_candidate(one) for one in position.top]}
+
+
+def _chat_candidate(one: Candidate) -> Json:
+    return {"token": one.text, "logprob": one.logprob, "bytes": list(one.data)}
+
+
+class TextLogprobs:
+    """`logprobs` of one choice of a text completion. Knows the characters so far, for text_offset."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+
+    def entry(self, found: Sequence[Position]) -> Json:
+        # The first token of a prompt has the value null.
+        return {
+            "tokens": [position.token.text for position in found],
+            "token_logprobs": [position.token.logprob for position in found],
+            "top_logprobs": [_by_text(position) for position in found],
+            "text_offset": [self._offset_of(position.token) for position in found],
+        }
+
+    def joined(self, parts: Sequence[Json]) -> Json:
+        return {name: [value for part in parts for value in part[name]] for name in TEXT_LISTS}
+
+    def _offset_of(self, token: Candidate) -> int:
+        start = self._num_chars
+        self._num_chars += len(self._decoder.decode(token.data))
+        return start
+
+
+def _by_text(position: Position) -> dict[str, float | None] | None:
+    """Values by token text: the most likely tokens and the token itself. Of tokens with equal text, the most likely."""
+    if position.token.logprob is None:
+        return None
+    values: dict[str, float | None] = {}
+    for one in (*position.top, position.token):
+        values.setdefault(one.text, one.logprob)
+    return values
+
+
+def prompt_logprobs(found: Sequence[Position]) -> list[Json | None]:
+    """vLLM's `prompt_logprobs`: one object per token, keyed by token id; null for the first token."""
+    return [None if one.token.logprob is None else _by_id(one) for one in found]
+
+
+def _by_id(position: Position) -> Json:
+    ranked = [(rank, one) for rank, one in enumerate(position.top, start=1)]
+    if position.token.token_id not in {one.token_id for one in position.top}:
+        ranked.append((position.rank, position.token))
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": rank, "decoded_token": one.text} for rank, one in ranked
+    }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST
