@@ -18,9 +18,11 @@ import torch
 
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import SMALL, small_prompts
-from tests.unit.engine.driver import GREEDY, seeded
+from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import make_model
+from tests.unit.engine.processor_cases import f32
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
+from worker_svc.engine.batch import NO_RULES, TokenRules
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, ParallelRunner
 from worker_svc.engine.gpu.weights import shard_config
@@ -39,9 +41,15 @@ def folder(tmp_path_factory):
 
 
 def run(driver):
-    samplings = (seeded(5), GREEDY, seeded(6, top_k=30, top_p=0.9))
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.2}
+    samplings = (seeded(5), GREEDY, seeded(6, top_k=30, top_p=0.9, **penalties))
+    rules = (
+        NO_RULES,
+        NO_RULES,
+        TokenRules(u32(*range(0, VOCAB, 2)), u32(4, 60), (u32(2), u32(70)), u32(6, 80), f32(3, 4)),
+    )
     for row, (prompt, sampling) in enumerate(zip(small_prompts([9, 20, 3]), samplings, strict=True)):
-        driver.open(row, prompt, sampling)
+        driver.open(row, prompt, sampling, rules=rules[row])
     driver.step({0: 9, 1: 12, 2: 3})
     driver.step({0: 1, 1: 8})
     driver.decode([1, 0, 2], 2)
