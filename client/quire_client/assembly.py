@@ -184,7 +184,7 @@ class StreamAssembler:
             accepted.seed,
             samples,
             self.num_resumes,
-            tuple(self._prompt_logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
         for sample in samples:
             if sample.finish_reason is FinishReason.ERROR:

@@ -28,6 +28,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, bytes):  # of a token, which need not be whole characters
+        return value.decode(errors="backslashreplace")
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -13,7 +13,8 @@ import torch
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.runner import NO_IDS, PendingStep, Writes, _choose_dtype
+from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
+from worker_svc.engine.gpu.runner import _choose_dtype
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
 

@@ -24,7 +24,9 @@ from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.processing import DeviceProcessing
+from worker_svc.engine.gpu.scores import HostScores, Scorer, StepScores, WantedScores
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
+from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.plan import StepPlan
 
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
@@ -80,6 +82,7 @@ class StepCompute:
         self._cache = torch.empty(0)
         self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
         self.processing = DeviceProcessing(state, vocab)
+        self._scorer = Scorer(vocab, group, device)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def use_cache(self, cache: torch.Tensor) -> None:
@@ -144,14 +147,70 @@ class StepCompute:
         rows = min(size, self._max_rows)
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 
-    def run(self, bucket: Bucket, host: HostStep, *, is_filtered: bool, mask: Mask | None = None) -> None:
+    def run(
+        self,
+        bucket: Bucket,
+        host: HostStep,
+        *,
+        is_filtered: bool,
+        mask: Mask | None = None,
+        wanted: WantedScores | None = None,
+    ) -> StepScores | None:
         """Launches the uploaded step. `is_filtered` as in a Bucket, also for a step that ends at logits. `mask` changes
-        the processed logits of such a step; it is called when the forward pass is launched."""
+        the processed logits of such a step; it is called when the forward pass is launched. `wanted`: the log
+        probabilities that such a step computes.
+        """
+
+        def finish(logits: torch.Tensor) -> None:
+            self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
+
+        if wanted is not None:
+            return self._run_scored(bucket, host, wanted, finish)
+        self._run(bucket, host, finish)
+        return None
+
+    def _run_scored(
+        self, bucket: Bucket, host: HostStep, wanted: WantedScores, finish: Callable[[torch.Tensor], None]
+    ) -> StepScores:
+        sampled: list[HostScores] = []
+
+        def finish_and_score(logits: torch.Tensor) -> None:
+            if wanted.asked is None:
+                finish(logits)
+                return
+            # A copy, because processing changes the logits in place.
+            raw = logits.index_select(0, self._scorer.upload(wanted.asked.lines))
+            finish(logits)
+            sampled.append(self._scorer.sampled(raw, wanted.asked, self.results[0]))
+
+        prompt: list[HostScores] = []
+        if wanted.targets is None:
+            self._run(bucket, host, finish_and_score)
+        else:
+            prompt = self._run_with_prompts(bucket, host, wanted.targets, finish_and_score)
+        return StepScores(wanted, sampled[0] if sampled else None, prompt)
+
+    def _run_with_prompts(
+        self, bucket: Bucket, host: HostStep, targets: PromptTargets, finish: Callable[[torch.Tensor], None]
+    ) -> list[HostScores]:
+        """Launches a step without a graph, and scores the prompt tokens after the tokens that it computes."""
+        columns = self._prepare(bucket, host)
+        num_samples = len(columns.sample_tokens)
+        tokens = torch.cat((columns.sample_tokens.long(), self._scorer.upload(targets.tokens)))
+        hidden = self._model.hidden(columns, self._attention, self._cache, tokens)
+        if hidden is None:
+            raise RuntimeError("a step with prompt tokens to score has no tokens: a bug in the engine")
+        if num_samples:
+            finish(self._model.logits(hidden[:num_samples]))
+        return self._scorer.prompt(hidden[num_samples:], self._model.logits, targets)
+
+    def _run(self, bucket: Bucket, host: HostStep, finish: Callable[[torch.Tensor], None]) -> None:
+        """`finish` gets the logits of a step that ends at them."""
         graphs = None if self._is_eager else self._graphs
         is_replayed = graphs is not None and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
         if bucket.ends_at_logits and logits is not None:
-            self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
+            finish(logits)
         if graphs is not None and not is_replayed:
             graphs.record_after(bucket)
 
@@ -160,13 +219,7 @@ class StepCompute:
 
     def _compute(self, bucket: Bucket, host: HostStep | None) -> torch.Tensor | None:
         """Returns the logits of a step that ends at them; other steps are sampled."""
-        columns = self._buffer.columns(bucket, host)
-        queries = columns.queries
-        made = (columns.token_ids, columns.positions, columns.slots)
-        prepare(
-            self._state, columns.num_rows, queries.rows, queries.starts, queries.contexts, columns.known, made,
-            self._block_size,
-        )  # fmt: skip
+        columns = self._prepare(bucket, host)
         logits = self._model.forward(columns, self._attention, self._cache)
         if logits is None or bucket.ends_at_logits:
             return logits
@@ -174,6 +227,16 @@ class StepCompute:
             mask_banned(logits, self._state, columns.sample_rows, columns.output_positions, self._vocab.start)
         self._sample(columns, logits, is_filtered=bucket.is_filtered)
         return None
+
+    def _prepare(self, bucket: Bucket, host: HostStep | None) -> StepColumns:
+        columns = self._buffer.columns(bucket, host)
+        queries = columns.queries
+        made = (columns.token_ids, columns.positions, columns.slots)
+        prepare(
+            self._state, columns.num_rows, queries.rows, queries.starts, queries.contexts, columns.known, made,
+            self._block_size,
+        )  # fmt: skip
+        return columns
 
     def _process_and_sample(
         self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool

@@ -25,9 +25,10 @@ COLUMNS = (
 )  # fmt: skip
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
-# row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, banned before, and the
+# row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, logprobs and prompt_logprobs
+# (-1: none), banned before, and the
 # numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words
-OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}I7I")
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiI7I")
 
 
 GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
@@ -83,6 +84,7 @@ def _open_to_bytes(item: RowOpen) -> bytes:
     return OPEN.pack(
         item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
         *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
+        *(-1 if num_top is None else num_top for num_top in (item.logprobs, item.prompt_logprobs)),
         item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
         len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words),
     )  # fmt: skip
@@ -111,7 +113,7 @@ class _Reader:
 
     def open(self) -> RowOpen:
         row, parent, prompt_len, num_computed, sample_index, *values = OPEN.unpack(self.take(OPEN.size))
-        *sampling, banned_before, num_tokens, num_blocks, num_banned = values[:-4]
+        *sampling, logprobs, prompt_logprobs, banned_before, num_tokens, num_blocks, num_banned = values[:-4]
         return RowOpen(
             row=row,
             token_ids=self.words(num_tokens),
@@ -124,6 +126,8 @@ class _Reader:
             banned_ids=self.words(num_banned),
             banned_before=banned_before,
             rules=self.rules(*values[-4:]),
+            logprobs=None if logprobs < 0 else logprobs,
+            prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
             grammar=self.grammar(),
         )
 

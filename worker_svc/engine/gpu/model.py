@@ -20,7 +20,7 @@ from worker_svc.engine.model import Layer, WeightLoader, rotary_table
 
 
 class DeviceDecoder:
-    """A loaded decoder, or one rank's shard. `forward` is its only operation."""
+    """A loaded decoder, or one rank's shard. `forward` computes a step, `hidden` and `logits` its parts."""
 
     def __init__(
         self,
@@ -55,6 +55,18 @@ class DeviceDecoder:
 
         Returns logits [S, this rank's part of the vocabulary], or None if no row samples.
         """
+        normed = self.hidden(columns, attention, cache, columns.sample_tokens)
+        return None if normed is None else self.logits(normed)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [n, this rank's part of the vocabulary] of hidden states [n, dim]."""
+        return self._head(normed)
+
+    def hidden(
+        self, columns: StepColumns, attention: Attention, cache: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As `forward`, but returns the hidden states [n, dim] from which the logits of these tokens [n] of the step
+        follow; None if n is 0."""
         x = self._embed(columns.token_ids)
         attention.begin(columns)
         residual = None
@@ -62,14 +74,14 @@ class DeviceDecoder:
             pools = LayerCache(cache[index, 0], cache[index, 1], self._kv_scales[index])
             attended = self._attend(x, residual, layer, columns, attention, pools)
             if index == len(self._layers) - 1:
-                # From here on only the tokens that sample are needed.
-                x, attended = (y.index_select(0, columns.sample_tokens) for y in (x, attended))
+                # From here on only these tokens are needed.
+                x, attended = (y.index_select(0, tokens) for y in (x, attended))
             if not len(x):
                 return None
             residual = self._feed_forward(x, self._group.all_reduce(layer.o(attended)), layer)
         normed = torch.empty_like(x)
         add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
-        return self._head(normed)
+        return normed
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.size == 1:

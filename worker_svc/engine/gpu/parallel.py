@@ -37,8 +37,7 @@ class Group:
     def _sum_in_order(self, x: torch.Tensor) -> torch.Tensor:
         """Adds from the first rank to the last. A library's order depends on the length of the message, and so on the
         batch. For two ranks there is only one order."""
-        parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts, x.contiguous())
+        parts = self.all_gather(x)
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -49,6 +48,14 @@ class Group:
         if self.size > 1:
             dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks: [size, *x.shape]."""
+        if self.size == 1:
+            return x[None]
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(parts, x.contiguous())
+        return parts
 
     def vocab_part(self, vocab_size: int) -> range:
         """The token ids of this rank: equal parts, except the last, in multiples of NOISE_IDS."""

@@ -31,7 +31,8 @@ from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.messages import STOP
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.runner import DeviceRunner, PendingStep
+from worker_svc.engine.gpu.pending_step import PendingStep
+from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.weights import shard_config
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,9 @@ Sampled tokens stay on the device for the next step. The history on the host hol
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,7 +21,7 @@ import torch
 from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
-from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
@@ -41,12 +39,14 @@ from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_po
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
+from worker_svc.engine.gpu.scores import StepScores, WantedScores
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
 from worker_svc.engine.grammars import compiled_grammars
 from worker_svc.engine.machine import available_cores
 from worker_svc.engine.masking import apply_masks
-from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, NOTHING_TO_SAMPLE, is_out_of_memory
+from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -61,62 +61,6 @@ STORED = {dtype: name for name, dtype in DTYPES.items()}
 PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
 HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
 FP8_CAPABILITY = (8, 9)  # first compute capability with e4m3 conversion
-
-
-@dataclass(frozen=True, slots=True)
-class Writes:
-    """Changes of a step to slots and rows, kept until its tokens are known."""
-
-    copies: tuple[I64, I64]  # blocks: source, target
-    slots: I64  # [T]
-    token_rows: I64  # [T]
-    token_ids: I64  # [T], PENDING for a token that the previous step sampled
-    sampling_rows: I64  # [S]
-    generations: I64  # [S]
-    positions: I64  # [S] of the sampled tokens
-
-
-NO_IDS: I64 = np.empty(0, np.int64)
-
-
-class PendingStep:
-    """A launched step. `result` waits for it; any thread may call it, and more than once."""
-
-    def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
-        self.staging = staging
-        self.writes = writes
-        self._step_id = step_id
-        self._errors = errors
-        self.started = started
-        self._reading = threading.Lock()
-        self._output: StepOutput | None = None
-
-    def is_done(self) -> bool:
-        return self.staging.event is None or bool(self.staging.event.query())
-
-    def result(self) -> StepOutput:
-        """Waits for the outputs of the step. Raises the device's errors."""
-        # Settling a step gives its staging memory to another step, so it must wait until no thread reads it.
-        with self._reading:
-            if self._output is None:
-                if self.staging.event is not None:
-                    self.staging.event.synchronize()
-                self._output = self._read()
-            return self._output
-
-    def sampled(self) -> U32:
-        """Tokens [S] of all sampling rows, including failed ones."""
-        return self.staging.down.numpy()[: len(self.writes.sampling_rows)].astype(np.uint32)
-
-    def _read(self) -> StepOutput:
-        rows, down = self.writes.sampling_rows, self.staging.down.numpy()
-        half = len(down) // 2
-        is_bad = down[half : half + len(rows)] != 0
-        failed = {error.row for error in self._errors}
-        bad_rows = (row for row in rows[is_bad].tolist() if row not in failed)
-        errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad_rows]
-        elapsed_us = int((time.perf_counter() - self.started) * 1e6)
-        return StepOutput(self._step_id, rows[~is_bad].astype(np.uint32), self.sampled()[~is_bad], errors, elapsed_us)
 
 
 class DeviceRunner:
@@ -310,7 +254,7 @@ class DeviceRunner:
         """Launches the step. If it runs out of memory its rows fail: it writes only to slots of its own rows."""
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         try:
-            self._start(batch, plan, token_ids, staging, errors)
+            scores = self._start(batch, plan, token_ids, staging, errors)
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
             is_alone = self._group.size == 1  # other ranks may have written to their pools
@@ -326,14 +270,20 @@ class DeviceRunner:
         sampling_rows, positions = plan.sampling_rows, plan.sampled_positions
         self._rows.append(sampling_rows, positions, np.full(len(positions), PENDING, np.uint32))
         generations = self._rows.generations(sampling_rows)
-        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions)
+        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions, scores)
 
-    def _start(self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging, errors: RowErrors) -> None:
+    def _start(
+        self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging, errors: RowErrors
+    ) -> StepScores | None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         is_filtered = processed is not None or threshold.is_needed(columns)
         mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
-        ends_at_logits = mask is not None or (processed is not None and processed.has_more_than_early_bans)
+        asked = self._rows.asked_logprobs(plan.sampling_rows)
+        targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
+        wanted = None if asked is None and targets is None else WantedScores(asked, targets)
+        has_more = processed is not None and processed.has_more_than_early_bans
+        ends_at_logits = mask is not None or wanted is not None or has_more
         bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
         known = np.where(token_ids == PENDING, -1, token_ids)
         deltas = self._buffer.upload(
@@ -347,9 +297,11 @@ class DeviceRunner:
         if len(deltas):
             apply_deltas(self._state, deltas)
         if not len(plan.rows):
-            return
-        self._compute.run(bucket, HostStep(plan.starts, plan.context_lens), is_filtered=is_filtered, mask=mask)
+            return None
+        host = HostStep(plan.starts, plan.context_lens)
+        scores = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
+        return scores
 
     def _mask(self, plan: StepPlan, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
