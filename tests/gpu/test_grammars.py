@@ -114,7 +114,9 @@ def test_ranks_mask_their_parts_of_the_vocabulary() -> None:
         cut = parts[:, part.start : part.stop].clone()
         apply_masks(cut, masks, [30], has_rules=True, first_id=part.start, max_over_ranks=lambda _: highest)
         parts[:, part.start : part.stop] = cut
-    torch.testing.assert_close(parts, whole, equal_nan=True)
+    others = [0, 1, 2, 4]
+    torch.testing.assert_close(parts[others], whole[others])
+    assert parts[3].isnan().any()
     assert whole[2].argmax() == 30
     assert whole[2, 30] == 0
     assert whole[3].isnan().any()

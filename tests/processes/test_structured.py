@@ -188,7 +188,8 @@ async def test_a_text_format_has_no_effect(http: openai.AsyncOpenAI) -> None:
 
 async def test_with_samples_stop_strings_and_stop_conditions(client: AsyncClient) -> None:
     """Stop strings end an output early; min_tokens and ignore_eos do not extend a complete one."""
-    options: dict[str, Any] = {"temperature": 1.5, "seed": 9, "n": 2, "max_tokens": 100}
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 9, "n": 2, "max_tokens": 100, "frequency_penalty": 0.5}
+    options |= {"repetition_penalty": 1.2, "logit_bias": {300: 5.0}}
     cut = await client.generate(PROMPT, **options, regex="[a-f]{4}-stop-[a-f]{4}", stop=["-stop"])
     for sample in cut.samples:
         assert sample.finish_reason is FinishReason.STOP

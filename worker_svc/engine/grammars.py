@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen
+from worker_svc.engine.batch import EMPTY, U32, Bools, RowError, RowErrorCode, RowOpen
 from worker_svc.engine.machine import available_cores
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class CompiledGrammars:
 
 @dataclass(slots=True)
 class _RowGrammar:
-    """The grammar of an open row. `matcher` has consumed `num_consumed` output tokens."""
+    """The grammar of an open row. `matcher` has consumed these output tokens, or a thread is about to."""
 
     compiled: Future[LLMatcher]
     prompt_len: int
     eos_token_ids: frozenset[int]
     matcher: LLMatcher | None = None
-    num_consumed: int = 0
+    consumed: U32 = field(default_factory=lambda: EMPTY)  # output tokens
     is_ended: bool = False  # by EOS; steps that were sent before the scheduler knew it may follow
 
     def advance(self, token_ids: list[int]) -> LLMatcher:
@@ -178,11 +178,6 @@ class RowGrammars:
         """Whether any of these rows has a grammar."""
         return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
 
-    def replay(self, row: int) -> None:
-        """The history of this row was replaced: consume its whole output again."""
-        if (state := self._rows.get(row)) is not None:
-            self._rows[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
-
     def start(self, rows: I64, positions: I64) -> PendingMasks | None:
         """Starts the masks for the tokens at these sequence positions, which follow the known tokens of the rows; None
         if no row has a grammar."""
@@ -195,11 +190,14 @@ class RowGrammars:
         return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work))
 
     def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
-        """The output tokens of a row that its matcher has not consumed."""
+        """The output tokens of a row that its matcher has not consumed: all, if the row's history was replaced."""
         state = self._rows[row]
-        begin = state.prompt_len + state.num_consumed
-        state.num_consumed = position - state.prompt_len
-        return state, self._tokens[row, begin:position].tolist()
+        output = self._tokens[row, state.prompt_len : position]
+        if not np.array_equal(output[: len(state.consumed)], state.consumed):
+            state = self._rows[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
+        new = output[len(state.consumed) :].tolist()
+        state.consumed = output.copy()
+        return state, new
 
     def _compute(self, lines: I64, work: list[tuple[_RowGrammar, list[int]]]) -> RowMasks:
         from grammars.compiler import error_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_client.demo import demo_model_dir
+from tokenizers import Tokenizer
 
 from request_fields.fields import SamplingParams
+from request_fields.grammar import Grammar, GrammarKind
 from worker_svc.engine.batch import EMPTY, NO_RULES, RowErrorCode, RowOpen, StepBatch, StepOutput, TokenRules
 from worker_svc.engine.config import EngineConfig
 from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
@@ -60,6 +63,7 @@ class Row:
     banned_before: int = 0
     rules: TokenRules = NO_RULES
     penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -70,6 +74,7 @@ class Row:
         return RowOpen(
             self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index,
             banned_ids=u32(list(self.banned)), banned_before=self.banned_before, rules=self.rules,
+            grammar=self.grammar,
         )  # fmt: skip
 
 
@@ -345,3 +350,24 @@ def test_processing_changes_the_output_and_is_replayed(name: str) -> None:
     tokens = generate([], **RULES[name])
     assert tokens != generate([], rules=rules if "penalty" in name else NO_RULES)
     assert all(generate(tokens[:count], **RULES[name]) == tokens for count in range(1, 10))
+
+
+def test_a_row_obeys_its_grammar_and_others_are_not_changed() -> None:
+    words = Grammar(GrammarKind.REGEX, "[a-c]{3}-(yes|no)")
+    alone = Driver().generate(Row(0, [5, 6, 7], list(range(8)), seed=3), 10)
+    driver = Driver()
+    free, bound = Row(0, [5, 6, 7], list(range(8)), seed=3), Row(1, [5, 6, 7], list(range(8, 16)), grammar=words)
+    failed = Row(2, [5, 6, 7], list(range(16, 24)), grammar=Grammar(GrammarKind.REGEX, "("))
+    output = driver.step([(row, 3) for row in (failed, free, bound)], [row.open() for row in (free, bound, failed)])
+    assert output.rows.tolist() == [0, 1]
+    assert [error.row for error in output.errors] == [2]
+    for _ in range(9):
+        driver.check(driver.step([(free, 1), (bound, 1)]))
+    assert free.tokens[3:] == alone
+    ids = bound.tokens[3:]
+    end = next(i for i, token_id in enumerate(ids) if token_id in driver.runner.info.eos_token_ids)
+    text = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json")).decode(ids[:end])
+    assert re.fullmatch(words.text, text)
+    again = Driver()
+    moved = Row(1, [5, 6, 7, *ids[:2]], list(range(8)), prompt_len=3, grammar=words)
+    assert again.generate(moved, len(ids)) == ids
