@@ -1,0 +1,248 @@
+"""Tool calls with real services: forced by grammars, read by the SDK and OpenAI's client, and with killed processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+from quire_client import AsyncClient, FinishReason, GenerateResult, InvalidRequest, Message
+from quire_client.demo import demo_model_dir
+
+from tests.chat_templates import HERMES
+from tests.processes.ports import free_port
+from tests.processes.stack import Service, Stack, wait_idle
+
+MODEL = "demo"
+WORKER = ("--kv-cache-memory", "64M", "--dtype", "float32", "--model-name", MODEL, "--determinism", "exact")
+QUESTION: Any = [{"role": "user", "content": "Do I need an umbrella?"}]
+CITIES = ["Paris", "Rome", "Oslo"]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": CITIES}, "note": {"type": "string", "maxLength": 8}},
+            "required": ["city", "note"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+ROUTE: Any = {
+    "type": "function",
+    "function": {
+        "name": "route",
+        "parameters": {
+            "type": "object",
+            "properties": {"cities": {"type": "array", "items": {"enum": CITIES}, "minItems": 200, "maxItems": 200}},
+            "required": ["cities"],
+            "additionalProperties": False,
+        },
+    },
+}
+TOOLS = [WEATHER, CLOCK]
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 300}
+
+
+class Running:
+    """A stack with HTTP whose chats use a template with tools."""
+
+    def __init__(self, stack: Stack, folder: Path) -> None:
+        template = folder / "tools.jinja"
+        template.write_text(HERMES)
+        self.stack = stack
+        self.scheduler = stack.start_scheduler()
+        self.workers = [stack.start_worker(self.scheduler, demo_model_dir(), *WORKER) for _ in range(2)]
+        address = f"127.0.0.1:{free_port()}"
+        # The demo model does not reason; sampled at random, it would begin to and not end.
+        flags = ("--chat-template", f"default={template}", "--reasoning-parser", f"{MODEL}=none")
+        self.gateway = stack.start_gateway(self.scheduler, flags=(*flags, "--http-listen", address))
+        self.url = f"http://{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("tools")
+    with Stack(folder) as stack:
+        yield Running(stack, folder)
+
+
+@pytest.fixture
+async def client(running: Running) -> AsyncIterator[AsyncClient]:
+    """A client over gRPC. After the test nothing runs and no block is in use."""
+    async with await running.stack.connect(running.gateway, workers=2) as client:
+        yield client
+        await wait_idle(running.stack, client)
+
+
+@pytest.fixture
+async def http(running: Running, client: AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The stock client of the HTTP API."""
+    async with openai.AsyncOpenAI(base_url=running.url, api_key="unused", max_retries=0) as http:
+        yield http
+
+
+def check_call(name: str, arguments: str) -> None:
+    """The call is one of TOOLS, and its arguments match the tool's schema."""
+    value = json.loads(arguments)
+    if name == "clock":
+        assert value == {}
+        return
+    assert name == "weather"
+    assert set(value) == {"city", "note"}
+    assert value["city"] in CITIES
+    assert len(value["note"]) <= 8
+
+
+async def test_required_calls_match_their_schemas(client: AsyncClient) -> None:
+    for seed in range(6):
+        options = {**SAMPLED, "seed": seed, "tools": TOOLS, "tool_choice": "required"}
+        one = await client.chat(QUESTION, parallel_tool_calls=False, **options)
+        assert one.finish_reason is FinishReason.EOS
+        several = await client.chat(QUESTION, **options)
+        assert several.tool_calls[0].arguments == one.tool_calls[0].arguments
+        whole = several.tool_calls if several.finish_reason is FinishReason.EOS else several.tool_calls[:-1]
+        assert (one.text, one.reasoning) == ("", "")
+        for call in (*one.tool_calls, *whole):
+            check_call(call.name, call.arguments)
+
+
+async def test_a_stream_and_a_whole_answer_are_equal(client: AsyncClient) -> None:
+    options: dict[str, Any] = {**SAMPLED, "tools": TOOLS, "tool_choice": "required", "request_id": "same"}
+    whole = await client.chat(QUESTION, **options)
+    arguments: dict[str, str] = {}
+    async with client.stream_chat(QUESTION, **options) as stream:
+        async for delta in stream:
+            for call in delta.tool_calls:
+                arguments[call.id] = arguments.get(call.id, "") + call.arguments
+        result = await stream.result()
+    assert result.tool_calls == whole.tool_calls
+    assert arguments == {call.id: call.arguments for call in whole.tool_calls}
+    assert result.token_ids == whole.token_ids
+
+
+async def test_a_named_tool_is_called_once(client: AsyncClient) -> None:
+    result = await client.chat(QUESTION, tools=TOOLS, tool_choice="weather", **SAMPLED)
+    assert [call.name for call in result.tool_calls] == ["weather"]
+    one = await client.chat(QUESTION, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **SAMPLED)
+    assert len(one.tool_calls) == 1
+
+
+async def test_an_answer_is_plain_text_without_parsing(client: AsyncClient) -> None:
+    options: dict[str, Any] = {**SAMPLED, "tools": TOOLS, "tool_choice": "weather"}
+    plain = await client.chat(QUESTION, parse_chat=False, **options)
+    assert plain.text.startswith('<tool_call>\n{"name": "weather", "arguments": {')
+    assert plain.text.endswith("}\n</tool_call>")
+    assert plain.tool_calls == ()
+
+
+async def test_a_conversation_goes_on_after_a_call(client: AsyncClient) -> None:
+    first = await client.chat(QUESTION, tools=TOOLS, tool_choice="weather", **SAMPLED)
+    messages = [*QUESTION, first.samples[0].as_message(), Message("tool", "sun", tool_call_id=first.tool_calls[0].id)]
+    ids = (await client.tokenize(messages=messages, tools=TOOLS)).ids
+    text = await client.detokenize(ids)
+    assert f'"arguments": {json.dumps(json.loads(first.tool_calls[0].arguments), ensure_ascii=False)}' in text
+    assert "<tool_response>sun</tool_response>" in text
+    second = await client.chat(messages, tools=TOOLS, **{**SAMPLED, "max_tokens": 8})
+    assert second.usage.prompt_tokens == len(ids)
+
+
+async def test_tools_need_a_known_template(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template 'other'; templates of this model: default"):
+        await client.chat(QUESTION, chat_template="other")
+
+
+async def test_openai_required_named_and_streamed_calls(http: openai.AsyncOpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "parallel_tool_calls": False}
+    options |= SAMPLED
+    whole = await http.chat.completions.create(**options, tool_choice="required")
+    message = whole.choices[0].message
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert message.content is None
+    assert message.tool_calls
+    async with http.chat.completions.stream(**options, tool_choice="required") as stream:
+        final = await stream.get_final_completion()
+    calls: list[Any] = list(final.choices[0].message.tool_calls or [])
+    assert final.choices[0].finish_reason == "tool_calls"
+    expected: list[Any] = list(message.tool_calls)
+    assert [(c.function.name, c.function.arguments) for c in calls] == [
+        (c.function.name, c.function.arguments) for c in expected
+    ]
+    for call in calls:
+        check_call(call.function.name, call.function.arguments)
+    named = await http.chat.completions.create(
+        **options, tool_choice={"type": "function", "function": {"name": "clock"}}
+    )
+    assert [call.function.name for call in named.choices[0].message.tool_calls or []] == ["clock"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in expected]
+    rest = {**options, "messages": [*QUESTION, message.model_dump(), *results], "max_tokens": 4}
+    assert (await http.chat.completions.create(**rest)).usage is not None
+
+
+class Trip(BaseModel):
+    """A trip."""
+
+    city: Literal["Paris", "Rome", "Oslo"]
+    days: int = Field(ge=1, le=9)
+
+
+async def test_openai_parses_pydantic_models(http: openai.AsyncOpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, **SAMPLED}
+    tool = openai.pydantic_function_tool(Trip, name="trip")
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    called = await http.chat.completions.parse(**options, tools=[tool], **forced)
+    calls = called.choices[0].message.tool_calls or []
+    assert [type(call.function.parsed_arguments) for call in calls] == [Trip]
+    answer = await http.chat.completions.parse(**options, response_format=Trip)
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+
+
+async def long_call(client: AsyncClient, begun: asyncio.Event | None = None) -> tuple[GenerateResult, str]:
+    """A call with long arguments, and its arguments as streamed. `begun` is set in the middle of them."""
+    streamed = ""
+    options: dict[str, Any] = {"tools": [ROUTE], "tool_choice": "route", "seed": 3, "temperature": 1.0}
+    async with client.stream_chat(QUESTION, request_id="long", max_tokens=2000, **options) as stream:
+        async for delta in stream:
+            streamed += "".join(call.arguments for call in delta.tool_calls)
+            if begun is not None and len(streamed) > 100:
+                begun.set()
+        return await stream.result(), streamed
+
+
+async def test_a_call_survives_kill_9_in_its_arguments(tmp_path: Path) -> None:
+    """The parsed stream of a request whose process is killed equals that of an undisturbed one."""
+    with Stack(tmp_path) as stack:
+        running = Running(stack, tmp_path)
+        async with await stack.connect(running.gateway, workers=2) as client:
+            undisturbed, text = await long_call(client)
+            assert len(json.loads(text)["cities"]) == 200
+            for victim in ("worker", "scheduler", "gateway"):
+                begun = asyncio.Event()
+                task = asyncio.create_task(long_call(client, begun))
+                await begun.wait()
+                await kill_and_restart(running, victim, client)
+                disturbed, streamed = await task
+                assert streamed == text
+                assert disturbed.tool_calls == undisturbed.tool_calls
+                assert disturbed.token_ids == undisturbed.token_ids
+                assert (disturbed.resumes > 0) == (victim == "gateway")
+
+
+async def kill_and_restart(running: Running, victim: str, client: AsyncClient) -> None:
+    """Kill the process that serves the request."""
+    service: Service
+    if victim == "worker":
+        schedulers = (await client.status()).schedulers
+        busy = next(w.worker_id for s in schedulers for w in s.workers if w.rows_used)
+        service = next(worker for worker in running.workers if worker.name == busy)
+    else:
+        service = getattr(running, victim)
+    service.kill()
+    service.start()
