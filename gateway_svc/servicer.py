@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -381,13 +381,22 @@ class InferenceServicer(InferenceServiceServicer):
         for scoped_id in found:
             self._streams[scoped_id].abort()
         if elsewhere := [scoped_id for scoped_id in asked if scoped_id not in found]:
-            clients = [client for client in self._directory.clients if client.is_connected]
-            for aborted in await asyncio.gather(*(client.abort_requests(elsewhere) for client in clients)):
-                found.update(aborted)
+            found |= await self._abort_at_schedulers(elsewhere)
         return pb.AbortResponse(
             aborted_ids=[request_id for scoped_id, request_id in asked.items() if scoped_id in found],
             unknown_ids=[request_id for scoped_id, request_id in asked.items() if scoped_id not in found],
         )
+
+    async def abort_everywhere(self, scoped_id: str) -> None:
+        """End a request, in this process and on other gateways."""
+        if scoped_id in self._streams:
+            self._streams[scoped_id].abort()
+        await self._abort_at_schedulers([scoped_id])
+
+    async def _abort_at_schedulers(self, scoped_ids: Sequence[str]) -> set[str]:
+        clients = [client for client in self._directory.clients if client.is_connected]
+        answers = await asyncio.gather(*(client.abort_requests(scoped_ids) for client in clients))
+        return {scoped_id for aborted in answers for scoped_id in aborted}
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new streams and wait for the open ones. Streams still open after `timeout_s` end with UNAVAILABLE."""

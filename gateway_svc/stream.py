@@ -132,6 +132,9 @@ class SampleStream:
             self._add_logprobs(None, journal.logprobs.take(len(ids)).first(count))
         self._note(ids[:count], text)
         self.is_stopped = self._stop is not None
+        if self._answer is not None and self.is_stopped:
+            self._answer.finish("")
+        self._parts.clear()
 
     def _too_far(self) -> InvalidRequestError:
         return InvalidRequestError(

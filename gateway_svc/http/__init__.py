@@ -4,6 +4,8 @@ fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
 answers.py, errors.py           events, errors -> JSON       pure
 openapi.py                      description of the API      pure
 handlers.py                     one method per endpoint; calls the same servicer as gRPC
+responses/                      the Responses API
+replies.py                      JSON and server-sent events
 app.py                          routes, keys, body limit, disconnects, CORS
 server.py, protocol.py          uvicorn in the gateway's event loop; limits of connections
 """

@@ -188,9 +188,39 @@ TOKENIZE = (
 )
 DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
 
+RESPONSES = (
+    MODEL,
+    BodyField("input", doc="A string, or a list of items: messages, function calls and their outputs, reasoning."),
+    BodyField("instructions", doc="A system message in front of the conversation."),
+    BodyField("previous_response_id", doc="A stored response whose conversation the input continues."),
+    BodyField("store", doc="Keep the response. Default: true if the gateways have Redis."),
+    BodyField("background", doc="Answer at once, and compute the response in the background."),
+    BodyField("stream", doc="Answer with server-sent events."),
+    BodyField("stream_options", doc="No effect."),
+    BodyField("tools", doc="Functions. Tools of other types are ignored and listed in `x-ignored-fields`."),
+    BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "name": ...}`.'),
+    BodyField("parallel_tool_calls", doc="false: at most one call."),
+    BodyField("text", doc="`format`: text, json_object or json_schema."),
+    BodyField("reasoning", doc="`effort` is passed to the chat template as `reasoning_effort`."),
+    BodyField("max_output_tokens", "stop.max_tokens"),
+    *(row for row in SAMPLING if row.name not in ("n", "max_tokens", "max_completion_tokens")),
+    BodyField("include", doc="No effect."),
+    BodyField("metadata", doc="Returned. At most 16 strings."),
+    BodyField("user", doc="Returned."),
+    BodyField("safety_identifier", doc="Returned."),
+    BodyField("prompt_cache_key", doc="Returned."),
+    BodyField("service_tier", doc="No effect."),
+    BodyField("truncation", only=("disabled",)),
+    BodyField("top_logprobs", only=(0,)),
+    BodyField("max_tool_calls", only=()),
+    BodyField("conversation", only=()),
+    BodyField("prompt", only=()),
+)
+
 ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

@@ -14,15 +14,16 @@ from quire.v1 import inference_pb2 as pb
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies, openapi
-from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, encode, model_of, sse
-from gateway_svc.http.app import IGNORED_HEADER
-from gateway_svc.http.bodies import Generation, ignored_header
+from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, model_of, sse
+from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
+from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
+from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
@@ -32,11 +33,6 @@ log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_S = 0.5
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
-SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 
 
 class Handlers:
@@ -54,12 +50,14 @@ class Handlers:
         self._prompts = prompts
         self._is_serving = is_serving
         self._created = int(time.time())
+        self._responses = ResponsesHandlers(servicer, directory, self._read)
 
     def routes(self) -> list[Route]:
         """All endpoints."""
         return [
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            *self._responses.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -83,12 +81,12 @@ class Handlers:
     async def models(self, request: Request) -> Response:
         """All models."""
         listed = await self._servicer.ListModels(pb.ListModelsRequest())
-        return _json({"object": "list", "data": [model_of(model, self._created) for model in listed.models]})
+        return json_reply({"object": "list", "data": [model_of(model, self._created) for model in listed.models]})
 
     async def model(self, request: Request) -> Response:
         """One model."""
         found = await self._servicer.GetModel(pb.GetModelRequest(model=request.path_params["model"]))
-        return _json(model_of(found.model, self._created))
+        return json_reply(model_of(found.model, self._created))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""
@@ -97,20 +95,20 @@ class Handlers:
         ids = list(reply.ids)
         strings = list(reply.token_strings) if asked.token_strings else None
         answer = {"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
-        return _json(answer, ignored)
+        return json_reply(answer, ignored)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Special tokens and chat template of a model (`?model=`)."""
         text = self._directory.find_text(request.query_params.get("model", "")).text
         template = None if text.tokenizer is None else text.tokenizer.chat_template
         named = {name: text.special_tokens.get(name) for name in ("eos_token", "bos_token", "pad_token")}
-        return _json({**named, "chat_template": template})
+        return json_reply({**named, "chat_template": template})
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         request.scope["names"] = {"ids": "tokens"}
         asked, ignored = await self._read(request, bodies.detokenize_request)
-        return _json({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
+        return json_reply({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
 
     async def health(self, request: Request) -> Response:
         """200 while this gateway can take requests."""
@@ -118,18 +116,18 @@ class Handlers:
             raise UnavailableError(
                 "this gateway is not serving: it is shutting down, or no model is ready; retry later"
             )
-        return _json({"status": "serving"})
+        return json_reply({"status": "serving"})
 
     async def openapi(self, request: Request) -> Response:
         """The description of this API in the format OpenAPI 3.1."""
         endpoints = [
             (route.path_format, method, doc_of(route)) for route in self.routes() for method in methods_of(route)
         ]
-        return _json(openapi.document(endpoints, quire_version()))
+        return json_reply(openapi.document(endpoints, quire_version()))
 
     async def version(self, request: Request) -> Response:
         """The gateway's version."""
-        return _json({"version": quire_version()})
+        return json_reply({"version": quire_version()})
 
     async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
         """The parsed body. A large body is parsed in a thread."""
@@ -144,7 +142,7 @@ class Handlers:
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         requests = _with_ids(asked.requests, answer_id)
         events = self._events(requests, asked.timeout_s)
-        headers = _ignored(asked.ignored)
+        headers = ignored_headers(asked.ignored)
         if asked.is_stream:
             stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time()), prompts), events, request.scope)
             return await EventStream.begun(stream, headers)
@@ -152,7 +150,7 @@ class Handlers:
         async with aclosing(events):
             async for prompt, event in events:
                 answer.take(prompt, event)
-        return _json(answer.whole(), asked.ignored)
+        return json_reply(answer.whole(), asked.ignored)
 
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
         """The parts of the prompt that the answer has: text for echo, token ids for return_token_ids."""
@@ -188,28 +186,6 @@ class Handlers:
         return within(timeout_s, merged([self._servicer.generate(one, deadline=deadline) for one in requests]))
 
 
-class EventStream:
-    """A response of server-sent events. It is created after the first event, so a refusal can set the HTTP status."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        self._first = first
-        self._rest = rest
-        self._headers = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
-
-    @classmethod
-    async def begun(cls, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> EventStream:
-        """Wait for the first event. Raises the generator's exception if there is none."""
-        return cls(await anext(events), events, headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for data in self._rest:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
 async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Server-sent events. An error after the first event is sent as the last event."""
     is_begun = False
@@ -240,11 +216,3 @@ def methods_of(route: Route) -> list[str]:
 
 def doc_of(route: Route) -> str:
     return route.endpoint.__doc__ or ""
-
-
-def _ignored(names: Sequence[str]) -> dict[str, str]:
-    return {IGNORED_HEADER: ignored_header(names)} if names else {}
-
-
-def _json(value: dict[str, Any], ignored: Sequence[str] = ()) -> Response:
-    return Response(encode(value), media_type="application/json", headers=_ignored(ignored))

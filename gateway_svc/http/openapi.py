@@ -90,6 +90,12 @@ OWN: Mapping[str, Schema] = {
     "chat_template_kwargs": OBJECT,
     "chat_template": TEXT,
     "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
+    "input": {"anyOf": [{**TEXT, "minLength": 1}, {"type": "array", "minItems": 1, "items": OBJECT}]},
+    "instructions": TEXT,
+    "previous_response_id": TEXT,
+    "store": FLAG,
+    "background": FLAG,
+    "metadata": {"type": "object", "maxProperties": 16, "additionalProperties": {**TEXT, "maxLength": 512}},
     "tools": {"type": "array", "items": OBJECT},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
     "parallel_tool_calls": FLAG,
@@ -97,6 +103,7 @@ OWN: Mapping[str, Schema] = {
 REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
     "/v1/completions": ["prompt"],
+    "/v1/responses": ["input"],
     "/detokenize": ["tokens"],
 }
 
@@ -164,9 +171,13 @@ ANSWERS: Mapping[str, Schema] = {
     "/health": _object(status=TEXT),
     "/version": _object(version=TEXT),
 }
-STREAMS = ("/v1/chat/completions", "/v1/completions")
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}")
 OPEN = ("/health",)  # need no API key
-QUERY: Mapping[str, Sequence[str]] = {"/tokenizer_info": ["model"]}
+QUERY: Mapping[str, Sequence[str]] = {
+    "/tokenizer_info": ["model"],
+    "/v1/responses/{response_id}": ["stream", "starting_after"],
+    "/v1/responses/{response_id}/input_items": ["limit", "order", "after"],
+}
 
 
 def document(endpoints: Iterable[tuple[str, str, str]], version: str) -> Schema:

@@ -65,12 +65,13 @@ if ARGV[4] == '0' and lease > now and redis.call('HGET', KEYS[1], 'run') ~= ARGV
 redis.call('HSET', KEYS[1], 'run', ARGV[1], 'lease', now + ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1"""
-# Stores an object unless there is one. ARGV: object, time to live in ms. Returns 0 if there is no record.
+# Stores an object unless there is one. ARGV: object, time to live in ms. Returns the stored object; nil if there is no
+# record.
 PUT_OBJECT = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return 1"""
+return redis.call('HGET', KEYS[1], 'object')"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +176,14 @@ class RecordStore:
             pipeline.eval(WRITE, 1, key, update.run, lease_ms, self._ttl_ms, self._max_bytes, *pairs)
         return [bool(answer) for answer in await self._call(pipeline.execute())]
 
-    async def put_object(self, record_id: str, data: bytes) -> None:
-        """Store the finished answer, unless one is stored. Does nothing if there is no record."""
+    async def put_object(self, record_id: str, data: bytes) -> bytes:
+        """Store the finished answer, unless one is stored. Returns the stored one; `data` if there is no record."""
         value = self._seal(data, record_id, "object")
-        await self._call(self._redis.eval(PUT_OBJECT, 1, self._key(record_id), value, self._ttl_ms))
+        found = await self._call(self._redis.eval(PUT_OBJECT, 1, self._key(record_id), value, self._ttl_ms))
+        try:
+            return data if found is None else self._open(found, record_id, "object")
+        except UnreadableValueError:
+            return data
 
     async def delete(self, record_id: str) -> bool:
         """Delete a record. False if there is none."""

@@ -120,8 +120,8 @@ async def test_a_new_record_replaces_an_older_one(store: RecordStore) -> None:
 
 async def test_the_first_stored_object_stays(store: RecordStore) -> None:
     await store.create("r", CONTENT, "run")
-    await store.put_object("r", b"first")
-    await store.put_object("r", b"second")
+    assert await store.put_object("r", b"first") == b"first"
+    assert await store.put_object("r", b"second") == b"first"
     record = await store.load("r")
     assert record is not None
     assert record.stored_object == b"first"

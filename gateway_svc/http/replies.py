@@ -1,0 +1,52 @@
+"""Answers of the endpoints: JSON, and server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway_svc.http.answers import encode
+from gateway_svc.http.app import IGNORED_HEADER
+from gateway_svc.http.bodies import ignored_header
+
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class EventStream:
+    """A response of server-sent events. It is created after the first event, so a refusal can set the HTTP status."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        self._first = first
+        self._rest = rest
+        self._headers = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+
+    @classmethod
+    async def begun(cls, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> EventStream:
+        """Wait for the first event. Raises the exception of a generator that fails before it."""
+        return cls(await anext(events, b""), events, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for data in self._rest:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ignored_headers(names: Sequence[str]) -> dict[str, str]:
+    """The header that names the ignored fields."""
+    return {IGNORED_HEADER: ignored_header(names)} if names else {}
+
+
+def json_reply(value: dict[str, Any], ignored: Sequence[str] = ()) -> Response:
+    """A JSON answer."""
+    return Response(encode(value), media_type="application/json", headers=ignored_headers(ignored))

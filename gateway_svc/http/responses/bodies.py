@@ -1,0 +1,192 @@
+"""Converts a body of POST /v1/responses to a protobuf request. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.http import fields
+from gateway_svc.http.bodies import body_of
+from gateway_svc.http.chat import EFFORTS, TOOL_CHOICES, flag
+from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
+from gateway_svc.http.responses.events import HEAD_DEFAULTS, Json
+from gateway_svc.http.responses.items import items_of, messages_of
+
+MAX_METADATA = 16
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
+NAMES = {
+    "prompt.chat.tool_name": "tool_choice",
+    "prompt.chat.messages": "input",
+    "prompt.chat": "input",
+    "resumable": "store",
+    "sampling.json_schema": "text.format.schema",
+    "sampling.json_object": "text.format",
+}
+REPEATED = ("user", "safety_identifier", "prompt_cache_key")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed body."""
+
+    request: pb.GenerateRequest  # without request_id, instructions and the messages of the previous response
+    instructions: str
+    items: list[Json]  # the input
+    head: Json  # fields of the response object that repeat the request
+    previous_id: str
+    store: bool | None  # None: if it is possible
+    is_stream: bool
+    is_background: bool
+    ignored: tuple[str, ...]
+    names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
+
+
+def response_request(data: bytes) -> Asked:
+    """Parse a body. Raises InvalidRequestError."""
+    body = body_of(data)
+    request = pb.GenerateRequest(model=_string(body, "model"))
+    set_parameters(fields.RESPONSES, body, request)
+    items = items_of(body.get("input"))
+    request.output.parse_chat = True
+    chat = request.prompt.chat
+    chat.messages.extend(messages_of(items))
+    ignored = _set_tools(chat, body)
+    _set_format(request, body)
+    _set_reasoning(chat, body)
+    return Asked(
+        request=request,
+        instructions=_string(body, "instructions"),
+        items=items,
+        head=_head(body, request),
+        previous_id=_string(body, "previous_response_id"),
+        store=None if body.get("store") is None else flag(body, "store", default=True),
+        is_stream=flag(body, "stream", default=False),
+        is_background=flag(body, "background", default=False),
+        ignored=(*ignored_names(fields.RESPONSES, body), *ignored),
+        names={**NAMES, **path_names(fields.RESPONSES, body)},
+    )
+
+
+def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
+    """The fields that are known before the request starts. Clients read most of them as required."""
+    sampling, stop = request.sampling, request.stop
+    text = body.get("text") or {}
+    reasoning = body.get("reasoning") or {}
+    return {
+        "object": "response",
+        "background": flag(body, "background", default=False),
+        **HEAD_DEFAULTS,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": stop.max_tokens if stop.HasField("max_tokens") else None,
+        "max_tool_calls": None,
+        "metadata": _metadata(body),
+        "parallel_tool_calls": flag(body, "parallel_tool_calls", default=True),
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "service_tier": "default",
+        "temperature": sampling.temperature if sampling.HasField("temperature") else 1.0,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": 0,
+        "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "truncation": "disabled",
+        **{name: _string(body, name) or None for name in REPEATED},
+    }
+
+
+def _metadata(body: Mapping[str, Any]) -> Json:
+    metadata = body.get("metadata")
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"is {shown(metadata)}; must be an object with at most {MAX_METADATA} strings")
+    for key, value in metadata.items():
+        if not isinstance(value, str) or len(value) > MAX_METADATA_VALUE or len(key) > MAX_METADATA_KEY:
+            words = f"must be a string of at most {MAX_METADATA_VALUE} characters, its name at most {MAX_METADATA_KEY}"
+            raise invalid(f"metadata.{key[:MAX_METADATA_KEY]}", words)
+    return metadata
+
+
+def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
+    """Set the functions and the choice. Returns the types of tools that have no effect here."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise invalid("tools", f"is {shown(tools)}; must be a list")
+    functions, ignored = [], dict[str, None]()
+    for i, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict):
+            raise invalid(f"tools[{i}]", f"is {shown(tool)}; must be an object")
+        if tool.get("type") != "function":
+            ignored[f"tools.{tool.get('type')}"] = None
+            continue
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise invalid(f"tools[{i}].name", f"is {shown(tool.get('name'))}; must be the name of a function")
+        own = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        functions.append({"type": "function", "function": own})
+    if functions:
+        chat.tools_json = json.dumps(functions, ensure_ascii=False)
+    _set_choice(chat, choice)
+    if not flag(body, "parallel_tool_calls", default=True):
+        chat.parallel_tool_calls = False
+    return list(ignored)
+
+
+def _set_choice(chat: pb.Chat, choice: Any) -> None:
+    if choice is None:
+        return
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        chat.tool_name = choice["name"]
+    elif isinstance(choice, str) and choice in TOOL_CHOICES:
+        chat.tool_choice = TOOL_CHOICES[choice]
+    else:
+        words = f'is {shown(choice)}; must be none, auto, required or {{"type": "function", "name": ...}}'
+        raise invalid("tool_choice", words)
+
+
+def _set_format(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:
+    text = body.get("text")
+    if text is None:
+        return
+    if not isinstance(text, dict):
+        raise invalid("text", f"is {shown(text)}; must be an object")
+    form = text.get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_schema":
+        if not isinstance(form.get("schema"), dict):
+            raise invalid("text.format.schema", f"is {shown(form.get('schema'))}; must be an object")
+        request.sampling.json_schema = json.dumps(form["schema"], ensure_ascii=False)
+    elif kind == "json_object":
+        request.sampling.json_object = True
+    elif kind != "text":
+        raise invalid("text.format.type", f"is {shown(kind)}; must be one of text, json_schema, json_object")
+
+
+def _set_reasoning(chat: pb.Chat, body: Mapping[str, Any]) -> None:
+    reasoning = body.get("reasoning")
+    if reasoning is None:
+        return
+    if not isinstance(reasoning, dict):
+        raise invalid("reasoning", f"is {shown(reasoning)}; must be an object")
+    effort = reasoning.get("effort")
+    if effort is None:
+        return
+    if effort not in EFFORTS:
+        raise invalid("reasoning.effort", f"is {shown(effort)}; must be one of {', '.join(EFFORTS)}")
+    off = {"enable_thinking": False} if effort == "none" else {}
+    chat.template_kwargs_json = json.dumps({"reasoning_effort": effort, **off})
+
+
+def _string(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise invalid(name, f"is {shown(value)}; must be a string")
+    return value

@@ -1,0 +1,241 @@
+"""The events of a response, and the response object, from its output: one builder for both. Pure.
+
+`sequence_number` counts events, and characters of deltas: a delta has the number of its last character. So the number
+of an event is a function of the output alone, not of the pieces in which the output arrived, and a reader that has
+number n continues with n + 1 wherever the answer is computed again.
+
+    0 created   1 queued   2 in_progress   3 item added   4 part added   5..9 "Hello"   10.. " you"   done   completed
+
+Number 1 is used for background responses only. Ids of items are functions of the response's id and the item's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+Json = dict[str, Any]
+
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """New text of one item. An item is complete when the next one begins."""
+
+    item: int
+    kind: str
+    text: str
+    name: str = ""  # of the called function
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event; `number` is its sequence_number."""
+
+    number: int
+    data: Json
+
+    def after(self, number: int) -> Event | None:
+        """The part of the event after a sequence number; None: nothing."""
+        if self.number <= number:
+            return None
+        delta = self.data.get("delta", "")
+        if len(delta) <= self.number - number:
+            return self
+        return Event(self.number, {**self.data, "delta": delta[number - self.number :]})
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a response ended. `status`: completed, incomplete, cancelled or failed."""
+
+    status: str
+    usage: Json | None = None
+    completed_at: int | None = None
+    error: Json | None = None
+
+
+TERMINAL = {"completed": "response.completed", "failed": "response.failed"}
+INCOMPLETE = {"reason": "max_output_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The names that differ between kinds of items. `part`: type of the content part; empty: the item has none."""
+
+    prefix: str
+    part: str
+    event: str
+    text: str
+
+
+FORMS: Mapping[str, _Form] = {
+    MESSAGE: _Form("msg", "output_text", "response.output_text", "text"),
+    REASONING: _Form("rs", "reasoning_text", "response.reasoning_text", "text"),
+    CALL: _Form("fc", "", "response.function_call_arguments", "arguments"),
+}
+
+
+def item_id(response_id: str, kind: str, place: str) -> str:
+    """The id of an item: the same wherever the response is computed."""
+    return f"{FORMS[kind].prefix}_{xxhash.xxh3_128_hexdigest(f'{response_id}/{place}'.encode())}"
+
+
+@dataclass(slots=True)
+class _Item:
+    id: str
+    index: int
+    part: OutputPart  # its first part
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def form(self) -> _Form:
+        return FORMS[self.part.kind]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def content(self, text: str) -> Json:
+        extra: Json = {"annotations": [], "logprobs": []} if self.part.kind == MESSAGE else {}
+        return {"type": self.form.part, "text": text, **extra}
+
+    def shown(self, status: str, *, is_empty: bool = False) -> Json:
+        """The item as JSON."""
+        head: Json = {"id": self.id, "type": self.part.kind, "status": status}
+        if self.part.kind == CALL:
+            arguments = "" if is_empty else self.text
+            return {**head, "call_id": self.part.call_id, "name": self.part.name, "arguments": arguments}
+        content = [] if is_empty else [self.content(self.text)]
+        own: Json = {"role": "assistant"} if self.part.kind == MESSAGE else {"summary": []}
+        return {**head, **own, "content": content}
+
+    @property
+    def place(self) -> Json:
+        """The fields of events of this item."""
+        own = {"content_index": 0} if self.form.part else {}
+        return {"item_id": self.id, "output_index": self.index, **own}
+
+
+class ResponseEvents:
+    """Builds the events of one response. `head`: the response object without status, output and end."""
+
+    def __init__(self, head: Json) -> None:
+        self._head = head
+        self._next = 0
+        self._items: list[_Item] = []
+        self._is_open = False  # the last item is not complete
+        self._end: End | None = None
+        self._has_begun = False
+
+    def begin(self) -> list[Event]:
+        """The events before any output."""
+        self._has_begun = True
+        is_background = bool(self._head["background"])
+        waiting = self.response("queued" if is_background else "in_progress")
+        events = [self._event("response.created", response=waiting)]
+        if is_background:
+            events.append(self._event("response.queued", response=waiting))
+        self._next = 2
+        return [*events, self._event("response.in_progress", response=self.response())]
+
+    def add(self, parts: Iterable[OutputPart]) -> list[Event]:
+        """The events for new output."""
+        events: list[Event] = []
+        for part in parts:
+            if part.item >= len(self._items):
+                events += self._close_item("completed")
+                events += self._open_item(part)
+            if part.text:
+                events.append(self._delta(self._items[-1], part.text))
+        return events
+
+    def finish(self, end: End) -> list[Event]:
+        """The last events. The response object is complete after this."""
+        events: list[Event] = []
+        if not self._items and end.status in ("completed", "incomplete"):
+            events += self._open_item(OutputPart(0, MESSAGE, ""))
+        events += self._close_item("completed" if end.status == "completed" else "incomplete")
+        self._end = end
+        name = TERMINAL.get(end.status, "response.incomplete")
+        return [*events, self._event(name, response=self.response())]
+
+    def response(self, status: str = "") -> Json:
+        """The response object as it is now."""
+        end = self._end
+        if end is None:
+            items = [item.shown("completed") for item in self._items]
+            if self._is_open:
+                items[-1] = self._items[-1].shown("in_progress")
+            return {**self._head, "status": status or "in_progress", "output": items}
+        last = "completed" if end.status == "completed" else "incomplete"
+        items = [item.shown("completed") for item in self._items[:-1]]
+        items += [item.shown(last) for item in self._items[-1:]]
+        return {
+            **self._head,
+            "status": end.status,
+            "output": items,
+            "usage": end.usage,
+            "completed_at": end.completed_at,
+            "error": end.error,
+            "incomplete_details": INCOMPLETE if end.status == "incomplete" else None,
+        }
+
+    def _open_item(self, part: OutputPart) -> list[Event]:
+        index = len(self._items)
+        item = _Item(item_id(self._head["id"], part.kind, str(index)), index, part)
+        self._items.append(item)
+        self._is_open = True
+        shown = item.shown("in_progress", is_empty=True)
+        events = [self._event("response.output_item.added", output_index=index, item=shown)]
+        if item.form.part:
+            events.append(self._event("response.content_part.added", **item.place, part=item.content("")))
+        return events
+
+    def _delta(self, item: _Item, text: str) -> Event:
+        item.texts.append(text)
+        self._next += len(text) - 1
+        extra: Json = {"logprobs": []} if item.part.kind == MESSAGE else {}
+        return self._event(f"{item.form.event}.delta", **item.place, delta=text, **extra)
+
+    def _close_item(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        extra: Json = {"logprobs": []} if item.part.kind == MESSAGE else {}
+        if item.part.kind == CALL:
+            extra = {"name": item.part.name}
+        events = [self._event(f"{item.form.event}.done", **item.place, **{item.form.text: item.text}, **extra)]
+        if item.form.part:
+            events.append(self._event("response.content_part.done", **item.place, part=item.content(item.text)))
+        done = self._event("response.output_item.done", output_index=item.index, item=item.shown(status))
+        return [*events, done]
+
+    def _event(self, kind: str, /, **fields: Any) -> Event:
+        number = self._next
+        self._next += 1
+        return Event(number, {"type": kind, "sequence_number": number, **fields})
+
+
+HEAD_DEFAULTS: Json = {"usage": None, "completed_at": None, "error": None, "incomplete_details": None}
+
+
+def events_of(response: Json) -> list[Event]:
+    """The events of a complete response object: the same as while it was computed, each item as one delta."""
+    end = End(response["status"], response["usage"], response["completed_at"], response["error"])
+    builder = ResponseEvents({**response, **HEAD_DEFAULTS})
+    parts = [part_of(index, item) for index, item in enumerate(response["output"])]
+    return [*builder.begin(), *builder.add(parts), *builder.finish(end)]
+
+
+def part_of(index: int, item: Json) -> OutputPart:
+    """The whole text of an output item."""
+    if item["type"] == CALL:
+        return OutputPart(index, CALL, item["arguments"], item["name"], item["call_id"])
+    return OutputPart(index, item["type"], "".join(content["text"] for content in item["content"]))

@@ -1,0 +1,326 @@
+"""The endpoints of the Responses API. docs/responses.md describes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from quire.internal.v1 import record_pb2, scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway_svc.api_keys import scoped
+from gateway_svc.directory import ModelDirectory
+from gateway_svc.http.answers import encode
+from gateway_svc.http.fields import invalid
+from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
+from gateway_svc.http.responses.bodies import Asked, response_request
+from gateway_svc.http.responses.events import Event, Json, events_of
+from gateway_svc.http.responses.items import messages_of, with_ids
+from gateway_svc.http.responses.runs import Run, Source
+from gateway_svc.records.store import Record, Update
+from gateway_svc.resuming import Resumed
+from gateway_svc.servicer import InferenceServicer
+from gateway_svc.validation import REQUEST_ID
+from svc_common.errors import NotFoundError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+Read = Callable[[Request, Callable[[bytes], Any]], Any]
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+
+
+class ResponsesHandlers:
+    """One method per endpoint. Owns the runs of this gateway, by the scoped id of the response."""
+
+    def __init__(self, servicer: InferenceServicer, directory: ModelDirectory, read: Read) -> None:
+        self._servicer = servicer
+        self._directory = directory
+        self._read = read
+        self._runs: dict[str, Run] = {}
+
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        one = "/v1/responses/{response_id}"
+        return [
+            Route("/v1/responses", self.create_response, methods=["POST"]),
+            Route("/v1/responses/compact", self.compact_response, methods=["POST"]),
+            Route(one, self.one_response, methods=["GET", "DELETE"]),
+            Route(f"{one}/cancel", self.cancel_response, methods=["POST"]),
+            Route(f"{one}/input_items", self.list_input_items, methods=["GET"]),
+        ]
+
+    # -- endpoints ----------------------------------------------------------------------------------------------------
+
+    async def create_response(self, request: Request) -> Response | EventStream:
+        """Answer an input, at once or in the background."""
+        asked: Asked = await self._read(request, response_request)
+        request.scope["names"] = asked.names
+        self._directory.find_text(asked.request.model).require_tokenizer("input")
+        is_stored = await self._is_stored(asked)
+        response_id = f"resp_{secrets.token_hex(24)}"
+        await self._add_conversation(asked)
+        run = self._new_run(response_id, asked, is_stored=is_stored)
+        try:
+            await run.begun()
+            return await self._reply(run, asked)
+        except BaseException:
+            await run.cancel()
+            raise
+
+    async def one_response(self, request: Request) -> Response | EventStream:
+        """Read a stored response, or its events with `stream=true` after `starting_after`; or delete it."""
+        if request.method == "DELETE":
+            return await self.delete_response(request)
+        return await self.retrieve_response(request)
+
+    async def retrieve_response(self, request: Request) -> Response | EventStream:
+        """A stored response; with `stream=true`, its events after `starting_after`."""
+        response_id = _id_of(request)
+        is_stream, after = _stream_of(request)
+        if is_stream:
+            return await EventStream.begun(_encoded(self._follow(response_id, after)), {})
+        run = self._runs.get(scoped(response_id))
+        if run is None:
+            record = await self._load(response_id)
+            if record.stored_object:
+                return json_reply(json.loads(record.stored_object))
+            run = self._continue(record)
+            await run.begun()
+        return json_reply(run.response)
+
+    async def cancel_response(self, request: Request) -> Response:
+        """End a response that is in progress; a complete one is returned unchanged."""
+        response_id = _id_of(request)
+        record = await self._load(response_id)
+        if not record.stored_object:
+            await self._abort(record)
+            record = await self._load(response_id)
+        return json_reply(json.loads(record.stored_object))
+
+    async def delete_response(self, request: Request) -> Response:
+        """Delete a stored response; one in progress is ended first."""
+        response_id = _id_of(request)
+        record = await self._load(response_id)
+        if not record.stored_object:
+            await self._abort(record)
+        await self._servicer.recorder.records.delete(record.record_id)
+        return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+    async def list_input_items(self, request: Request) -> Response:
+        """The input of a stored response, the latest item first."""
+        items = _notes_of(await self._load(_id_of(request)))["items"]
+        query = request.query_params
+        if query.get("order", "desc") != "asc":
+            items = items[::-1]
+        limit = _number(query.get("limit"), "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+        ids = [item["id"] for item in items]
+        start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+        page = items[start : start + limit]
+        return json_reply(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": start + limit < len(items),
+            }
+        )
+
+    async def compact_response(self, request: Request) -> Response:
+        """Not supported."""
+        raise NotFoundError("/v1/responses/compact is not supported; send a shorter input")
+
+    # -- creating -----------------------------------------------------------------------------------------------------
+
+    async def _is_stored(self, asked: Asked) -> bool:
+        """Whether to keep a record. A request that depends on one is refused if there is none."""
+        if asked.is_background and asked.store is False:
+            raise invalid("background", "is true, but store is false; a background response must be stored")
+        if asked.store is False:
+            return False
+        if asked.store or asked.is_background:
+            return self._servicer.recorder is not None  # raises if this gateway keeps no records
+        return self._servicer.keeps_records and await self._servicer.recorder.records.answers()
+
+    async def _add_conversation(self, asked: Asked) -> None:
+        """Put the previous response's conversation and the instructions in front of the input."""
+        own = list(asked.request.prompt.chat.messages)
+        before: list[pb.ChatMessage] = []
+        if asked.previous_id:
+            record = await self._load(asked.previous_id, "previous_response_id")
+            if not record.stored_object:
+                words = f"{asked.previous_id!r} is still in progress; wait until it is complete"
+                raise invalid("previous_response_id", words)
+            earlier = record.content.request.prompt.chat.messages
+            before += earlier[1:] if _notes_of(record)["has_instructions"] else earlier
+            before += messages_of(json.loads(record.stored_object)["output"], "previous_response_id")
+        if asked.instructions:
+            before.insert(0, pb.ChatMessage(role="system", content=asked.instructions))
+        del asked.request.prompt.chat.messages[:]
+        asked.request.prompt.chat.messages.extend([*before, *own])
+
+    def _new_run(self, response_id: str, asked: Asked, *, is_stored: bool) -> Run:
+        model = asked.request.model or self._directory.find_text("").name
+        head = {
+            "id": response_id,
+            **asked.head,
+            "created_at": int(time.time()),
+            "model": model,
+            "store": is_stored,
+        }
+        notes = {
+            "head": head,
+            "items": with_ids(response_id, asked.items),
+            "has_instructions": bool(asked.instructions),
+        }
+        asked.request.request_id = response_id
+        asked.request.resumable = is_stored
+        asked.request.output.token_ids = False
+        source = self._servicer.generate(asked.request, notes=encode(notes) if is_stored else b"")
+        return self._start(scoped(response_id), head, source, is_stored=is_stored)
+
+    def _start(self, scoped_id: str, head: Json, source: Source, *, is_stored: bool) -> Run:
+        async def store(response: Json) -> Json:
+            stored: Json = json.loads(await self._servicer.recorder.records.put_object(scoped_id, encode(response)))
+            return stored
+
+        run = self._runs[scoped_id] = Run(head, source, store if is_stored else None)
+        run.start(lambda: self._forget(scoped_id, run))
+        return run
+
+    def _forget(self, scoped_id: str, run: Run) -> None:
+        if self._runs.get(scoped_id) is run:
+            del self._runs[scoped_id]
+
+    async def _reply(self, run: Run, asked: Asked) -> Response | EventStream:
+        if asked.is_stream:
+            events = self._follow(run.response["id"], -1, run) if asked.is_background else _of_client(run)
+            return await EventStream.begun(_encoded(events), ignored_headers(asked.ignored))
+        if not asked.is_background:
+            await run.over()
+            if run.error is not None:
+                raise run.error
+        return json_reply(run.response if not asked.is_background else run.queued, asked.ignored)
+
+    # -- continuing ---------------------------------------------------------------------------------------------------
+
+    async def _load(self, response_id: str, field: str = "response_id") -> Record:
+        record = None
+        if REQUEST_ID.fullmatch(response_id):
+            record = await self._servicer.recorder.records.load(scoped(response_id))
+        if record is None or not record.content.notes:
+            raise NotFoundError(
+                f"there is no response {response_id[:80]!r}: it was not stored, has expired (--record-ttl-s), or was "
+                "deleted",
+                field=field,
+            )
+        return record
+
+    def _continue(self, record: Record) -> Run:
+        """Read a response that another gateway computes, or compute it here if its gateway is gone."""
+        source = self._servicer.resume(Resumed(record, (0,), follows=True))
+        return self._start(record.record_id, _notes_of(record)["head"], source, is_stored=True)
+
+    async def _follow(self, response_id: str, after: int, run: Run | None = None) -> AsyncGenerator[Event, None]:
+        """The events of a stored response after a sequence number, wherever it is computed."""
+        while True:
+            run = run or self._runs.get(scoped(response_id))
+            if run is None:
+                record = await self._load(response_id)
+                if record.stored_object:
+                    for event in events_of(json.loads(record.stored_object)):
+                        if (rest := event.after(after)) is not None:
+                            yield rest
+                    return
+                run = self._continue(record)
+                await run.begun()
+            async with aclosing(run.watch(after)) as events:
+                async for event in events:
+                    yield event
+                    after = event.number
+            if run.is_complete:
+                return
+            if isinstance(run.error, UnavailableError):
+                raise run.error
+            run = None
+
+    async def _abort(self, record: Record) -> None:
+        """End a response, whether this gateway, another one or none computes it, and store it as cancelled."""
+        records, run_id = self._servicer.recorder.records, secrets.token_hex(8)
+        await records.claim(record.record_id, run_id, by_force=True)  # from now on no other gateway can continue it
+        await self._servicer.abort_everywhere(record.record_id)
+        run = self._runs.get(record.record_id)
+        if run is not None:
+            await run.over()
+        current = await records.load(record.record_id)
+        if current is None or current.stored_object:
+            return
+        await records.write([_cancelled(current, run_id)])
+        current = await records.load(record.record_id) or current
+        await self._continue(current).over()
+
+
+def _notes_of(record: Record) -> Json:
+    notes: Json = json.loads(record.content.notes)
+    return notes
+
+
+async def _of_client(run: Run) -> AsyncGenerator[Event, None]:
+    """The events of a response that ends when its client leaves."""
+    try:
+        async with aclosing(run.watch()) as events:
+            async for event in events:
+                yield event
+        if not run.is_complete and run.error is not None:
+            raise run.error
+    finally:
+        await run.cancel()
+
+
+async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for event in events:
+            yield b"event: %b\ndata: %b\n\n" % (event.data["type"].encode(), encode(event.data))
+
+
+def _id_of(request: Request) -> str:
+    response_id: str = request.path_params["response_id"]
+    return response_id
+
+
+def _stream_of(request: Request) -> tuple[bool, int]:
+    """`stream` and `starting_after` of a query."""
+    query = request.query_params
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    if stream not in ("true", "false", "1", "0"):
+        raise invalid("stream", f"is {stream[:80]!r}; must be true or false")
+    return stream in ("true", "1"), _number(after, "starting_after", -1, -1, 2**53)
+
+
+def _number(text: str | None, name: str, default: int, low: int, high: int) -> int:
+    if text is None or text == "":
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if not low <= number <= high:
+        raise invalid(name, f"is {text[:80]!r}; must be an integer from {low} to {high}")
+    return number
+
+
+def _cancelled(record: Record, run: str) -> Update:
+    """The end of a response that is no longer computed."""
+    finish = scheduler_pb2.SampleFinished(reason=types.FINISH_REASON_ABORTED)
+    end = record_pb2.SampleEnd(finish=finish, num_output=len(record.outputs[0]))
+    return Update(record.record_id, run, ends={0: end.SerializeToString()}, releases=True)

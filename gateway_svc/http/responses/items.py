@@ -1,0 +1,116 @@
+"""Items of a conversation (input of a request, or output of an earlier response) as chat messages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.http.fields import invalid, shown
+from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, Json, item_id
+
+OUTPUT = "function_call_output"
+KINDS = (MESSAGE, REASONING, CALL, OUTPUT)
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+MAX_ITEMS = 10_000
+
+
+def items_of(value: Any) -> list[Json]:
+    """The items of an `input`: a string is one user message. Raises InvalidRequestError."""
+    if isinstance(value, str):
+        return [{"type": MESSAGE, "role": "user", "content": [{"type": "input_text", "text": value}]}]
+    if not isinstance(value, list) or not value:
+        raise invalid("input", f"is {shown(value)}; must be a string or a list of at least one item")
+    if len(value) > MAX_ITEMS:
+        raise invalid("input", f"has {len(value)} items; at most {MAX_ITEMS} are allowed")
+    return [_item_of(f"input[{i}]", item) for i, item in enumerate(value)]
+
+
+def with_ids(response_id: str, items: Sequence[Json]) -> list[Json]:
+    """Items with an id each, as the endpoint input_items lists them."""
+    return [{"id": item_id(response_id, MESSAGE, f"input/{i}"), **item} for i, item in enumerate(items)]
+
+
+def messages_of(items: Sequence[Json], where: str = "input") -> list[pb.ChatMessage]:
+    """The chat messages of items. Raises InvalidRequestError."""
+    messages: list[pb.ChatMessage] = []
+    for i, item in enumerate(items):
+        _add(messages, f"{where}[{i}]", item)
+    return messages
+
+
+def _item_of(where: str, item: Any) -> Json:
+    if not isinstance(item, dict):
+        raise invalid(where, f"is {shown(item)}; must be an object")
+    kind = item.get("type", MESSAGE)
+    if kind != MESSAGE:
+        return item
+    if item.get("role") not in ROLES:
+        raise invalid(f"{where}.role", f"is {shown(item.get('role'))}; must be one of {', '.join(ROLES)}")
+    content = item.get("content")
+    if isinstance(content, str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        content = [{"type": part, "text": content}]
+    return {**item, "type": MESSAGE, "content": content}
+
+
+def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
+    """Append an item. Reasoning, text and calls of one turn become one assistant message."""
+    kind = item.get("type")
+    if kind == MESSAGE and item["role"] != "assistant":
+        messages.append(pb.ChatMessage(role=item["role"], content=_text_of(f"{where}.content", item["content"])))
+    elif kind == MESSAGE:
+        turn = _turn(messages, is_taken=lambda last: bool(last.content or last.tool_calls))
+        turn.content = _text_of(f"{where}.content", item["content"])
+    elif kind == REASONING:
+        _turn(messages, is_taken=lambda last: True).reasoning = _reasoning_of(where, item)
+    elif kind == CALL:
+        call = _turn(messages, is_taken=lambda last: False).tool_calls.add()
+        call.id, call.name = _string(where, item, "call_id"), _string(where, item, "name")
+        call.arguments = _string(where, item, "arguments")
+    elif kind == OUTPUT:
+        content = _text_of(f"{where}.output", item.get("output"))
+        messages.append(pb.ChatMessage(role="tool", content=content, tool_call_id=_string(where, item, "call_id")))
+    else:
+        raise invalid(f"{where}.type", f"is {shown(kind)}; must be one of {', '.join(KINDS)}")
+
+
+def _turn(messages: list[pb.ChatMessage], is_taken: Callable[[pb.ChatMessage], bool]) -> pb.ChatMessage:
+    """The assistant message at the end, or a new one if there is none or it `is_taken`."""
+    if not messages or messages[-1].role != "assistant" or is_taken(messages[-1]):
+        messages.append(pb.ChatMessage(role="assistant"))
+    return messages[-1]
+
+
+def _reasoning_of(where: str, item: Json) -> str:
+    """The text of reasoning, else its summary. Encrypted reasoning of other servers has neither."""
+    return _text_of(f"{where}.content", item.get("content") or item.get("summary") or [])
+
+
+def _string(where: str, item: Json, name: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise invalid(f"{where}.{name}", f"is {shown(item.get(name))}; must be a string")
+    return str(item[name])
+
+
+def _text_of(where: str, parts: Any) -> str:
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        raise invalid(where, f"is {shown(parts)}; must be a string or a list of parts")
+    return "\n".join(_part_text(f"{where}[{i}]", part) for i, part in enumerate(parts))
+
+
+def _part_text(where: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise invalid(where, f"is {shown(part)}; must be an object")
+    if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if part.get("type") not in TEXT_PARTS:
+        words = f"is {shown(part.get('type'))}; must be one of {', '.join(TEXT_PARTS)}"
+        raise invalid(f"{where}.type", words)
+    if not isinstance(part.get("text"), str):
+        raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")
+    return str(part["text"])

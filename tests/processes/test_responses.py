@@ -1,0 +1,188 @@
+"""The Responses API of real services with the stock OpenAI client: a killed gateway, other gateways, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from quire_client.demo import demo_model_dir
+
+from tests.processes.ports import free_port
+from tests.processes.redis_server import RedisServer
+from tests.processes.stack import Service, Stack, wait_idle
+
+MODEL = "demo"
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "input": "What does os.path.join do?",
+    "max_output_tokens": 500,
+    "temperature": 0.9,
+    "extra_body": {"ignore_eos": True, "seed": 7},
+}
+
+
+class Running:
+    """One scheduler, one worker, Redis, and two gateways with HTTP."""
+
+    def __init__(self, stack: Stack, redis: RedisServer) -> None:
+        self.stack = stack
+        self.redis = redis
+        self.scheduler = stack.start_scheduler("--insecure", "--redis", redis.url)
+        flags = ("--kv-cache-memory", "64M", "--model-name", MODEL)
+        stack.start_worker(self.scheduler, demo_model_dir(), *flags)
+        self.first, self.first_url = self.start_gateway()
+        self.second, self.second_url = self.start_gateway()
+
+    def start_gateway(self) -> tuple[Service, str]:
+        address = f"127.0.0.1:{free_port()}"
+        flags = ("--http-listen", address, "--redis", self.redis.url)
+        return self.stack.start_gateway(self.scheduler, flags=flags), f"http://{address}/v1"
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
+        running = Running(stack, redis)
+        async with await stack.connect(running.first) as client, await stack.connect(running.second) as other:
+            assert await client.models()
+            yield running
+            await wait_idle(stack, other)
+
+
+class Received:
+    """What a client has of a response."""
+
+    def __init__(self) -> None:
+        self.response_id = ""
+        self.text = ""
+        self.number = -1
+        self.types: list[str] = []
+        self.final: Any = None
+
+    async def read(self, stream: Any, *, kill_at: int, gateway: Service) -> None:
+        """Read a stream, and kill its gateway after so many characters."""
+        async for event in stream:
+            self.take(event)
+            if len(self.text) > kill_at and gateway.is_running:
+                gateway.kill()
+
+    def take(self, event: Any) -> None:
+        assert event.sequence_number > self.number
+        self.number = event.sequence_number
+        self.types.append(event.type)
+        if event.type == "response.created":
+            self.response_id = event.response.id
+            assert (event.response.model, event.response.created_at > 0) == (MODEL, True)
+        if event.type == "response.output_text.delta":
+            self.text += event.delta
+        if event.type in ("response.completed", "response.incomplete"):
+            self.final = event.response
+
+
+async def undisturbed(client: openai.AsyncOpenAI) -> str:
+    answer = await client.responses.create(**LONG)
+    assert answer.status == "incomplete"
+    return answer.output_text
+
+
+async def test_a_background_stream_continues_on_another_gateway_after_a_kill(running: Running) -> None:
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        expected = await undisturbed(second)
+        received = Received()
+        stream = await first.responses.create(**LONG, background=True, stream=True)
+        with pytest.raises(openai.APIConnectionError):
+            await received.read(stream, kill_at=len(expected) // 3, gateway=running.first)
+        assert len(received.text) < len(expected)
+        assert received.types[:3] == ["response.created", "response.queued", "response.in_progress"]
+
+        number = received.number
+        rest = await second.responses.retrieve(received.response_id, stream=True, starting_after=number)
+        async for event in rest:
+            received.take(event)
+        assert received.text == expected
+        assert received.final.status == "incomplete"
+        assert received.final.output[0].content[0].text == expected
+
+        # The same position again, now from the stored response: the same characters, in other pieces.
+        async with second.responses.stream(response_id=received.response_id, starting_after=number) as again:
+            texts = [event.delta async for event in again if event.type == "response.output_text.delta"]
+        assert expected.endswith("".join(texts))
+        assert len("".join(texts)) == len(expected) - len(received.text[: len(expected) - len("".join(texts))])
+
+        stored = await second.responses.retrieve(received.response_id)
+        assert stored == received.final
+
+
+async def test_a_background_response_is_completed_for_a_poll_on_another_gateway(running: Running) -> None:
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        expected = await undisturbed(second)
+        response = await first.responses.create(**LONG, background=True)
+        assert response.status == "queued"
+        running.first.kill()
+        async with asyncio.timeout(60):
+            while response.status in ("queued", "in_progress"):
+                await asyncio.sleep(0.1)
+                response = await second.responses.retrieve(response.id)
+        assert response.output_text == expected
+        assert response.usage is not None
+        assert response.usage.output_tokens == 500
+
+
+async def test_two_gateways_give_the_events_of_one_run(running: Running) -> None:
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        expected = await undisturbed(second)
+        begun = await first.responses.create(**LONG, background=True)
+
+        async def read(client: openai.AsyncOpenAI) -> Received:
+            received = Received()
+            async for event in await client.responses.retrieve(begun.id, stream=True):
+                received.take(event)
+            return received
+
+        one, other = await asyncio.gather(read(first), read(second))
+        assert one.text == other.text == expected
+        assert one.final == other.final
+
+
+async def test_cancel_frees_the_blocks_from_any_gateway(running: Running) -> None:
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        for client in (first, second):
+            endless = {**LONG, "max_output_tokens": 1500}
+            begun = await first.responses.create(**endless, background=True)
+            cancelled = await client.responses.cancel(begun.id)
+            assert cancelled.status == "cancelled"
+            assert (await second.responses.retrieve(begun.id)).status == "cancelled"
+            await second.responses.delete(begun.id)
+            with pytest.raises(openai.NotFoundError):
+                await first.responses.retrieve(begun.id)
+
+
+async def test_a_conversation_continues_from_a_stored_response(running: Running) -> None:
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        options: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_output_tokens": 20}
+        one = await first.responses.create(**options, input="What does len do?", instructions="Be brief.")
+        two = await second.responses.create(**options, input="And max?", previous_response_id=one.id)
+        whole = await second.responses.create(
+            **options,
+            input=[
+                {"role": "user", "content": "What does len do?"},
+                {"role": "assistant", "content": one.output_text},
+                {"role": "user", "content": "And max?"},
+            ],
+            store=False,
+        )
+        assert two.output_text == whole.output_text
+        assert two.usage is not None
+        assert whole.usage is not None
+        assert two.usage.input_tokens == whole.usage.input_tokens
+        assert [item.content[0].text async for item in await first.responses.input_items.list(two.id)] == ["And max?"]
+        with pytest.raises(openai.NotFoundError):
+            await second.responses.retrieve(whole.id)

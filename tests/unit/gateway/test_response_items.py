@@ -1,0 +1,114 @@
+"""Items of a conversation as chat messages, and parsed answers as items."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway_svc.http.responses.items import items_of, messages_of
+from svc_common.errors import InvalidRequestError
+from tests.unit.gateway.fakes import EOS
+from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
+from tests.unit.gateway.test_http import HttpGateway
+from tests.unit.gateway.test_responses import PATH, events_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+    {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": True},
+    {"type": "web_search"},
+]
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "input_text", "text": "Weather"}, {"type": "input_text", "text": "now?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Which city?"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ulm"}'},
+    {"type": "function_call", "call_id": "c2", "name": "clock", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "12:00"}]},
+    {"role": "user", "content": "And tomorrow?"},
+]
+
+
+def test_the_items_of_one_turn_are_one_message() -> None:
+    messages = messages_of(items_of(CONVERSATION))
+    assert [message.role for message in messages] == ["developer", "user", "assistant", "tool", "tool", "user"]
+    turn = messages[2]
+    assert (turn.reasoning, turn.content) == ("Which city?", "I look.")
+    assert [(call.id, call.name, call.arguments) for call in turn.tool_calls] == [
+        ("c1", "weather", '{"city": "Ulm"}'),
+        ("c2", "clock", "{}"),
+    ]
+    assert messages[1].content == "Weather\nnow?"
+    assert [(message.tool_call_id, message.content) for message in messages[3:5]] == [("c1", "sunny"), ("c2", "12:00")]
+
+
+def test_two_answers_in_a_row_are_two_messages() -> None:
+    both = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    assert [message.content for message in messages_of(items_of(both))] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
+        ({"type": "function_call", "call_id": "c", "name": 5, "arguments": "{}"}, "input[0].name"),
+        ({"type": "function_call_output", "call_id": "c", "output": 5}, "input[0].output"),
+        ({"type": ["x"]}, "input[0].type"),
+    ],
+)
+def test_an_item_without_its_fields_is_refused(item: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        messages_of(items_of([item]))
+    assert caught.value.field == field
+
+
+async def test_an_answer_with_reasoning_and_calls_has_an_item_each() -> None:
+    async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
+        scheduler.play([*encode(ANSWER), 1], EOS)
+        body = {"input": CONVERSATION, "tools": TOOLS, "reasoning": {"effort": "low"}}
+        status, headers, answer = await http.post(PATH, body)
+        assert status == 200, answer
+        assert headers["x-ignored-fields"] == "tools.web_search"
+        assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call", "function_call"]
+        reasoning, message, weather, clock = answer["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Which city?"}]
+        assert message["content"][0]["text"] == "I look."
+        assert (weather["name"], weather["arguments"]) == ("weather", '{"city": "Zürich"}')
+        assert (clock["name"], clock["arguments"]) == ("clock", "{}")
+        assert weather["call_id"] != clock["call_id"]
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+        async with http.session.post(PATH, json={**body, "stream": True}) as reply:
+            events = events_of(await reply.text())
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [{**item, "id": "", "call_id": ""} for item in done] == [
+            {**item, "id": "", "call_id": ""} for item in answer["output"]
+        ]
+        kinds = {event["type"] for event in events}
+        assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= kinds
+
+
+async def test_tool_choice_and_formats_reach_the_request() -> None:
+    async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
+        scheduler.play([*encode("Hello"), 1], EOS)
+        for choice in ("none", "auto", {"type": "function", "name": "clock"}):
+            status, _, answer = await http.post(PATH, {"input": "x", "tools": TOOLS, "tool_choice": choice})
+            assert (status, answer["tool_choice"]) == (200, choice)
+        none, auto, _ = (len(submit.prompt_token_ids) for submit in scheduler.submits)
+        assert none < auto
+        status, _, answer = await http.post(PATH, {"input": "x", "tool_choice": "sometimes"})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+        status, _, answer = await http.post(PATH, {"input": "x", "tools": TOOLS, "tool_choice": {"type": "f"}})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+        for form in ({"type": "json_schema", "name": "n", "schema": {"type": "object"}}, {"type": "json_object"}):
+            status, _, answer = await http.post(PATH, {"input": "x", "text": {"format": form}})
+            assert (status, answer["text"]["format"]) == (200, form)
+        for submit in scheduler.submits[-2:]:
+            assert json.loads(submit.sampling.json_schema) == {"type": "object"}

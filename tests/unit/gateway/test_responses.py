@@ -1,0 +1,257 @@
+"""The Responses API in front of a fake scheduler, with and without records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.store import RecordStore
+from tests.processes.redis_server import RedisServer
+from tests.unit.gateway.fakes import ABORTED, EOS, LENGTH, FakeScheduler, TestGateway, until
+from tests.unit.gateway.test_http import HttpGateway
+from tests.unit.gateway.tokenizer_kinds import byte_level
+
+PATH = "/v1/responses"
+TEXT = "Hello wörld"
+IDS = byte_level().encode(TEXT, add_special_tokens=False).ids
+INVALID: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "input", "must be a string or a list"),
+    ({"input": []}, "input", "must be a string or a list"),
+    ({"input": [5]}, "input[0]", "must be an object"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "is 'robot'; must be one of"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_image"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+    ({"input": "x", "truncation": "auto"}, "truncation", "is not served"),
+    ({"input": "x", "conversation": "c"}, "conversation", "is not served"),
+    ({"input": "x", "temperature": 9}, "temperature", "must be a number from 0 to 2"),
+    ({"input": "x", "max_output_tokens": "many"}, "max_output_tokens", "must be an integer"),
+    ({"input": "x", "metadata": {"a": 5}}, "metadata.a", "must be a string"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "must be the name of a function"),
+    ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type", "is 'xml'"),
+    ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort", "must be one of none, minimal"),
+    ({"input": "x", "background": True, "store": False}, "background", "must be stored"),
+]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def http(gateway: TestGateway) -> AsyncIterator[HttpGateway]:
+    """Without records."""
+    async with HttpGateway(gateway) as http:
+        yield http
+
+
+@pytest.fixture
+async def stored(redis_server: RedisServer, scheduler: FakeScheduler) -> AsyncIterator[HttpGateway]:
+    """With records."""
+    redis_server.flush()
+    recorder = Recorder(RecordStore(redis_server.url))
+    async with TestGateway([scheduler.address], recorder=recorder) as gateway:
+        await gateway.ready()
+        recorder.start()
+        async with HttpGateway(gateway) as http:
+            yield http
+        await recorder.close()
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of server-sent events, whose names equal their types."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def stream(http: HttpGateway, body: dict[str, Any]) -> list[Any]:
+    async with http.session.post(PATH, json={**body, "stream": True}) as reply:
+        assert reply.status == 200, await reply.text()
+        return events_of(await reply.text())
+
+
+async def replay(http: HttpGateway, response_id: str, after: int) -> list[Any]:
+    path = f"{PATH}/{response_id}?stream=true&starting_after={after}"
+    async with http.session.get(path) as reply:
+        assert reply.status == 200, await reply.text()
+        text = await reply.text()
+        return events_of(text) if text else []
+
+
+async def test_a_response_has_the_output_and_repeats_the_request(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play([*IDS, 1], EOS)
+    asked = {
+        "input": "hello",
+        "instructions": "Be brief.",
+        "temperature": 0.5,
+        "metadata": {"a": "b"},
+        "user": "u",
+        "max_output_tokens": 50,
+    }
+    status, _, answer = await http.post(PATH, asked)
+    assert (status, answer["status"], answer["object"], answer["model"]) == (200, "completed", "response", "demo")
+    (item,) = answer["output"]
+    assert (item["type"], item["role"], item["status"], item["content"][0]["text"]) == (
+        "message",
+        "assistant",
+        "completed",
+        TEXT,
+    )
+    assert {name: answer[name] for name in asked if name != "input"} == {k: v for k, v in asked.items() if k != "input"}
+    assert answer["usage"]["output_tokens"] == len(IDS) + 1
+    assert answer["usage"]["total_tokens"] == answer["usage"]["input_tokens"] + len(IDS) + 1
+    assert answer["store"] is False
+    submit = scheduler.submits[0]
+    assert submit.sampling.temperature == 0.5
+    assert submit.stop.max_tokens == 50
+
+
+async def test_the_stream_ends_with_the_object_of_a_whole_answer(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play(IDS, LENGTH)
+    events = await stream(http, {"input": [{"role": "user", "content": "hello"}]})
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0]["response"]["model"] == "demo"
+    assert "".join(event.get("delta", "") for event in events) == TEXT
+    final = events[-1]
+    assert final["type"] == "response.incomplete"
+    assert final["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert final["response"]["output"][0]["content"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize(("body", "param", "words"), INVALID, ids=lambda value: str(value)[:40])
+async def test_invalid_bodies_are_refused(http: HttpGateway, body: dict[str, Any], param: str, words: str) -> None:
+    status, _, answer = await http.post(PATH, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert words in answer["error"]["message"]
+
+
+async def test_without_redis_stored_responses_are_refused(http: HttpGateway) -> None:
+    for more in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
+        status, _, answer = await http.post(PATH, {"input": "x", **more})
+        assert status == 400
+        assert "--redis" in answer["error"]["message"]
+    assert (await http.get(f"{PATH}/resp_1"))[0] == 400
+
+
+async def test_a_stored_response_can_be_read_in_every_way(stored: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play([*IDS, 1], EOS)
+    events = await stream(stored, {"input": "hello"})
+    response = events[-1]["response"]
+    path = f"{PATH}/{response['id']}"
+    assert (await stored.get(path))[2] == response
+    for after in range(-1, events[-1]["sequence_number"] + 1):
+        rest = await replay(stored, response["id"], after)
+        assert all(event["sequence_number"] > after for event in rest)
+        known = "".join(event.get("delta", "") for event in rest)
+        assert TEXT.endswith(known)
+    assert await replay(stored, response["id"], events[-2]["sequence_number"]) == [events[-1]]
+    listed = (await stored.get(f"{path}/input_items"))[2]
+    assert [item["content"] for item in listed["data"]] == [[{"type": "input_text", "text": "hello"}]]
+    assert (listed["has_more"], listed["first_id"]) == (False, listed["data"][0]["id"])
+    async with stored.session.delete(path) as reply:
+        assert await reply.json() == {"id": response["id"], "object": "response", "deleted": True}
+    status, _, error = await stored.get(path)
+    assert (status, error["error"]["param"]) == (404, "response_id")
+
+
+async def test_store_false_keeps_nothing(
+    stored: HttpGateway, scheduler: FakeScheduler, redis_server: RedisServer
+) -> None:
+    scheduler.play(IDS)
+    _, _, answer = await stored.post(PATH, {"input": "hello", "store": False})
+    assert answer["store"] is False
+    assert redis_server.num_keys() == 0
+
+
+async def test_a_response_without_store_is_answered_while_redis_is_lost(
+    stored: HttpGateway, scheduler: FakeScheduler, redis_server: RedisServer
+) -> None:
+    scheduler.play(IDS)
+    redis_server.stop()
+    try:
+        status, _, answer = await stored.post(PATH, {"input": "hello"})
+        assert (status, answer["store"]) == (200, False)
+        assert (await stored.post(PATH, {"input": "hello", "store": True}))[0] == 503
+    finally:
+        redis_server.start()
+
+
+async def test_a_background_response_continues_when_its_client_leaves(
+    stored: HttpGateway, scheduler: FakeScheduler
+) -> None:
+    status, _, queued = await stored.post(PATH, {"input": "hello", "background": True})
+    assert (status, queued["status"], queued["output"]) == (200, "queued", [])
+    handle = scheduler.submits[0].handle
+    scheduler.send(handle, IDS[:5])
+    path = f"{PATH}/{queued['id']}"
+    await _until_status(stored, path, "in_progress")
+    scheduler.finish(handle, LENGTH, ids=IDS[5:], offset=5)
+    answer = await _until_status(stored, path, "incomplete")
+    assert answer["output"][0]["content"][0]["text"] == TEXT
+
+
+async def test_a_client_that_leaves_ends_its_response(stored: HttpGateway, scheduler: FakeScheduler) -> None:
+    async with stored.session.post(PATH, json={"input": "hello", "stream": True}) as reply:
+        await reply.content.readline()
+    await until(lambda: scheduler.cancels)
+
+
+async def test_a_response_whose_client_left_continues_when_it_is_read(
+    stored: HttpGateway, scheduler: FakeScheduler
+) -> None:
+    async with stored.session.post(PATH, json={"input": "hello", "stream": True}) as reply:
+        await reply.content.readline()
+        created = json.loads((await reply.content.readline()).removeprefix(b"data: "))
+        scheduler.send(scheduler.submits[0].handle, IDS[:4])
+        while b"output_text.delta" not in await reply.content.readline():
+            pass
+    await until(lambda: scheduler.cancels)
+    scheduler.play(IDS)
+    events = await replay(stored, created["response"]["id"], -1)
+    assert "".join(event.get("delta", "") for event in events) == TEXT
+    assert scheduler.submits[1].takes_over
+
+
+async def test_cancel_ends_a_response_once(stored: HttpGateway, scheduler: FakeScheduler) -> None:
+    _, _, queued = await stored.post(PATH, {"input": "hello", "background": True})
+    scheduler.send(scheduler.submits[0].handle, IDS[:5])
+    path = f"{PATH}/{queued['id']}"
+    status, _, answer = await stored.post(f"{path}/cancel")
+    assert (status, answer["status"]) == (200, "cancelled")
+    assert scheduler.cancels[0].reason == ABORTED
+    assert (await stored.post(f"{path}/cancel"))[2] == answer
+    assert (await stored.get(path))[2] == answer
+    assert (await replay(stored, queued["id"], -1))[-1]["response"] == answer
+
+
+async def test_a_failed_answer_ends_with_an_event(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    from quire.v1 import types_pb2 as types
+
+    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, types.FINISH_REASON_ERROR, message="bad luck")
+    events = await stream(http, {"input": "hello"})
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {"code": "server_error", "message": "bad luck"}
+    status, _, answer = await http.post(PATH, {"input": "hello"})
+    assert (status, answer["error"]["message"]) == (500, "bad luck")
+
+
+@pytest.mark.parametrize("query", ["stream=maybe", "stream=true&starting_after=x", "stream=true&starting_after=-2"])
+async def test_wrong_queries_are_refused(stored: HttpGateway, query: str) -> None:
+    assert (await stored.get(f"{PATH}/resp_1?{query}"))[0] == 400
+
+
+async def _until_status(http: HttpGateway, path: str, status: str) -> Any:
+    async with asyncio.timeout(30):
+        while (answer := (await http.get(path))[2])["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return answer
