@@ -42,9 +42,11 @@ def check_address(target: str) -> None:
     if target.startswith(OTHER_SCHEMES):
         return
     scheme, has_scheme, rest = target.partition("://")
-    if has_scheme:
+    if has_scheme or "/" in target:
         tls = " with --tls (tls=True)" if scheme == "https" else ""
-        raise invalid("target", f"target {target!r} is a URL; write {rest.partition('/')[0] or 'host:port'}{tls}")
+        address = (rest if has_scheme else target).partition("/")[0]
+        shown = address if ":" in address else f"{address or 'host'}:50051"
+        raise invalid("target", f"target {target!r} is a URL; write {shown}{tls}")
     match = ADDRESS.fullmatch(target)
     if match is None:
         example = f"[{target}]:50051" if target.count(":") > 1 else f"{target.strip(':/') or 'host'}:50051"

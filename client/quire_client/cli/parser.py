@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
         match = INVALID_CHOICE.fullmatch(message)
         if match:
             choices = [choice.strip(" '") for choice in match["choices"].split(",")]
-            message += _suggestion(match["given"], choices)
+            suggestion = _suggestion(match["given"], choices)
+            is_command = match["name"] == "COMMAND"
+            message = (f"there is no command {match['given']!r}" if is_command else message) + suggestion
         self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 

@@ -163,7 +163,11 @@ class Stack:
                     self._report("progress", service.spec.name, {"percent": percent})
                     last_percent, reported = percent, time.monotonic()
                 elif time.monotonic() - reported > QUIET_S:
-                    self._report("waiting", service.spec.name, {"log_tail": log_tail(service.log_path, 1)})
+                    self._report(
+                        "waiting",
+                        service.spec.name,
+                        {"log_tail": [last_step] if last_step else log_tail(service.log_path, 1)},
+                    )
                     reported = time.monotonic()
                 await asyncio.sleep(POLL_S)
         service.was_ready = True

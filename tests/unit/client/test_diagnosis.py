@@ -104,6 +104,8 @@ def test_a_server_that_closes_connections():
     [
         ("http://localhost:50051", "is a URL; write localhost:50051$"),
         ("https://llm.example.com:443/v1", r"is a URL; write llm.example.com:443 with --tls \(tls=True\)"),
+        ("localhost:8000/v1", "is a URL; write localhost:8000$"),
+        ("http://localhost", "is a URL; write localhost:50051$"),
         ("grpc://localhost:50051", "is a URL; write localhost:50051$"),
         ("localhost", "has no port; write host:port, e.g. localhost:50051"),
         ("localhost:", "has no port"),
