@@ -114,4 +114,12 @@ class Catalogue:
 
 
 def answers_of(result: GenerateResult) -> Answers:
-    return tuple(Answer(sample.token_ids, sample.text, sample.finish_reason.value) for sample in result.samples)
+    return tuple(
+        Answer(
+            sample.token_ids,
+            sample.text,
+            sample.finish_reason.value,
+            (sample.logprobs, sample.cumulative_logprob, result.prompt_logprobs),
+        )
+        for sample in result.samples
+    )

@@ -58,6 +58,7 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    logprobs: tuple[Any, ...] = ((), None, ())  # of its tokens, their sum, and of the prompt
 
 
 def make_requests(
