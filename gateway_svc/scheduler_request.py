@@ -261,7 +261,7 @@ class SchedulerRequest:
             self.fail(self._internal(f"the scheduler ended sample {finish.sample_index}, but n is {len(self.samples)}"))
             return
         sample = self.samples[finish.sample_index]
-        if sample.finish is None:
+        if sample.finish is None and self._error is None:  # after an error the output is not complete
             sample.finish = finish
             self._note_news(finish.sample_index, is_urgent=True)
 
