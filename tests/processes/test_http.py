@@ -176,6 +176,23 @@ async def test_a_client_that_hangs_up_frees_its_blocks(running: Running, grpc_cl
     assert "ended (cancelled)" in running.gateway.log()
 
 
+async def test_blocks_are_free_a_step_after_a_hang_up(tmp_path: Path) -> None:
+    """Steps take 1.5 s, so the number of steps after the hang-up shows when the blocks are freed."""
+    body = {"prompt": "os", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim", "--sim-step-ms", "1500")
+        gateway, url = start_gateway(stack, scheduler)
+        async with await stack.connect(gateway) as client, aiohttp.ClientSession(url, timeout=TIMEOUT) as session:
+            async with session.post("/v1/completions", json=body) as reply:
+                await reply.content.readline()
+                (before,) = (await client.status()).schedulers
+            assert before.workers[0].blocks_used > 0
+            (after,) = await wait_idle(stack, client)
+        # Two steps are in flight at the hang-up, and the next one closes the row.
+        assert after.workers[0].steps - before.workers[0].steps <= 3
+
+
 class StreamLoad:
     """Streamed completions: three bodies with six choices in total."""
 

@@ -1,0 +1,188 @@
+"""Every field of every body has an effect through the whole path: the answer with the field differs from the answer
+without it. A field that the gateway, the scheduler or the worker ignores fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from gateway_svc.http.fields import ENDPOINTS
+from tests.clients.conftest import MODEL
+
+Json = dict[str, Any]
+
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+# Equal requests have equal answers: greedy, or sampled with a seed.
+BASES: Mapping[str, Json] = {
+    CHAT: {"messages": QUESTION, "temperature": 0, "max_tokens": 40},
+    COMPLETIONS: {"prompt": "What does", "temperature": 0, "max_tokens": 40},
+    TOKENIZE: {"messages": QUESTION},
+    "/detokenize": {"tokens": [5]},
+}
+SAMPLED: Json = {"temperature": 1, "seed": 1, "ignore_eos": True}
+LONG: Json = {"ignore_eos": True, "max_tokens": 60}
+ENDLESS: Json = {"ignore_eos": True, "max_tokens": 3000}
+SPECIAL: Json = {"allowed_token_ids": [0], "ignore_eos": True, "max_tokens": 2}
+SCHEMA: Json = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+TOOL: Json = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A value of a field, or a function that makes it from the answer without the field; further fields of both bodies.
+
+    `status`: the field's only effect with the demo model is an error with this status.
+    """
+
+    value: Any
+    others: Json = field(default_factory=dict)
+    status: int = 200
+
+
+def text_of(answer: Json) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def words_of(answer: Json) -> str:
+    """Characters in the middle of the output."""
+    return text_of(answer)[4:8]
+
+
+def first_word(answer: Json) -> str:
+    return text_of(answer).split()[0]
+
+
+def first_id(answer: Json) -> list[int]:
+    return list(answer["choices"][0]["token_ids"][:1])
+
+
+IDS: Json = {"return_token_ids": True}
+EFFECTS: Mapping[str, Effect] = {
+    "model": Effect("other", status=404),
+    "messages": Effect([{"role": "user", "content": "Who are you?"}]),
+    "add_generation_prompt": Effect(False),
+    "continue_final_message": Effect(True, {"messages": [*QUESTION, {"role": "assistant", "content": "It"}]}),
+    "chat_template": Effect("no-such-template", status=400),
+    "chat_template_kwargs": Effect({"messages": []}, status=400),
+    "reasoning_effort": Effect("extreme", status=400),
+    "tools": Effect([TOOL], status=400),  # the template of the demo model does not use tools
+    "tool_choice": Effect("sometimes", status=400),
+    "parallel_tool_calls": Effect("no", status=400),
+    "prompt": Effect("import"),
+    "echo": Effect(True),
+    "best_of": Effect(0, status=400),
+    "temperature": Effect(1, {"seed": 1, **LONG}),
+    "top_p": Effect(0.01, SAMPLED),
+    "top_k": Effect(1, SAMPLED),
+    "min_p": Effect(1, SAMPLED),
+    "seed": Effect(2, SAMPLED),
+    "n": Effect(2),
+    "repetition_penalty": Effect(2, LONG),
+    "frequency_penalty": Effect(2, LONG),
+    "presence_penalty": Effect(2, LONG),
+    "logit_bias": Effect({"5": 100}),
+    "allowed_token_ids": Effect([5]),
+    "banned_token_ids": Effect(first_id, IDS),
+    "bad_words": Effect(first_word),
+    "truncate_prompt_tokens": Effect(2),
+    "max_tokens": Effect(3),
+    "max_completion_tokens": Effect(3),
+    "min_tokens": Effect(40, {"max_tokens": 40}),
+    "stop": Effect(words_of),
+    "stop_token_ids": Effect(first_id, IDS),
+    "ignore_eos": Effect(True, {"max_tokens": 80}),
+    "include_stop_str_in_output": Effect(True, {"stop": ["o", "e", "a"]}),
+    "skip_special_tokens": Effect(False, SPECIAL),
+    "priority": Effect(1001, status=400),
+    "cache_salt": Effect("a" * 129, status=400),
+    "response_format": Effect({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
+    "structured_outputs": Effect({"choice": ["yes"]}),
+    "guided_json": Effect(SCHEMA),
+    "guided_json_object": Effect(True),
+    "guided_regex": Effect("[0-9]{3}"),
+    "guided_choice": Effect(["yes"]),
+    "guided_grammar": Effect('start: "yes"'),
+    "stream": Effect(True),
+    "stream_options": Effect({"include_usage": True}, {"stream": True}),
+    "logprobs": Effect(True),
+    "top_logprobs": Effect(2, {"logprobs": True}),
+    "prompt_logprobs": Effect(1),
+    "return_token_ids": Effect(True),
+    "timeout": Effect(0.01, ENDLESS, status=408),
+    "add_special_tokens": Effect("no", {"messages": None, "prompt": "a"}, status=400),
+    "return_token_strs": Effect(True),
+    "tokens": Effect([6]),
+}
+# Fields that have another effect on another endpoint.
+OWN: Mapping[tuple[str, str], Effect] = {
+    (COMPLETIONS, "logprobs"): Effect(1),
+    (TOKENIZE, "prompt"): Effect("import", {"messages": None, "prompt": "a"}),
+}
+CASES = [(path, row.name) for path, rows in ENDPOINTS.items() for row in rows if row.is_served]
+
+
+def post(url: str, path: str, body: Json) -> tuple[int, Json]:
+    """Status and comparable content of an answer: without id, time and cache hits."""
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            status, data = reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        status, data = error.code, error.read().decode()
+    if data.startswith("data: "):
+        events = [json.loads(part.removeprefix("data: ")) for part in data.split("\n\n")[:-2]]
+        usage = [event["usage"] for event in events if event.get("usage")]
+        text = "".join(text_of_event(event) for event in events if event["choices"])
+        return status, {"streamed": text, "usage": len(usage)}
+    answer = json.loads(data)
+    for name in ("id", "created", "usage"):
+        answer.pop(name, None)
+    return status, answer
+
+
+def text_of_event(event: Json) -> str:
+    choice = event["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+@pytest.mark.parametrize(("path", "name"), CASES, ids=[f"{path}-{name}" for path, name in CASES])
+def test_a_field_has_an_effect(url: str, path: str, name: str) -> None:
+    effect = OWN.get((path, name)) or EFFECTS[name]
+    without = {**BASES[path], **effect.others}
+    status, answer = post(url, path, without)
+    assert status == 200, answer
+    assert post(url, path, without) == (200, answer)
+    value = effect.value(answer) if isinstance(effect.value, Callable) else effect.value  # type: ignore[arg-type]
+    status, changed = post(url, path, {**without, name: value})
+    assert status == effect.status, changed
+    assert without_names(changed) != without_names(answer)
+    if effect.status == 400:
+        assert changed["error"]["param"].partition("[")[0].partition(".")[0] in (name, "messages")
+
+
+def without_names(answer: Json) -> str:
+    """The answer as text that ignores the order of fields."""
+    return json.dumps(answer, sort_keys=True)
+
+
+def test_the_model_is_named_in_answers(url: str) -> None:
+    for path in (CHAT, COMPLETIONS):
+        assert post(url, path, {**BASES[path], "model": MODEL})[1]["model"] == MODEL
+
+
+def test_a_cache_salt_separates_cached_blocks(url: str) -> None:
+    body = {"prompt": "The same words again. " * 30, "max_tokens": 1}
+    for salt, is_cached in (("a", False), ("a", True), ("b", False)):
+        request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps({**body, "cache_salt": salt}).encode())
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            usage = json.load(reply)["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == is_cached
