@@ -204,6 +204,8 @@ class InferenceServicer(InferenceServiceServicer):
         `on_open` is called with the request before it is submitted. `notes` are kept in the request's record.
         """
         validation.check_generate(request)
+        if resumed is None:
+            validation.check_combinations(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
         grammar = validation.grammar_of(request.sampling)
         validation.check_logprobs(request.output, self._max_logprobs)

@@ -216,14 +216,18 @@ class SampleStream:
             finished.message = ""
         elif finish.HasField("stop_token_id"):
             finished.stop_token_id = finish.stop_token_id
+        if finish.HasField("score"):
+            finished.score, finished.cumulative_logprob = finish.score, finish.beam_logprob
         self.reason = finished.reason
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """The end of a complete output, by the scheduler's rule; None: the output is not complete."""
-        if not output:
-            return None
+        """The end of a complete output, by the scheduler's rule. None: the output is not complete, or it is a beam,
+        whose score only the scheduler knows.
+        """
         plan = self._plan
+        if not output or plan.beams is not None:
+            return None
         end = plan.stop_condition.end_of(output[-1], len(output), plan.model.info.eos_token_ids)
         if end is None:
             return None

@@ -20,6 +20,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
 from request_fields import checks
+from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
 from request_fields.grammar import Grammar
 from request_fields.grammar import grammar_of as read_grammar
@@ -61,6 +62,7 @@ class GenerationPlan:
     skip_special_tokens: bool
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation
     finished: tuple[bool, ...]  # [n] whether the continuation has the sample as finished
+    beams: BeamParams | None = None
     replay: Replay | None = None  # None: the client has all of `outputs`
     logprobs: int | None = None  # number of most likely tokens to send with each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
@@ -74,6 +76,12 @@ def check_generate(request: pb.GenerateRequest) -> None:
     check_prompt(request.prompt)
     with _field_errors():
         checks.check_fields(request)
+
+
+def check_combinations(request: pb.GenerateRequest) -> None:
+    """Check that the fields that a client sets can be combined. A record has a value for every field."""
+    with _field_errors():
+        checks.check_beams(request)
 
 
 def check_priority(priority: int, min_priority: int) -> None:
@@ -184,6 +192,9 @@ def plan_generation(
         raise _invalid(
             "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
         )
+    if sampling.beam_width > model.info.max_num_seqs:
+        words = f"is {sampling.beam_width}; a worker of this model runs at most {model.info.max_num_seqs} beams at once"
+        raise _invalid("sampling.beam_width", words)
     _check_determinism(request.scheduling.determinism, model)
     if request.HasField("truncate_prompt_tokens"):
         prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
@@ -196,6 +207,7 @@ def plan_generation(
     stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
     with _field_errors():
         condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
+        beams = beam_params(checks.values_set(sampling), condition.max_tokens)
     bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
     with _field_errors():
         checks.check_sampled_ids(sampling, model.info.vocab_size)
@@ -224,6 +236,7 @@ def plan_generation(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         cumulative_logprobs=_sums_of(request.continuation, sampling.n),
         num_prompt_logprobs=_num_prompt_logprobs(request.continuation, len(prompt_ids)),
+        beams=beams,
     )
 
 

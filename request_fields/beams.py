@@ -32,6 +32,42 @@ class BeamParams:
     early_stopping: EarlyStopping = EarlyStopping.FALSE
 
 
+# Fields that a beam search does not apply. Setting one with beam_width is an error.
+NOT_WITH_BEAMS = (
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.json_schema",
+    "sampling.json_object",
+    "sampling.regex",
+    "sampling.choice",
+    "sampling.grammar",
+    "stop.stop",
+    "output.logprobs",
+    "output.prompt_logprobs",
+)
+ONLY_WITH_BEAMS = ("sampling.length_penalty", "sampling.early_stopping")
+
+
+def check_beam_fields(fields_set: Mapping[str, Any]) -> None:
+    """Check that the fields that a request sets, by path, agree with its beam_width. Raises FieldError."""
+    width = fields_set.get("sampling.beam_width") or 0
+    if width < 2:
+        for path in ONLY_WITH_BEAMS:
+            if path in fields_set:
+                raise FieldError(path, "is set; it needs sampling.beam_width of at least 2")
+        return
+    for path in NOT_WITH_BEAMS:
+        if path in fields_set:
+            value = fields_set[path]
+            shown = f"is {value:g}" if isinstance(value, int | float) else "is set"
+            raise FieldError(
+                path,
+                f"{shown}, and sampling.beam_width is {width}; beam search does not apply it: unset one",
+            )
+
+
 def beam_params(sampling: Mapping[str, Any], max_tokens: int) -> BeamParams | None:
     """The beam search that `sampling` fields ask for, by field name; None if they ask for none. Raises FieldError."""
     width, n = sampling.get("beam_width") or 0, sampling.get("n") or 1

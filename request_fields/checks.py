@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from request_fields.beams import check_beam_fields
 from request_fields.fields import (
     BY_PATH,
     FIELDS,
@@ -20,6 +21,7 @@ from request_fields.fields import (
     served,
 )
 
+UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that is off
 MESSAGES = {field.message for field in FIELDS}
 SERVED_SAMPLING = served("sampling")
 SAMPLED_IDS = [name for name, field in SERVED_SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
@@ -35,6 +37,11 @@ def check_fields(request: Message) -> None:
     """Check every field that a GenerateRequest or Submit sets. Raises FieldError."""
     for field, value in _fields_set(request, ""):
         check_value(field, value)
+
+
+def check_beams(request: Message) -> None:
+    """Check that the fields that a client sets in a GenerateRequest agree with its beam_width. Raises FieldError."""
+    check_beam_fields({field.path: value for field, value in _fields_set(request, "")})
 
 
 def _fields_set(message: Message, prefix: str) -> Iterator[tuple[Field, Any]]:
@@ -171,10 +178,9 @@ def _config_value(field: Field, config: Mapping[str, Any]) -> Any:
 
 
 def unserved_settings(generation_config: Mapping[str, Any]) -> list[str]:
-    """Settings of a checkpoint, as key=value, that need a field which is not served."""
-    fields = (field for field in FIELDS if field.config_key and not field.is_served)
+    """Settings of a checkpoint, as key=value, that are not defaults of requests."""
     return [
-        f"{field.config_key}={generation_config[field.config_key]}"
-        for field in fields
-        if generation_config.get(field.config_key) not in (None, field.config_off)
+        f"{key}={generation_config[key]}"
+        for key, off in UNUSED_SETTINGS.items()
+        if generation_config.get(key) not in (None, off)
     ]

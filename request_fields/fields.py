@@ -12,6 +12,7 @@ from enum import Enum, Flag, auto
 from typing import Any
 
 MAX_UINT32 = 2**32 - 1
+MAX_BEAM_WIDTH = 64
 MAX_BANNED_IDS = 512  # token ids that min_tokens may ban: EOS and stop_token_ids
 MAX_ALLOWED_IDS = 1 << 16  # allowed_token_ids of one request
 MAX_RULE_IDS = 1024  # banned_token_ids and entries of logit_bias of one request, each
@@ -181,7 +182,21 @@ FIELDS = (
         Side.GATEWAY | Side.WORKER, Resume.REPLAYED, max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS,
         has_flag=True,
     ),
-    Field("sampling.beam_width", Kind.UINT32, "", off=0, config_key="num_beams", config_off=1),
+    Field(
+        "sampling.beam_width", Kind.UINT32,
+        "Beam search with this many beams: the n best sequences are sent when it ends. 0 and 1 are off.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.PER_REQUEST, default=0, low=0, high=MAX_BEAM_WIDTH, has_flag=True,
+    ),
+    Field(
+        "sampling.length_penalty", Kind.FLOAT,
+        "With beam_width: a score is the sum of log probabilities / (output tokens ^ length_penalty).",
+        Side.SCHEDULER, Resume.PER_REQUEST, default=1.0, low=-10, high=10, has_flag=True,
+    ),
+    Field(
+        "sampling.early_stopping", Kind.ENUM,
+        "With beam_width: when the search ends, as in transformers. Unset: false.",
+        Side.SCHEDULER, Resume.PER_REQUEST, low=0, high=3,
+    ),
     Field(
         "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,

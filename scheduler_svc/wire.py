@@ -11,6 +11,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
+from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import (
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORDS,
@@ -62,7 +63,10 @@ def group_from_proto(
     stop = _stop_condition(submit.stop, info.vocab_size, is_constrained=has_grammar(submit.sampling))
     n = submit.sampling.n if submit.sampling.HasField("n") else 1
     _check_sizes(n, len(prompt), stop.max_tokens, info)
+    beams = _beams(submit.sampling, stop.max_tokens, info)
     outputs, finished = _continuation(submit.continuation, n, stop.max_tokens, info.vocab_size)
+    if beams is not None:  # all beams run again: the tokens that the client has say nothing about the other beams
+        outputs, finished = (), frozenset()
     return SequenceGroup(
         request_id=submit.request_id,
         prompt=prompt,
@@ -76,6 +80,7 @@ def group_from_proto(
         banned_ids=_banned_ids(stop, info),
         banned_before=stop.min_tokens,
         bad_words_ids=_bad_words_ids(submit, stop, info),
+        beam_params=beams,
         outputs=outputs,
         finished_samples=finished,
         takes_over=submit.takes_over,
@@ -210,6 +215,16 @@ def _check_sizes(n: int, num_prompt: int, max_tokens: int, info: types_pb2.Model
         raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
     with _field_errors():
         SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size).resolve(num_prompt, max_tokens)
+
+
+def _beams(sampling: types_pb2.SamplingParams, max_tokens: int, info: types_pb2.ModelInfo) -> BeamParams | None:
+    with _field_errors():
+        beams = beam_params(checks.values_set(sampling), max_tokens)
+    if beams is not None and beams.width > info.max_num_seqs:
+        raise InvalidRequestError(
+            f"sampling.beam_width is {beams.width}; must be at most {info.max_num_seqs}", field="sampling.beam_width"
+        )
+    return beams
 
 
 def _continuation(
@@ -352,4 +367,6 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
         ),
         message=finished.message,
         preemptions=finished.num_preemptions,
+        score=finished.score,
+        beam_logprob=finished.logprob,
     )

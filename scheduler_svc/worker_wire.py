@@ -9,13 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
-from scheduler_svc.columns import WireError, u32_from_bytes, u32_to_bytes
+from scheduler_svc.columns import F32, U32, WireError, f32_from_bytes, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import (
+    EMPTY,
     CachedBlock,
     RowFailure,
     RowOpen,
@@ -60,6 +62,10 @@ def step_batch_to_proto(
         if len(getattr(batch, names[0])):
             for name in names:
                 setattr(message, name, u32_to_bytes(getattr(batch, name)))
+    if batch.beam_rows is not EMPTY:
+        message.beam_rows = u32_to_bytes(batch.beam_rows)
+        message.beam_parents = u32_to_bytes(batch.beam_parents)
+        message.beam_tokens = u32_to_bytes(batch.beam_tokens)
     if keys is not None and batch.commit_digests:
         lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
         message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)
@@ -79,6 +85,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         request_id=row_open.group.request_id,
         banned_ids=row_open.group.banned_ids,
         banned_before=row_open.group.banned_before,
+        num_candidates=row_open.num_candidates,
         bad_words_ids=row_open.group.bad_words_ids,
         logprobs=row_open.group.logprobs,
         prompt_logprobs=row_open.prompt_logprobs,
@@ -109,7 +116,26 @@ def step_output_from_proto(
         failures += [RowFailure(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
         rows, token_ids = rows[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs.select(is_valid)
-    return StepOutput(worker_id, step_id, rows, token_ids, failures, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return StepOutput(
+        worker_id, step_id, rows, token_ids, failures, *_candidates(message, vocab_size),
+        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
+
+
+def _candidates(message: worker_pb2.StepOutput, vocab_size: int) -> tuple[U32, U32, F32]:
+    """The candidates of beams. Those of a row with an invalid candidate are left out, so that the row fails."""
+    rows = u32_from_bytes(message.candidate_rows, "candidate_rows")
+    token_ids = u32_from_bytes(message.candidate_ids, "candidate_ids")
+    logprobs = f32_from_bytes(message.candidate_logprobs, "candidate_logprobs")
+    if not len(rows) == len(token_ids) == len(logprobs):
+        raise WireError(
+            f"step {message.step_id}: {len(rows)} candidate_rows, {len(token_ids)} candidate_ids and "
+            f"{len(logprobs)} candidate_logprobs"
+        )
+    is_valid = (token_ids < vocab_size) & (logprobs < np.inf)  # false for NaN
+    if not is_valid.all():
+        is_valid = ~np.isin(rows, rows[~is_valid])
+    return rows[is_valid], token_ids[is_valid], logprobs[is_valid]
 
 
 def _row_error_text(error: worker_pb2.RowError) -> str:

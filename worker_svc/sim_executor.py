@@ -22,14 +22,17 @@ from request_fields.checks import default_sampling
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import (
     F32,
+    NO_CANDIDATES,
     U32,
     Bools,
+    Candidates,
     LogprobColumns,
     PromptLogprobs,
     RowErrorCode,
     StepBatch,
     StepOutput,
 )
+from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import RowMasks, compiled_grammars
@@ -112,7 +115,7 @@ class SimRunner:
         errors = RowErrors()
         self._apply_changes(batch, errors)
         plan = self._planner.plan(batch, errors)
-        rows, token_ids, logprobs, prompt_logprobs = self._compute(plan, errors)
+        rows, token_ids, logprobs, prompt_logprobs, candidates = self._compute(plan, errors)
         time.sleep(max(0.0, self._sim.step_s(plan.ends - plan.context_lens) - (time.perf_counter() - started)))
         elapsed_us = int((time.perf_counter() - started) * 1e6)
         return StepOutput(
@@ -123,6 +126,7 @@ class SimRunner:
             elapsed_us,
             logprobs,
             prompt_logprobs,
+            candidates,
         )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
@@ -146,6 +150,10 @@ class SimRunner:
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         self._pool.copy(batch.copy_src, batch.copy_dst)
         self._pool.commit(batch.commit_blocks, batch.commit_hashes)
+        self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
+        for row in batch.beam_rows.tolist():
+            if row not in errors:
+                self._start_history(row)
 
     def _start_history(self, row: int) -> None:
         num_tokens = int(self._rows.num_tokens(np.array([row]))[0])
@@ -153,7 +161,7 @@ class SimRunner:
 
     def _compute(
         self, plan: StepPlan, errors: RowErrors
-    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None]:
+    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None, Candidates]:
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
         self._pool.write(plan.slots, tokens, digests)
@@ -166,11 +174,13 @@ class SimRunner:
         masks = self._rows.start_masks(rows, positions)
         if masks is not None:
             rows, positions = _without_failed(rows, positions, masks.result(), errors)
+        beams = self._rows.beam_lines(rows)
+        candidates = NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions)
         token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
         self._rows.append(rows, positions, token_ids)
         self._histories.append(rows, positions, token_ids)
         logprobs = self._logprobs(rows, positions, token_ids)
-        return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong])
+        return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong]), candidates
 
     def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
         asked = self._rows.asked_logprobs(rows)
@@ -185,6 +195,18 @@ class SimRunner:
             return None
         draws = mix(self._histories.digests[targets.rows, targets.positions])
         return prompt_columns(draws, targets, bad_rows, self.info.vocab_size)
+
+    def _candidates(self, beams: BeamLines, rows: I64, positions: I64) -> Candidates:
+        """Tokens whose log probabilities follow from the row's digest. Penalties and token id rules have no effect."""
+        found = []
+        for line, count in zip(beams.lines.tolist(), beams.counts.tolist(), strict=True):
+            digest = self._histories.digests[rows[line], positions[line]]
+            draws = mix(digest ^ np.arange(self.info.vocab_size, dtype=np.uint64))
+            values = -(draws >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
+            ids = np.argsort(-values, kind="stable")[:count]
+            found.append((ids.astype(np.uint32), values[ids]))
+        repeated = np.repeat(beams.rows, beams.counts).astype(np.uint32)
+        return Candidates(repeated, *(np.concatenate(column) for column in zip(*found, strict=True)))
 
     def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
         """Rows whose tables differ from their history, and rows that read blocks written by such rows in this step."""

@@ -82,6 +82,7 @@ def step_batch_from_proto(batch: worker_pb2.StepBatch) -> StepBatch:
     copy_src = u32_from_bytes("copy_src", batch.copy_src)
     commit_blocks = u32_from_bytes("commit_blocks", batch.commit_blocks)
     fork_rows = u32_from_bytes("fork_rows", batch.fork_rows)
+    beam_rows = u32_from_bytes("beam_rows", batch.beam_rows)
     num_tokens = int(query_lens.sum(dtype=np.uint64))
     return StepBatch(
         step_id=batch.step_id,
@@ -101,6 +102,9 @@ def step_batch_from_proto(batch: worker_pb2.StepBatch) -> StepBatch:
         commit_hashes=_hashes(batch.commit_hashes, len(commit_blocks)),
         fork_rows=fork_rows,
         fork_parents=_column("fork_parents", batch.fork_parents, len(fork_rows), "one per item of fork_rows"),
+        beam_rows=beam_rows,
+        beam_parents=_column("beam_parents", batch.beam_parents, len(beam_rows), "one per item of beam_rows"),
+        beam_tokens=_column("beam_tokens", batch.beam_tokens, len(beam_rows), "one per item of beam_rows"),
     )
 
 
@@ -159,6 +163,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         grammar=_grammar_of(field, row_open.sampling),
         logprobs=row_open.logprobs if row_open.HasField("logprobs") else None,
         prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
+        num_candidates=row_open.num_candidates,
     )
 
 
@@ -195,6 +200,9 @@ def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int
         errors=[_row_error_to_proto(error) for error in output.errors],
         queue_us=queue_us,
         forward_us=output.forward_us,
+        candidate_rows=u32_to_bytes(output.candidates.rows),
+        candidate_ids=u32_to_bytes(output.candidates.token_ids),
+        candidate_logprobs=output.candidates.logprobs.astype("<f4").tobytes(),
     )
     if output.logprobs is not None:
         message.logprobs.CopyFrom(_logprobs_to_proto(output.logprobs))

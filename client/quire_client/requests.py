@@ -17,9 +17,16 @@ from request_fields.fields import FIELDS, Field, Kind
 Prompt = str | Iterable[int]  # text, or token ids
 
 MAX_CHARS_SHOWN = 80
-DETERMINISM = {
-    "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
-    "exact": types_pb2.DETERMINISM_EXACT,
+ENUMS: Mapping[str, Mapping[Any, int]] = {  # option -> value -> number in the protocol
+    "determinism": {
+        "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
+        "exact": types_pb2.DETERMINISM_EXACT,
+    },
+    "early_stopping": {
+        False: types_pb2.EARLY_STOPPING_FALSE,
+        True: types_pb2.EARLY_STOPPING_TRUE,
+        "never": types_pb2.EARLY_STOPPING_NEVER,
+    },
 }
 
 
@@ -42,6 +49,9 @@ class GenerateOptions(ChatOptions, total=False):
     bad_words: str | Sequence[str]  # strings that the output does not contain
     seed: int  # the same seed gives the same tokens; default: random, returned in the result
     n: int  # samples of one prompt
+    beam_width: int  # beam search with this many beams, instead of sampling; the n best sequences are returned
+    length_penalty: float  # of a beam search; range [-10, 10]
+    early_stopping: bool | str  # of a beam search: False, True or "never", as in transformers
     # Structured output: at most one of these
     json_schema: str | Mapping[str, Any]  # JSON that matches this JSON Schema
     json_object: bool  # any JSON object
@@ -122,7 +132,7 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
     elif field.kind is Kind.BIASES:
         _update(message, field.name, value)
     elif field.kind is Kind.ENUM:
-        setattr(message, field.name, _determinism(value))
+        setattr(message, field.name, _enum_number(field.option, value))
     elif field.name == "json_schema" and isinstance(value, Mapping):
         setattr(message, field.name, _schema_text(value))
     else:
@@ -204,10 +214,11 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         raise invalid("json_schema", f"json_schema is not JSON: {error}") from None
 
 
-def _determinism(value: str) -> types_pb2.Determinism.ValueType:
-    if value not in DETERMINISM:
-        raise invalid("determinism", f"determinism must be exact or best_effort; got {value!r}")
-    return DETERMINISM[value]
+def _enum_number(option: str, value: Any) -> int:
+    values = ENUMS[option]
+    if not isinstance(value, str | bool) or value not in values:
+        raise invalid(option, f"{option} must be {' or '.join(map(str, values))}; got {value!r}")
+    return values[value]
 
 
 def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option: str = "") -> None:

@@ -146,7 +146,8 @@ class Sample(Result):
     reasoning: str = ""  # in a chat
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
-    cumulative_logprob: float | None = None  # their sum
+    cumulative_logprob: float | None = None  # their sum; also of a beam search
+    score: float | None = None  # of a beam search: the score by which it was chosen; the first sample has the best one
 
     def as_message(self) -> Message:
         """The answer as a message, to continue the conversation."""

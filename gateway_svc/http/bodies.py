@@ -154,6 +154,7 @@ def _generation(
     request = pb.GenerateRequest(model=_model_of(body))
     set_parameters(rows, body, request)
     names = set_grammar(body, request)
+    _set_beam_search(body, request)
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
     returns_token_ids = flag(body, "return_token_ids", default=False)
@@ -185,6 +186,19 @@ def _set_chat_logprobs(body: Mapping[str, Any], request: pb.GenerateRequest) -> 
     if output.logprobs:
         raise invalid("top_logprobs", f"is {output.logprobs}, but logprobs is not true; set logprobs to true")
     output.ClearField("logprobs")
+
+
+def _set_beam_search(body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
+    """Apply vLLM's `use_beam_search`, whose clients send the number of beams as n, and temperature 0."""
+    if not flag(body, "use_beam_search", default=False):
+        return
+    sampling = request.sampling
+    if not sampling.HasField("beam_width"):
+        sampling.beam_width = max(1, sampling.n)
+    if sampling.beam_width < 2:
+        raise invalid("use_beam_search", "is true, but there is one beam; set n or beam_width to at least 2")
+    if sampling.temperature == 0:
+        sampling.ClearField("temperature")
 
 
 def _with_prompt(request: pb.GenerateRequest, prompt: pb.Prompt) -> pb.GenerateRequest:

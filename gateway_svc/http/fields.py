@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
 
 from request_fields.checks import check_value
 from request_fields.fields import BY_PATH, MAX_UINT32, Field, FieldError, Kind
@@ -29,6 +30,13 @@ def _off_is_0(value: Any) -> Any:
 def _unsigned(value: Any) -> Any:
     """OpenAI's seed is a signed 64-bit number, ours is unsigned: keep the bits."""
     return value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value
+
+
+def _early_stopping(value: Any) -> Any:
+    """The number of the value in the protocol; a string for another value, so that it is refused."""
+    if isinstance(value, bool):
+        return types_pb2.EARLY_STOPPING_TRUE if value else types_pb2.EARLY_STOPPING_FALSE
+    return types_pb2.EARLY_STOPPING_NEVER if value == "never" else str(value)
 
 
 def _as_list(value: Any) -> Any:
@@ -62,6 +70,9 @@ SAMPLING = (
     BodyField("min_p", "sampling.min_p"),
     BodyField("seed", "sampling.seed", _unsigned, "A negative number is taken modulo 2^64."),
     BodyField("n", "sampling.n"),
+    BodyField("beam_width", "sampling.beam_width"),
+    BodyField("length_penalty", "sampling.length_penalty"),
+    BodyField("early_stopping", "sampling.early_stopping", _early_stopping, 'false, true or "never".'),
     BodyField("repetition_penalty", "sampling.repetition_penalty"),
     BodyField("frequency_penalty", "sampling.frequency_penalty"),
     BodyField("presence_penalty", "sampling.presence_penalty"),
@@ -93,6 +104,7 @@ STRUCTURED = (
     BodyField("structured_outputs", doc="One of `json`, `json_object`, `regex`, `choice` and `grammar`."),
     *GUIDED,
 )
+BEAMS = BodyField("use_beam_search", doc="Beam search with `beam_width` beams, or `n` if it is not set.")
 STREAMING = (
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField(
@@ -109,7 +121,6 @@ TIMEOUT = BodyField(
 PROMPT_LOGPROBS = BodyField("prompt_logprobs", "output.prompt_logprobs", doc="Not with `stream`.")
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
-    BodyField("use_beam_search", only=(False,)),
     BodyField("logits_processors", only=([],)),
     BodyField("return_tokens_as_token_ids", only=(False,)),
     BodyField("spaces_between_special_tokens", only=(True,)),
@@ -145,6 +156,7 @@ CHAT = (
     *TEMPLATE,
     *TOOLS,
     *SAMPLING,
+    BEAMS,
     *STRUCTURED,
     *STREAMING,
     BodyField("logprobs", doc="Return the log probability of each output token."),
@@ -168,6 +180,7 @@ COMPLETION = (
     BodyField("echo", doc="Return the prompt in front of the output."),
     BodyField("best_of", doc="Must equal n."),
     *SAMPLING,
+    BEAMS,
     *STRUCTURED,
     *STREAMING,
     BodyField("logprobs", "output.logprobs", doc="With `echo`, of the prompt's tokens too."),
@@ -282,6 +295,8 @@ def typed_value(name: str, kind: Kind, value: Any) -> Any:
     """The value as the protocol's type. Raises InvalidRequestError."""
     if kind is Kind.FLOAT and type(value) in (int, float):
         return _as_float(name, value)
+    if kind is Kind.ENUM and type(value) is int:
+        return value
     if kind in INTEGERS and (type(value) is int or (type(value) is float and value.is_integer())):
         return int(value)
     if kind is Kind.BOOL and type(value) is bool:
@@ -304,6 +319,7 @@ WORDS = {
     Kind.STRING: "a string",
     Kind.STRINGS: "a string or a list of strings",
     Kind.TOKEN_IDS: "a list of token ids",
+    Kind.ENUM: 'false, true or "never"',
     Kind.BIASES: "an object of token ids and numbers",
 }
 

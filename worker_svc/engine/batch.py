@@ -20,7 +20,7 @@ F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
-NO_BIASES: F32 = np.empty(0, dtype=np.float32)
+NO_FLOATS: F32 = np.empty(0, dtype=np.float32)
 
 
 class BadBatchError(ValueError):
@@ -35,7 +35,7 @@ class TokenRules:
     banned_ids: U32 = field(default_factory=lambda: EMPTY)
     bad_words: tuple[U32, ...] = ()  # sequences of token ids
     bias_ids: U32 = field(default_factory=lambda: EMPTY)
-    biases: F32 = field(default_factory=lambda: NO_BIASES)  # one per item of bias_ids
+    biases: F32 = field(default_factory=lambda: NO_FLOATS)  # one per item of bias_ids
 
 
 NO_RULES = TokenRules()
@@ -59,13 +59,14 @@ class RowOpen:
     grammar: Grammar | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for the prompt tokens that follow computed tokens
+    num_candidates: int = 0  # above 0: the row is a beam, and each answer has this many of its most likely tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step: columns of length B over rows, and the changes since the previous step.
 
-    Applied in this order: close_rows, opens, table changes, copies, commits, forward, sampling.
+    Applied in this order: close_rows, opens, table changes, copies, commits, beams, forward, sampling.
     """
 
     step_id: int
@@ -85,6 +86,9 @@ class StepBatch:
     commit_hashes: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
     fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
     fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
+    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] their tokens become the computed tokens of
+    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] these rows, all at once, and then
+    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] this token
 
 
 class RowErrorCode(Enum):
@@ -132,6 +136,23 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """Candidates of several rows. Those of one row are adjacent, in falling order, equal ones by id."""
+
+    rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    token_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
+    logprobs: F32 = field(default_factory=lambda: NO_FLOATS)  # [C]
+
+    def without(self, rows: npt.NDArray[np.int64]) -> Candidates:
+        """The candidates of all other rows."""
+        kept = ~np.isin(self.rows, rows)
+        return Candidates(self.rows[kept], self.token_ids[kept], self.logprobs[kept])
+
+
+NO_CANDIDATES = Candidates()
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The output of a step."""
 
@@ -142,3 +163,4 @@ class StepOutput:
     forward_us: int  # microseconds from batch to tokens
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row asks
     prompt_logprobs: PromptLogprobs | None = None
+    candidates: Candidates = NO_CANDIDATES

@@ -18,13 +18,16 @@ from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import (
     EMPTY,
+    NO_CANDIDATES,
     U32,
+    Candidates,
     LogprobColumns,
     PromptLogprobs,
     RowErrorCode,
     StepBatch,
     StepOutput,
 )
+from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
@@ -67,9 +70,10 @@ class Computed:
     """The results of a step."""
 
     rows: I64  # [S]
-    token_ids: U32  # [S]
+    token_ids: U32  # [S] a beam's is void: the scheduler chooses among its candidates
     logprobs: LogprobColumns | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    candidates: Candidates = NO_CANDIDATES
 
 
 NOTHING = Computed(np.empty(0, np.int64), EMPTY)
@@ -160,6 +164,7 @@ class ModelRunner:
             elapsed_us,
             found.logprobs,
             found.prompt_logprobs,
+            found.candidates,
         )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
@@ -188,6 +193,7 @@ class ModelRunner:
             self._pool.copy(self._backend, batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64))
         if len(batch.commit_blocks):
             self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+        self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
 
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:
         """A step with applied changes writes only to slots of its own rows, so only these fail if memory runs out."""
@@ -248,8 +254,12 @@ class ModelRunner:
         asked = self._rows.asked_logprobs(plan.sampling_rows)
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
-        is_changed = processed is not None or masks is not None
+        beams = self._rows.beam_lines(plan.sampling_rows)
+        is_changed = processed is not None or masks is not None or beams is not None
         raw = None if asked is None else RawLogits.of(logits, asked, is_changed=is_changed)
+        if beams is not None:
+            logits = logits.float()
+            take_log_softmax(logits, beams)
         if processed is not None:
             logits = logits.float()
             self._backend.process_logits(logits, processed)
@@ -257,6 +267,7 @@ class ModelRunner:
             found = masks.result()
             errors.add_all(found.errors(plan.sampling_rows))
             apply_masks(logits, found, self.info.eos_token_ids, has_rules=processed is not None)
+        candidates = NO_CANDIDATES if beams is None else best_candidates(logits, beams)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         for row in rows[is_bad]:
@@ -266,9 +277,10 @@ class ModelRunner:
             is_good &= [int(row) not in errors for row in rows]
         logprobs = None if raw is None else score_sampled(self._backend, raw, token_ids, is_good)
         if len(errors):
+            candidates = candidates.without(rows[~is_good])
             rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         self._rows.append(rows, positions, token_ids)
-        return Computed(rows, token_ids, logprobs)
+        return Computed(rows, token_ids, logprobs, candidates=candidates)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -54,6 +54,8 @@ class StepPlanner:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
         _check_length("table_indices", len(batch.table_indices), "table_rows", len(batch.table_rows))
         _check_length("table_blocks", len(batch.table_blocks), "table_rows", len(batch.table_rows))
+        _check_length("beam_parents", len(batch.beam_parents), "beam_rows", len(batch.beam_rows))
+        _check_length("beam_tokens", len(batch.beam_tokens), "beam_rows", len(batch.beam_rows))
         _check_length("copy_dst", len(batch.copy_dst), "copy_src", len(batch.copy_src))
         _check_length("commit_hashes", len(batch.commit_hashes), "commit_blocks", len(batch.commit_blocks))
         _check_length("fork_parents", len(batch.fork_parents), "fork_rows", len(batch.fork_rows))

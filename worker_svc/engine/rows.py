@@ -16,6 +16,7 @@ from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
@@ -64,8 +65,11 @@ class RowTable:
         num_blocks: int,
         vocab_size: int,
         compiled: CompiledGrammars | None = None,
+        *,
+        serves_beams: bool = True,
     ) -> None:
         """`compiled` None: rows with a grammar are refused."""
+        self._serves_beams = serves_beams
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -80,6 +84,8 @@ class RowTable:
         self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
+        self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
+        self._has_beams = False  # some row opened since the last reset was a beam
         self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
@@ -93,6 +99,7 @@ class RowTable:
     def reset(self) -> None:
         """Closes all rows."""
         self.is_open[:] = False
+        self._has_beams = False
         self._processors.reset()
         if self._grammars is not None:
             self._grammars.reset()
@@ -126,6 +133,7 @@ class RowTable:
         return (
             self._history_refusal(item)
             or self._table_refusal(item.block_table)
+            or self._candidates_refusal(item)
             or self._processors.refusal(item)
             or self._grammar_refusal(item)
             or self._logprobs.refusal(item)
@@ -165,6 +173,13 @@ class RowTable:
             return None
         return "this worker's model folder has no tokenizer.json, so it cannot apply a grammar"
 
+    def _candidates_refusal(self, item: RowOpen) -> str | None:
+        if item.num_candidates and not self._serves_beams:
+            return "the cuda backend does not serve beam search; leave sampling.beam_width unset"
+        if item.num_candidates > self._vocab_size:
+            return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
+        return None
+
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
@@ -182,6 +197,8 @@ class RowTable:
         for name in SAMPLER_FIELDS:
             self._sampling[name][row] = getattr(item.sampling, name)
         self._sampling["sample_index"][row] = item.sample_index
+        self._num_candidates[row] = item.num_candidates
+        self._has_beams |= item.num_candidates > 0
         self._processors.open(item)
         if self._grammars is not None:
             self._grammars.open(item)
@@ -229,6 +246,39 @@ class RowTable:
         errors.add(row, message)
         if row < self._max_num_seqs:
             self.is_open[row] = False
+
+    # Beams
+
+    def move_beams(self, rows: U32, parents: U32, token_ids: U32, errors: RowErrors) -> None:
+        """Replaces the history of each row by the computed tokens of its parent and one token. An invalid row fails and
+        is closed."""
+        if not len(rows):
+            return
+        is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._vocab_size)
+        for row in rows[~is_good].tolist():
+            self._fail(
+                row, "the row or its parent is no open beam, or the beam's token is not in the vocabulary", errors
+            )
+        targets, sources = rows[is_good].astype(np.int64), parents[is_good].astype(np.int64)
+        ends = self._num_computed[sources]
+        if not len(targets):
+            return
+        width = int(ends.max())
+        self._tokens[targets, :width] = self._tokens[sources, :width]
+        self._tokens[targets, ends] = token_ids[is_good]
+        self._num_tokens[targets], self._num_computed[targets] = ends + 1, ends
+
+    def _are_beams(self, rows: U32) -> Bools:
+        known = np.minimum(rows, self._max_num_seqs - 1)
+        are: Bools = (rows < self._max_num_seqs) & self.is_open[known] & (self._num_candidates[known] > 0)
+        return are
+
+    def beam_lines(self, rows: I64) -> BeamLines | None:
+        """The beams among the sampling rows of a step; None if there are none."""
+        if not self._has_beams:
+            return None
+        lines = np.flatnonzero(self._num_candidates[rows])
+        return BeamLines(lines, rows[lines], self._num_candidates[rows[lines]]) if len(lines) else None
 
     # Columns of a step. All functions take and return arrays over the batch.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
@@ -85,12 +86,33 @@ def test_every_served_field_can_be_set() -> None:
         assert {row.path for row in rows if row.path and row.is_served} == served
 
 
-@pytest.mark.parametrize("row", [row for row in fields.SAMPLING if row.is_served], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in fields.SAMPLING if row.is_served and row.name != "early_stopping"],
+    ids=lambda row: row.name,
+)
 def test_a_field_is_set_and_its_value_matters(row: fields.BodyField) -> None:
     for value in EXAMPLES[BY_PATH[row.path].kind]:
         for make in (chat, completion):
             (request,) = make(**{row.name: value}).requests
             assert value_at(request, row.path) == value
+
+
+def test_early_stopping_has_the_values_of_transformers() -> None:
+    numbers = {False: types_pb2.EARLY_STOPPING_FALSE, True: types_pb2.EARLY_STOPPING_TRUE}
+    numbers["never"] = types_pb2.EARLY_STOPPING_NEVER
+    for value, number in numbers.items():
+        assert chat(beam_width=2, early_stopping=value).requests[0].sampling.early_stopping == number
+    assert refusal(early_stopping="maybe")[1] == "early_stopping is 'maybe'; must be false, true or \"never\""
+
+
+def test_use_beam_search_takes_n_as_the_number_of_beams() -> None:
+    sampling = completion(use_beam_search=True, n=3, temperature=0).requests[0].sampling
+    assert (sampling.beam_width, sampling.n, sampling.HasField("temperature")) == (3, 3, False)
+    assert completion(use_beam_search=True, beam_width=4, n=2).requests[0].sampling.beam_width == 4
+    assert not completion(use_beam_search=False, n=3).requests[0].sampling.beam_width
+    assert refusal(use_beam_search=True)[0] == "use_beam_search"
+    assert refusal(use_beam_search=1)[0] == "use_beam_search"
 
 
 def _out_of_range(field: Field) -> Any:
@@ -100,7 +122,7 @@ def _out_of_range(field: Field) -> Any:
         Kind.STRINGS: ["x" * 300],
         Kind.TOKEN_IDS: [-1],
     }
-    return wrong.get(field.kind, -5 if field.low is not None and field.kind is not Kind.INT32 else 2**70)
+    return wrong.get(field.kind, field.low - 5 if field.low is not None and field.kind is not Kind.INT32 else 2**70)
 
 
 @pytest.mark.parametrize("row", [row for row in fields.SAMPLING if row.name != "seed"], ids=lambda row: row.name)

@@ -138,6 +138,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "2 ids; max_tokens is 1",
     ),
     ({"continuation": continuation(STATE(output_token_ids=[5]))}, "sampling.seed", "Accepted"),
+    ({"sampling": SP(beam_width=9)}, "sampling.beam_width", "at most 8 beams at once"),
+    ({"sampling": SP(beam_width=65)}, "sampling.beam_width", "from 0 to 64"),
+    ({"sampling": SP(beam_width=2, n=3)}, "sampling.n", "at most sampling.beam_width, 2"),
+    ({"sampling": SP(beam_width=2, temperature=0)}, "sampling.temperature", "is 0, and sampling.beam_width is 2"),
+    ({"sampling": SP(beam_width=2, regex="a")}, "sampling.regex", "is set, and sampling.beam_width is 2"),
+    ({"sampling": SP(beam_width=2), "stop": ST(stop=["x"])}, "stop.stop", "unset one"),
+    ({"sampling": SP(beam_width=2), "stop": ST(max_tokens=0)}, "stop.max_tokens", "at least 1 with"),
+    ({"sampling": SP(beam_width=1, length_penalty=1)}, "sampling.length_penalty", "beam_width of at least 2"),
+    ({"sampling": SP(early_stopping=2)}, "sampling.early_stopping", "beam_width of at least 2"),
+    ({"sampling": SP(beam_width=2, length_penalty=11)}, "sampling.length_penalty", "from -10 to 10"),
     ({"sampling": SP(regex="a", json_object=True)}, "sampling.regex", "together with json_object; set only one"),
     ({"sampling": SP(regex="")}, "sampling.regex", "is empty; leave it unset"),
     ({"sampling": SP(regex="a" * (1 << 17) + "a")}, "sampling.regex", "131073 bytes; at most 131072"),
@@ -158,7 +168,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling": SP(beam_width=2)}, "sampling.beam_width"),
     ({"adapter": "lora"}, "adapter"),
     ({"media": [b"png"]}, "media"),
 ]
@@ -170,6 +179,8 @@ GOOD: list[dict[str, Any]] = [
     {"sampling": SP(repetition_penalty=100, frequency_penalty=-2, presence_penalty=2, logit_bias={499: 100, 0: -100})},
     {"sampling": SP(allowed_token_ids=[0, 499], banned_token_ids=[0], bad_words=["x" * 128] * 128)},
     {"sampling": SP(banned_token_ids=range(499))},
+    {"sampling": SP(beam_width=8, n=8, length_penalty=-10, early_stopping=3)},
+    {"sampling": SP(beam_width=1, temperature=1)},
     {"truncate_prompt_tokens": 3, "prompt": ids(100_000)},
     {"truncate_prompt_tokens": 2**32 - 1},
     {"stop": ST(min_tokens=0, max_tokens=253, stop=["a" * 256] * 16, stop_token_ids=[499])},
@@ -194,6 +205,7 @@ def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPla
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
     validation.check_generate(request)
+    validation.check_combinations(request)
     validation.grammar_of(request.sampling)
     validation.check_prompt_size(request, model)
     prompt_ids = prompt_token_ids(request.prompt, model, add_special_tokens=True)
@@ -290,7 +302,7 @@ def test_the_error_of_a_chat_template_is_quoted() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"sampling": SP(top_p=2)}, {"sampling": SP(beam_width=2)}, {"prompt": ids(300)}],
+    [{"sampling": SP(top_p=2)}, {"adapter": "lora"}, {"prompt": ids(300)}],
     ids=["bad", "new", "long"],
 )
 async def test_refused_requests_reach_no_scheduler_and_affect_no_other_request(

@@ -10,10 +10,11 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
+from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc import columns, wire, worker_wire
 from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch
 from scheduler_svc.core.sequence import FinishReason
-from svc_common.errors import InvalidRequestError, OverloadedError, UnimplementedError
+from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.builders import make_group
 from tests.unit.scheduler.toy_worker import make_info, make_submit
 
@@ -244,18 +245,23 @@ def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (lambda s: setattr(s.sampling, "beam_width", 2), "sampling.beam_width"),
-    ],
-)
-def test_names_fields_that_are_not_served(change: Change, field: str) -> None:
+def test_a_beam_search_starts_again_whatever_its_client_has() -> None:
+    submit = make_submit(1, [1, 2, 3], max_tokens=8)
+    submit.sampling.beam_width, submit.sampling.n, submit.sampling.length_penalty = 3, 2, 0.5
+    submit.sampling.early_stopping = types_pb2.EARLY_STOPPING_NEVER
+    submit.continuation.samples.add(index=0, output_token_ids=[4, 5], finished=True)
+    submit.continuation.samples.add(index=1, output_token_ids=[4])
+    group = wire.group_from_proto(submit, info(), owner=0)
+    assert group.beam_params == BeamParams(3, 2, 0.5, EarlyStopping.NEVER)
+    assert (group.n, group.num_sequences, group.outputs, group.finished_samples) == (2, 3, (), frozenset())
+
+
+def test_refuses_more_beams_than_rows() -> None:
     submit = make_submit(1, [1])
-    change(submit)
-    with pytest.raises(UnimplementedError) as caught:
+    submit.sampling.beam_width = info().max_num_seqs + 1
+    with pytest.raises(InvalidRequestError) as caught:
         wire.group_from_proto(submit, info(), owner=0)
-    assert caught.value.field == field
+    assert caught.value.field == "sampling.beam_width"
 
 
 def finished(owner: int, handle: int, **fields: object) -> Finished:

@@ -21,7 +21,7 @@ from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (
     "rows", "query_lens", "context_lens", "slot_mapping", "close_rows", "table_rows", "table_indices", "table_blocks",
-    "copy_src", "copy_dst", "commit_blocks", "fork_rows", "fork_parents",
+    "copy_src", "copy_dst", "commit_blocks", "fork_rows", "fork_parents", "beam_rows", "beam_parents", "beam_tokens",
 )  # fmt: skip
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}

@@ -101,7 +101,13 @@ class DeviceRunner:
         self._contents = BlockContents(num_blocks, config.block_size)
         grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
         self._rows = RowTable(
-            config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size, grammars
+            config.max_num_seqs,
+            max_model_len,
+            config.block_size,
+            num_blocks,
+            whole.vocab_size,
+            grammars,
+            serves_beams=False,
         )
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()

@@ -1,0 +1,52 @@
+"""Candidates of beams: the most likely continuations of a row, by the log-softmax of its logits.
+
+As in transformers, the log-softmax is taken first, and its values are then processed (processors.py) as logits are in
+rows that sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_svc.engine.batch import F32, U32, Candidates
+
+if TYPE_CHECKING:
+    import torch  # rows use these types even if torch is not installed
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamLines:
+    """The beams among the S rows of logits of a step."""
+
+    lines: I64  # [P] indices into the logits
+    rows: I64  # [P]
+    counts: I64  # [P] number of candidates of each
+
+
+def take_log_softmax(logits: torch.Tensor, beams: BeamLines) -> None:
+    """Replaces the float32 logits [S, vocab] of beams by their log-softmax. Row by row, so that the rounding does not
+    depend on the other rows.
+    """
+    for line in beams.lines.tolist():
+        logits[line] = logits[line].log_softmax(-1)
+
+
+def best_candidates(logprobs: torch.Tensor, beams: BeamLines) -> Candidates:
+    """The candidates of all beams of a step; `logprobs` [S, vocab] float32, processed."""
+    counts = zip(beams.lines.tolist(), beams.counts.tolist(), strict=True)
+    parts = [_best(logprobs[line], count) for line, count in counts]
+    rows = np.repeat(beams.rows, beams.counts).astype(np.uint32)
+    return Candidates(rows, np.concatenate([ids for ids, _ in parts]), np.concatenate([best for _, best in parts]))
+
+
+def _best(logprobs: torch.Tensor, count: int) -> tuple[U32, F32]:
+    found = logprobs.topk(count)
+    values, ids = found.values.numpy(), found.indices.numpy()
+    order = np.lexsort((ids, -values))
+    return ids[order].astype(np.uint32), values[order]
