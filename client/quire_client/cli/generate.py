@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from quire_client.cli.output import AnswerWriter, complain, read_stdin, sample_fields, to_json, usage_line, write
+from quire_client.cli.scores import score_lines
 from quire_client.cli.security import tls_option
 from quire_client.requests import GenerateOptions
 from quire_client.sync import Client, GenerateStream
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json(result_fields(result)))
     else:
+        for line in score_lines(result):
+            print(line)
         show_cost(result, time.monotonic() - started)
     return 0
 
@@ -128,7 +131,9 @@ def show_cost(result: GenerateResult, seconds: float) -> None:
 
 def result_fields(result: GenerateResult) -> dict[str, Any]:
     """The output of --json: the request, fields of the sample (or a list of samples), and the usage."""
-    request = {"request_id": result.request_id, "model": result.model, "seed": result.seed}
+    request: dict[str, Any] = {"request_id": result.request_id, "model": result.model, "seed": result.seed}
+    if result.prompt_logprobs:
+        request["prompt_logprobs"] = result.prompt_logprobs
     if len(result.samples) == 1:
         return {**request, **sample_fields(result.samples[0]), "usage": result.usage}
     return {**request, "samples": [sample_fields(sample) for sample in result.samples], "usage": result.usage}

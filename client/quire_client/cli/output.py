@@ -77,10 +77,12 @@ def to_json(value: Any) -> str:
 
 def sample_fields(sample: Sample) -> dict[str, Any]:
     chat = {"reasoning": sample.reasoning, "tool_calls": sample.tool_calls}
+    scores = {"logprobs": sample.logprobs, "cumulative_logprob": sample.cumulative_logprob} if sample.logprobs else {}
     return {
         "token_ids": sample.token_ids,
         "text": sample.text,
         **{name: value for name, value in chat.items() if value},
+        **scores,
         "finish_reason": sample.finish_reason,
     }
 
@@ -97,4 +99,6 @@ def _jsonable(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, bytes):  # of a token, which need not be whole characters
+        return value.decode(errors="backslashreplace")
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
