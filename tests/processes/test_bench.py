@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from quire_client import Client, cli
+from quire_client.testing import FakeGateway
 
 from tests.processes.openai_server import openai_server
 from tests.processes.stack import ROOT, demo_gateway
@@ -168,3 +169,19 @@ def test_failed_requests_are_counted_and_reported(capsys) -> None:
     assert "2  ok, 4 failed" in out
     assert "4 x failed: HTTP 429: too many requests" in out
     assert "4 of 6 requests failed; first: HTTP 429: too many requests" in err
+
+
+def test_the_api_key_reaches_the_server_but_not_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    class Locked(FakeGateway):
+        def GetModel(self, request, context):  # type: ignore[no-untyped-def]
+            seen.append(dict(context.invocation_metadata()).get("authorization"))
+            return super().GetModel(request, context)
+
+    monkeypatch.chdir(tmp_path)
+    flags = ["--num-prompts", "1", "--api-key", "my-secret", "--output", "result.json"]
+    with Locked(lambda prompt: "x" * 8) as gateway:
+        cli.main(["bench", "--target", gateway.target, *flags])
+    assert seen == ["Bearer my-secret"]
+    assert "my-secret" not in (tmp_path / "result.json").read_text()

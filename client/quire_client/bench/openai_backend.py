@@ -77,7 +77,10 @@ class _Progress:
 class OpenAIBackend:
     """Owns one HTTP session. `extra_body` is added to every request unchanged."""
 
-    def __init__(self, base_url: str, model: str, options: SendOptions, extra_body: Mapping[str, Any]) -> None:
+    def __init__(
+        self, base_url: str, model: str, options: SendOptions, extra_body: Mapping[str, Any], api_key: str | None = None
+    ) -> None:
+        self._api_key = api_key
         self._base_url = api_root(base_url)
         self._model = model
         self._options = options
@@ -87,7 +90,7 @@ class OpenAIBackend:
 
     async def connect(self) -> ServerInfo:
         aiohttp = _import_aiohttp()
-        key = os.environ.get("OPENAI_API_KEY")
+        key = self._api_key or os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=self._options.timeout_s),

@@ -16,7 +16,15 @@ CONNECT_TIMEOUT_S = 5.0
 class QuireBackend:
     """Owns one AsyncClient with one channel per gateway, like a program that uses the SDK."""
 
-    def __init__(self, target: str | None, model: str, options: SendOptions, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        target: str | None,
+        model: str,
+        options: SendOptions,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self._api_key = api_key
         self._target = target
         self._tls = tls
         self._model = model
@@ -28,6 +36,7 @@ class QuireBackend:
             self._client = await AsyncClient.connect(
                 self._target,
                 tls=self._tls,
+                api_key=self._api_key,
                 connect_timeout_s=CONNECT_TIMEOUT_S,
                 timeout_s=self._options.timeout_s,
             )

@@ -153,10 +153,10 @@ def make_backend(args: argparse.Namespace) -> Backend:
     if args.backend == "openai":
         from quire_client.bench.openai_backend import OpenAIBackend
 
-        return OpenAIBackend(args.base_url, args.model, options, args.extra_body)
+        return OpenAIBackend(args.base_url, args.model, options, args.extra_body, args.api_key)
     from quire_client.bench.quire_backend import QuireBackend
 
-    return QuireBackend(args.target, args.model, options, tls_option(args))
+    return QuireBackend(args.target, args.model, options, tls_option(args), args.api_key)
 
 
 def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> Run:
@@ -292,7 +292,7 @@ def progress_line(run: Run) -> str:
 def _fields(args: argparse.Namespace, outcome: Outcome) -> dict[str, Any]:
     """The result as JSON: settings, machine, figures and every request."""
     server = outcome.server
-    hidden = {"module", "function", "parser", "json", "output", "plot", "no_progress"}
+    hidden = {"module", "function", "parser", "api_key", "json", "output", "plot", "no_progress"}
     return {
         "backend": server.kind,
         "address": server.address,

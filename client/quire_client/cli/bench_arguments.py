@@ -37,7 +37,8 @@ def _add_bench_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP")
     add("--target", metavar="HOST:PORT,...", help=f"gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})")
-    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000; the API key is $OPENAI_API_KEY")
+    add("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000")
+    add("--api-key", metavar="KEY", help="API key (default: $QUIRE_API_KEY; with --backend openai $OPENAI_API_KEY)")
     add("--model", default="", metavar="NAME", help="model (default: the server's only or first model)")
     add("--temperature", type=number, default=0.0, metavar="T", help="0 is greedy (default)")
     add(
