@@ -48,6 +48,7 @@ def named(word: str, text: str) -> Objects:
             "image": word,
             "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
             "apiKeys": {"existingSecret": word, "testEntry": word},
+            "records": {"existingSecret": word},
             "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
             "http": {
                 "enabled": True,

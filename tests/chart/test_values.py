@@ -152,6 +152,10 @@ GATEWAYS = [
     ),
     Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "arg --api-keys", "/etc/quire/api-keys", KEYS),
     Case("gateway.apiKeys.existingSecret", "s", GATEWAY, "volume api-keys", {"secret": {"secretName": "s"}}, KEYS),
+    Case("gateway.records.ttlSeconds", 60, GATEWAY, "arg --record-ttl-s", "60"),
+    Case("gateway.records.maxBytes", "1M", GATEWAY, "arg --max-record-bytes", "1M"),
+    Case("gateway.records.existingSecret", "s", GATEWAY, "arg --record-key-file", "/etc/quire/record-keys/keys"),
+    Case("gateway.records.existingSecret", "s", GATEWAY, "volume record-keys", {"secret": {"secretName": "s"}}),
     Case(
         "gateway.apiKeys.testEntry",
         "t",
