@@ -34,9 +34,13 @@ class Resumed:
 
     @property
     def request(self) -> pb.GenerateRequest:
-        """The stored request with all known output as its continuation."""
+        """The stored request with all known output as its continuation.
+
+        A client that resumes always gets token ids: it counts them, in order to resume again.
+        """
         request = pb.GenerateRequest()
         request.CopyFrom(self.record.content.request)
+        request.output.token_ids = not self.follows
         known = zip(self.record.outputs, self.record.ends, strict=True)
         request.continuation.MergeFrom(continuation_from_outputs(((output, False) for output, _ in known), 0))
         return request

@@ -12,19 +12,23 @@ import pytest
 BIN = Path(sys.executable).parent
 # The demo model has no tool format, no reasoning and no pictures. The error test sends no model, which a gateway with
 # one model accepts, as vLLM does.
-UNSUPPORTED = {"chat-image-input", "chat-tool-calling", "chat-reasoning-summary", "chat-error-handling"}
+UNSUPPORTED = {
+    *("chat-image-input", "chat-tool-calling", "chat-reasoning-summary", "chat-error-handling"),
+    *("image-input", "tool-calling", "reasoning-summary", "error-handling", "compact-response"),
+}
 FUZZED = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "response_headers_conformance,unsupported_method,allow_header_conformance"
 )
 
 
-def test_llm_comply(url: str) -> None:
+@pytest.mark.parametrize(("suite", "num_cases"), [("openai-chat", 9), ("open-responses", 13)])
+def test_llm_comply(url: str, suite: str, num_cases: int) -> None:
     command = [
         BIN / "llm-comply",
         "run",
         "--format",
-        "openai-chat",
+        suite,
         "--json",
         "-u",
         f"{url}/v1",
@@ -36,7 +40,7 @@ def test_llm_comply(url: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     results = {one["id"]: one for one in json.loads(done.stdout)["results"]}
     failed = {name for name, one in results.items() if one["status"] != "passed"}
-    assert len(results) == 9
+    assert len(results) == num_cases
     assert failed <= UNSUPPORTED, {name: results[name] for name in failed}
 
 

@@ -207,6 +207,13 @@ async def test_each_sample_continues_at_its_own_position(first: Recorded, second
     assert sorted(again.finished) == [0, 1, 2]
 
 
+async def test_a_resumed_stream_has_token_ids_to_count(first: Recorded, second: Recorded) -> None:
+    whole = await finished_at(first, IDS, output=pb.OutputParams(token_ids=False))
+    assert not whole.ids()
+    again = await second.resumed("r", 3)
+    assert again.ids() == IDS[3:]
+
+
 async def test_the_first_gateway_resumes_its_own_request(first: Recorded) -> None:
     call = first.gateway.generate(request_id="r", resumable=True)
     await until(lambda: first.scheduler.submits)
