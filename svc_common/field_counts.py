@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decode to 2 MB at most
-MAX_FIELDS = 100_000  # above the largest valid request: a chat of 10,000 messages with tool calls
+MAX_FIELDS = 60_000  # above the largest valid request: a chat of 10,000 messages
 
 
 class TooManyFieldsError(ValueError):

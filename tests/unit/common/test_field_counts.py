@@ -11,7 +11,7 @@ from quire.v1 import inference_pb2 as pb
 
 from svc_common import field_counts
 from svc_common.errors import ErrorInterceptor
-from svc_common.field_counts import TooManyFieldsError, check_field_count, layout_of
+from svc_common.field_counts import MAX_FIELDS, TooManyFieldsError, check_field_count, layout_of
 
 GENERATE = layout_of(pb.GenerateRequest.DESCRIPTOR)
 
@@ -25,7 +25,9 @@ def generate(**prompt: Any) -> bytes:
     [
         generate(text="x" * (4 << 20)),
         generate(tokens={"ids": range(1 << 20)}),
-        generate(chat={"messages": [{"role": "user", "content": "some text"}] * 10_000}),
+        generate(
+            chat={"messages": [{"role": "tool", "content": "some text", "tool_call_id": "id", "name": "f"}] * 10_000}
+        ),
         pb.GenerateRequest(continuation={"samples": [{"output_token_ids": range(1 << 18)}] * 16}).SerializeToString(),
     ],
 )
@@ -36,16 +38,16 @@ def test_the_largest_valid_requests_pass(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        generate(chat={"messages": [{}] * 40_000}),
-        pb.GenerateRequest(stop={"stop": [""] * 40_000}).SerializeToString(),
-        pb.GenerateRequest(continuation={"samples": [{}] * 40_000}).SerializeToString(),
-        b"\x1a\x00" * 40_000,  # prompt, again and again
-        b"\xf8\x7f\x00" * 40_000,  # a field that the message does not have
-        b"\xfb\x7f" * 40_000,  # groups
+        generate(chat={"messages": [{}] * (2 * MAX_FIELDS)}),
+        pb.GenerateRequest(stop={"stop": [""] * (2 * MAX_FIELDS)}).SerializeToString(),
+        pb.GenerateRequest(continuation={"samples": [{}] * (2 * MAX_FIELDS)}).SerializeToString(),
+        b"\x1a\x00" * (2 * MAX_FIELDS),  # prompt, again and again
+        b"\xf8\x7f\x00" * (2 * MAX_FIELDS),  # a field that the message does not have
+        b"\xfb\x7f" * (2 * MAX_FIELDS),  # groups
     ],
 )
 def test_many_fields_are_refused_with_their_limit(data: bytes) -> None:
-    with pytest.raises(TooManyFieldsError, match=f"it has {len(data)} bytes and more than 20000 fields"):
+    with pytest.raises(TooManyFieldsError, match=f"it has {len(data)} bytes and more than {MAX_FIELDS} fields"):
         check_field_count(data, GENERATE)
 
 
@@ -80,7 +82,7 @@ async def test_a_server_refuses_before_it_decodes() -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/test.Service/Abort")
         with pytest.raises(grpc.aio.AioRpcError, match=r"request of test\.Service/Abort has too many fields") as caught:
-            await call(b"\x0a\x00" * 40_000, timeout=10)
+            await call(b"\x0a\x00" * (2 * MAX_FIELDS), timeout=10)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not decoded
         await call(b"\x0a\x00" * 10_000, timeout=10)
