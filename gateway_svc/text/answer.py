@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 SPACE = " \t\r\n"
 SPACES = re.compile(r"[ \t\r\n]*")
@@ -33,8 +33,7 @@ class Kind(Enum):
     TOOL_CALL = "tool_call"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """New text of one item. The parts of an item, in order, are its whole text.
 
     `item` numbers the items of the answer, `call` its tool calls, both from 0. `offset` is the number of UTF-8 bytes of
@@ -93,7 +92,7 @@ class AnswerReader:
 
     def add(self, text: str) -> None:
         """Append text."""
-        self._text = self._text[self._position :] + text
+        self._text = self._text[self._position :] + text if self._position < len(self._text) else text
         self._position = 0
 
     def take_parts(self) -> list[Part]:
@@ -219,7 +218,7 @@ class AnswerReader:
         item = self._num_items - 1
         if self._parts and self._parts[-1].item == item:
             last = self._parts[-1]
-            self._parts[-1] = replace(last, text=last.text + text)
+            self._parts[-1] = last._replace(text=last.text + text)
         else:
             assert self._kind is not None
             call = self._num_calls - 1 if self._kind is Kind.TOOL_CALL else 0

@@ -28,6 +28,16 @@ def test_text_files_and_no_weights(tmp_path: Path) -> None:
     assert bundle.digest == xxhash.xxh3_128_digest(bundle.data)
 
 
+def test_all_chat_templates(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "chat_template.json")
+    make_folder(folder / "additional_chat_templates", "tool_use.jinja", "notes.txt")
+    assert read_bundle(folder).names == (
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.json",
+        "config.json",
+    )
+
+
 def test_equal_files_give_equal_digests(tmp_path: Path) -> None:
     first = make_folder(tmp_path / "a", "config.json", "tokenizer.json")
     second = make_folder(tmp_path / "b", "tokenizer.json", "config.json")

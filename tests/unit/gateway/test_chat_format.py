@@ -1,0 +1,85 @@
+"""The format of answers is detected from template and vocabulary, and flags override it; templates from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
+from gateway_svc.server import make_parser
+from gateway_svc.text.bundle import Tokenizer
+from gateway_svc.text.chat_format import ParserNameError, ParserNames, detect_format
+from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.reasoning import MAGISTRAL, THINK
+from gateway_svc.text.tool_formats import TOOL_FORMATS
+from svc_common import config
+from tests.chat_templates import TEMPLATES
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
+
+QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "tools", "reasoning"),
+    [
+        (TEMPLATES["hermes"], (), "hermes", THINK),
+        (TEMPLATES["llama3"], (), "llama3", None),
+        (TEMPLATES["mistral"], (), "mistral", None),
+        (TEMPLATES["mistral"], ("[THINK]", "[/THINK]"), "mistral", MAGISTRAL),
+        (QWEN3_CODER, (), "qwen3_coder", None),
+        ("{{ messages }}", (), None, None),
+        ("{{ messages }}", ("<think>",), None, None),
+        ("{{ messages }}", ("<think>", "</think>"), None, THINK),
+    ],
+)
+def test_the_format_is_detected(template: str, tokens: tuple[str, ...], tools: str | None, reasoning: object) -> None:
+    found = detect_format(template, tokens.__contains__)
+    assert found == ChatFormat(reasoning, None if tools is None else TOOL_FORMATS[tools])  # type: ignore[arg-type]
+
+
+def flags(*words: str) -> ParserNames:
+    return parser_names(config.parse(make_parser(), ["--scheduler", "a:1", *words]))
+
+
+def test_flags_choose_parsers_for_one_model_or_all() -> None:
+    names = flags("--tool-parser", "hermes", "--tool-parser", "b/c=none", "--reasoning-parser", "b/c=think")
+    detected = ChatFormat(MAGISTRAL, TOOL_FORMATS["mistral"])
+    assert names.format_of("a", detected) == ChatFormat(MAGISTRAL, TOOL_FORMATS["hermes"])
+    assert names.format_of("b/c", detected) == ChatFormat(THINK, None)
+    assert flags().format_of("a", detected) == detected
+
+
+@pytest.mark.parametrize("flag", ["--tool-parser", "--reasoning-parser"])
+def test_an_unknown_parser_is_refused(flag: str) -> None:
+    with pytest.raises(ParserNameError, match=f"{flag} 'a=other': no parser 'other'; use one of auto, none, "):
+        flags(flag, "a=other")
+
+
+def test_templates_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.jinja"
+    file.write_text("{{ tools }}<tool_call>")
+    args = config.parse(make_parser(), ["--scheduler", "a:1", "--chat-template", f"named={file}"])
+    templates = chat_templates(args)
+    assert templates == {"named": "{{ tools }}<tool_call>"}
+    tokenizer = Tokenizer.from_files(bundle_files(byte_level(), {"chat_template": "plain"}), templates)
+    assert tokenizer.render_chat([], template="named") == "None<tool_call>"
+    assert tokenizer.render_chat([]) == "plain"
+    assert tokenizer.chat_format("named").tools == TOOL_FORMATS["hermes"]
+    assert tokenizer.chat_format().tools is None
+
+
+@pytest.mark.parametrize("value", ["file.jinja", "=x", "a=", "a=/does/not/exist"])
+def test_a_wrong_template_flag_is_refused(value: str) -> None:
+    args = config.parse(make_parser(), ["--scheduler", "a:1", "--chat-template", value])
+    with pytest.raises(TemplateFileError, match="--chat-template"):
+        chat_templates(args)
+
+
+@pytest.mark.parametrize("value", ['{"chat_template": "a"}', '{"chat_template": {"default": "a", "b": "c"}}'])
+def test_templates_of_chat_template_json(value: str) -> None:
+    files = bundle_files(byte_level(), {"chat_template": "old"}) | {"chat_template.json": value.encode()}
+    tokenizer = Tokenizer.from_files(files)
+    assert tokenizer.render_chat([]) == "a"
+    if '"b"' in value:
+        assert tokenizer.render_chat([], template="b") == "c"
