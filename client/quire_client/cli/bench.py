@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             Path(args.output).write_text(json.dumps(fields) + "\n")
         if args.plot:
             write_plot(Path(args.plot), outcome.run.records, _title(args, outcome.server), text)
-            print(f"plots in {args.plot}", file=sys.stderr)
+            if not args.json:
+                print(f"plots in {args.plot}")
     except OSError as error:
         complain(f"cannot write the result: {error}")
         return 1
