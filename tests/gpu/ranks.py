@@ -19,6 +19,10 @@ class Meeting:
         self.results = []
 
     def reduce(self, x, operation):
+        return x.copy_(self.meet(x, operation))
+
+    def meet(self, x, operation):
+        """The result of the operation on the stacked tensors of all ranks."""
         place = len(self.results)
         self.brought.append(x)
         if len(self.brought) == self.size:
@@ -26,7 +30,7 @@ class Meeting:
             self.brought = []
             self.turn.notify_all()
         assert self.turn.wait_for(lambda: len(self.results) > place, 60)
-        return x.copy_(self.results[place])
+        return self.results[place]
 
 
 class Rank(Group):
@@ -36,6 +40,9 @@ class Rank(Group):
 
     def all_reduce(self, x):
         return self.meeting.reduce(x, lambda all: all.sum(0))
+
+    def all_gather(self, x):
+        return self.meeting.meet(x, lambda all: all)
 
     def all_reduce_max(self, x):
         return self.meeting.reduce(x, lambda all: all.amax(0))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
+from tests.gpu.ranks import Meeting, Rank
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_logprobs import check_scores
 from worker_svc.engine import exact_ops
+from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import ALONE
@@ -97,6 +101,40 @@ def scored(logits: torch.Tensor, chosen: list[int], num_top: int):
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return found.read()
+
+
+def scored_in_parts(size: int, logits: torch.Tensor, chosen: list[int], num_top: int) -> list[TopLogprobs]:
+    """The scores of each rank, which has only its part of the vocabulary."""
+    meeting = Meeting(size)
+    asked = Asked(np.arange(len(logits)), np.full(len(logits), num_top))
+
+    def run_one(number: int) -> TopLogprobs:
+        rank = Rank(number, meeting)
+        part = rank.vocab_part(logits.shape[1])
+        mine = logits[:, part.start : part.stop].contiguous().to(DEVICE)
+        with meeting.turn:
+            found = Scorer(part, rank, DEVICE).sampled(mine, asked, torch.tensor(chosen, device=DEVICE).int())
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            return found.read()
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(run_one, range(size)))
+
+
+def test_ranks_find_the_scores_of_the_whole_vocabulary():
+    """Chosen and most likely ids in both parts, ties across the boundary, NaN in one part, fewer ids than num_top."""
+    logits = torch.randn(20, 38, generator=torch.Generator().manual_seed(3)) * 4
+    logits[1] = logits[1].round()
+    logits[2], logits[3, 37], logits[4] = 7.5, torch.nan, -torch.inf
+    chosen = [i % 38 for i in range(20, 40)]
+    whole = scored(logits, chosen, 20)
+    assert whole.is_bad.nonzero()[0].tolist() == [3, 4]
+    for found in scored_in_parts(2, logits, chosen, 20):
+        for name in ("values", "token_ids", "ranks", "is_bad"):
+            is_good = ~whole.is_bad
+            np.testing.assert_array_equal(getattr(found, name)[is_good], getattr(whole, name)[is_good])
+        assert found.is_bad.tolist() == whole.is_bad.tolist()
 
 
 @pytest.mark.parametrize("vocab", [5, 64, 1000])
