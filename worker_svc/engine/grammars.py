@@ -26,7 +26,7 @@ from worker_svc.engine.batch import EMPTY, U32, Bools, RowError, RowErrorCode, R
 from worker_svc.engine.machine import available_cores
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
     from grammars.compiler import GrammarCompiler
 
@@ -73,7 +73,7 @@ class CompiledGrammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             return self._make_compiler().compile(grammar.kind, grammar.text)
-        except (OSError, ValueError, ImportError) as error:
+        except BaseException as error:  # a panic of llguidance is no Exception
             raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
 
     def _make_compiler(self) -> GrammarCompiler:
@@ -100,13 +100,11 @@ class _RowGrammar:
 
     def advance(self, token_ids: list[int]) -> LLMatcher:
         """The matcher after these further tokens. Raises UnusableGrammarError."""
-        from grammars.compiler import error_of
-
         if self.matcher is None:
             self.matcher = self.compiled.result().deep_copy()
         for token_id in token_ids:
             if not self.is_ended and not self.matcher.consume_token(token_id):
-                raise UnusableGrammarError(f"the output does not match the grammar: {error_of(self.matcher)}")
+                raise UnusableGrammarError(f"the output does not match the grammar: {_error_of(self.matcher)}")
             self.is_ended = self.is_ended or token_id in self.eos_token_ids
         return self.matcher
 
@@ -154,7 +152,7 @@ class RowGrammars:
         self._vocab_size = vocab_size
         self._rows: dict[int, _RowGrammar] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._executor: object | None = None  # of llguidance, made for the first mask
+        self._executor: LLExecutor | None = None  # made for the first mask
 
     def open(self, item: RowOpen) -> None:
         """Sets the grammar of an opened row, in place of the one that the row had before."""
@@ -200,33 +198,35 @@ class RowGrammars:
         return state, new
 
     def _compute(self, lines: I64, work: list[tuple[_RowGrammar, list[int]]]) -> RowMasks:
-        from grammars.compiler import error_of
-
         failures: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []
         masks = np.full((len(lines), -(-self._vocab_size // 32)), -1, np.int32)
         for i, (state, token_ids) in enumerate(work):
             try:
                 matchers.append((state.advance(token_ids), i))
-            except UnusableGrammarError as error:
+            except BaseException as error:  # a panic of llguidance is no Exception; it fails this row only
                 failures[int(lines[i])] = str(error)
         self._fill(masks, matchers)
         for matcher, i in matchers:
             if matcher.is_error():
-                failures[int(lines[i])] = f"the grammar failed: {error_of(matcher)}"
+                failures[int(lines[i])] = f"the grammar failed: {_error_of(matcher)}"
         bits = np.unpackbits((~masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         return RowMasks(lines, bits.view(np.bool_), failures)
 
     def _fill(self, masks: npt.NDArray[np.int32], matchers: list[tuple[LLMatcher, int]]) -> None:
-        """Writes one mask per matcher, in several threads; llguidance releases the interpreter lock."""
+        """Writes one mask per matcher, in several threads. llguidance releases the interpreter lock, and reports a
+        failure as the matcher's error."""
         from llguidance import LLExecutor
 
-        if not matchers:
-            return
         if len(matchers) == 1:
             matcher, i = matchers[0]
             matcher.unsafe_compute_mask_ptr(masks[i].ctypes.data, masks[i].nbytes)
-            return
-        if self._executor is None:
-            self._executor = LLExecutor(min(available_cores(), MAX_MASK_THREADS))
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))  # type: ignore[attr-defined]
+        elif matchers:
+            self._executor = self._executor or LLExecutor(min(available_cores(), MAX_MASK_THREADS))
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    from grammars.compiler import error_of  # imported late, because llguidance may not be installed
+
+    return error_of(matcher)
