@@ -100,10 +100,6 @@ class AnswerReader:
         parts, self._parts = self._parts, []
         return parts
 
-    @property
-    def num_calls(self) -> int:
-        return self._num_calls
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @property

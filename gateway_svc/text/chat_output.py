@@ -76,11 +76,6 @@ class ChatParser:
         """No reasoning can follow."""
         return self._reader.is_past_reasoning
 
-    @property
-    def num_calls(self) -> int:
-        """Tool calls that have begun."""
-        return self._reader.num_calls if self._is_parallel else min(1, self._reader.num_calls)
-
     def push(self, text: str) -> list[Part]:
         """Add text. Returns the new parts, at most one per item."""
         if not text:
