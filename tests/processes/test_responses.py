@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ class Running:
         self.first, self.first_url = self.start_gateway()
         self.second, self.second_url = self.start_gateway()
 
-    def start_gateway(self) -> tuple[Service, str]:
+    def start_gateway(self, *more: str) -> tuple[Service, str]:
         address = f"127.0.0.1:{free_port()}"
-        flags = ("--http-listen", address, "--redis", self.redis.url)
+        flags = ("--http-listen", address, "--redis", self.redis.url, *more)
         return self.stack.start_gateway(self.scheduler, flags=flags), f"http://{address}/v1"
 
 
@@ -67,12 +68,14 @@ class Received:
         self.types: list[str] = []
         self.final: Any = None
 
-    async def read(self, stream: Any, *, kill_at: int, gateway: Service) -> None:
-        """Read a stream, and kill its gateway after so many characters."""
+    async def read(self, stream: Any, *, at: int, then: Callable[[], None]) -> None:
+        """Read a stream to its end. Call `then` once, after so many characters."""
+        is_called = False
         async for event in stream:
             self.take(event)
-            if len(self.text) > kill_at and gateway.is_running:
-                gateway.kill()
+            if len(self.text) > at and not is_called:
+                is_called = True
+                then()
 
     def take(self, event: Any) -> None:
         assert event.sequence_number > self.number
@@ -99,7 +102,7 @@ async def test_a_background_stream_continues_on_another_gateway_after_a_kill(run
         received = Received()
         stream = await first.responses.create(**LONG, background=True, stream=True)
         with pytest.raises(openai.APIConnectionError):
-            await received.read(stream, kill_at=len(expected) // 3, gateway=running.first)
+            await received.read(stream, at=len(expected) // 3, then=running.first.kill)
         assert len(received.text) < len(expected)
         assert received.types[:3] == ["response.created", "response.queued", "response.in_progress"]
 
@@ -119,6 +122,22 @@ async def test_a_background_stream_continues_on_another_gateway_after_a_kill(run
 
         stored = await second.responses.retrieve(received.response_id)
         assert stored == received.final
+
+
+async def test_a_stream_of_a_gateway_that_shuts_down_continues_on_another(running: Running) -> None:
+    leaving, url = running.start_gateway("--drain-timeout-s", "0")
+    async with await running.stack.connect(leaving), client_of(url) as first, client_of(running.second_url) as second:
+        expected = await undisturbed(second)
+        received = Received()
+        stream = await first.responses.create(**LONG, stream=True)
+        with pytest.raises(openai.APIConnectionError):
+            await received.read(stream, at=50, then=lambda: leaving.signal(signal.SIGTERM))
+        assert 50 < len(received.text) < len(expected)
+        async for event in await second.responses.retrieve(
+            received.response_id, stream=True, starting_after=received.number
+        ):
+            received.take(event)
+        assert received.text == expected
 
 
 async def test_a_background_response_is_completed_for_a_poll_on_another_gateway(running: Running) -> None:

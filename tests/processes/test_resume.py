@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_client import AsyncClient, Delta, RequestNotFound
+from quire_client import AsyncClient, Delta, InvalidRequest, RequestNotFound
 from quire_client.demo import demo_model_dir
 
 from tests.processes.redis_server import RedisServer
@@ -111,3 +113,19 @@ async def test_records_belong_to_the_owner_of_the_key(running: Running, tmp_path
                 pass
         async with client.resume("r") as stream:
             assert (await stream.result()).token_ids == whole.token_ids
+
+
+async def test_records_are_encrypted_limited_and_expire(running: Running, tmp_path: Path) -> None:
+    key_file = tmp_path / "record-keys"
+    key_file.write_bytes(base64.b64encode(os.urandom(32)))
+    flags = ("--record-key-file", str(key_file), "--max-record-bytes", "3K", "--record-ttl-s", "50")
+    gateway = running.start_gateway(*flags)
+    async with await running.stack.connect(gateway) as client:
+        whole = await client.generate(**OPTIONS, resumable=True, request_id="r")
+        with running.redis.client() as redis:
+            assert 0 < redis.pttl("quire:record:r") <= 50_000
+            assert b"What does" not in b"".join(redis.hgetall("quire:record:r").values())
+        async with client.resume("r", after=10) as stream:
+            assert (await stream.result()).token_ids == whole.token_ids[10:]
+        with pytest.raises(InvalidRequest, match="--max-record-bytes"):
+            await client.generate("word " * 900, max_tokens=1, resumable=True)
