@@ -1,8 +1,10 @@
 """The OpenAI-compatible HTTP API: bodies become protobuf requests, and their events become JSON.
 
 fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
-answers.py, errors.py           events, errors -> JSON       pure
-openapi.py                      description of the API      pure
+answers.py, logprobs.py,        events, errors -> JSON       pure
+chat_answers.py, errors.py
+structured.py                   grammars of a body           pure
+openapi.py                      description of the API       pure
 handlers.py                     one method per endpoint; calls the same servicer as gRPC
 responses/                      the Responses API
 replies.py                      JSON and server-sent events
