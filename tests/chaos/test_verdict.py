@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from quire_client.types import Delta
@@ -107,6 +108,13 @@ def test_plans_and_requests_are_seeded_and_cover_everything() -> None:
     names = {parameter.name for parameter in served_parameters()}
     assert names <= {name for request in requests for name in request.options}
     assert {next(iter(request.prompt)) for request in requests} == {"token_ids", "messages", "prompt"}
+
+
+def test_the_failure_model_lists_every_parameter() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "failure-model.md").read_text()
+    matrix = page.partition("<!-- matrix of parameters and kills -->")[2].partition("<!-- end of matrix -->")[0]
+    listed = {line.split("`")[1] for line in matrix.splitlines() if line.startswith("| `")}
+    assert {parameter.name for parameter in served_parameters()} <= listed
 
 
 def test_a_stop_string_ends_a_long_answer_in_its_second_half() -> None:

@@ -152,8 +152,8 @@ def gateway_loses_a_token_of_the_clients_continuation(patch: Patch) -> None:
 
 @bug("the oracle has|opens with", "kill", "tear_link")
 def gateway_loses_a_token_when_a_request_moves(patch: Patch) -> None:
-    def forget(original: Any, samples: Any) -> Any:
-        return original((outputs[1:], is_finished) for outputs, is_finished in samples)
+    def forget(original: Any, samples: Any, *others: Any) -> Any:
+        return original(((outputs[1:], is_finished) for outputs, is_finished in samples), *others)
 
     wrap(patch, gateway_svc.scheduler_request, "continuation_from_outputs", forget)
 
