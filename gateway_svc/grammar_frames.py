@@ -7,7 +7,7 @@ import struct
 from typing import IO, Any
 
 LENGTH = struct.Struct(">I")
-GRAMMAR_CPU_S = 1  # a worker compiles the grammar again, so a grammar that takes longer is refused
+GRAMMAR_CPU_S = 0.3  # a worker compiles the grammar again, in a step, so a grammar that takes longer is refused
 
 
 def to_frame(content: dict[str, Any]) -> bytes:

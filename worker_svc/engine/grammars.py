@@ -58,6 +58,8 @@ class CompiledGrammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._compiled: OrderedDict[object, Future[LLMatcher]] = OrderedDict()
+        # Reading a large tokenizer takes seconds, for which the first step with a grammar would wait.
+        self._threads.submit(self._make_compiler)
 
     def get(self, grammar: Grammar) -> Future[LLMatcher]:
         """A matcher at the start of the output, for copying; or UnusableGrammarError. Only one thread may call this."""
@@ -77,7 +79,7 @@ class CompiledGrammars:
             raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
 
     def _make_compiler(self) -> GrammarCompiler:
-        """The tokenizer is read for the first grammar: a large one takes a second."""
+        """The tokenizer is read once. Raises UnsupportedTokenizerError, each time it is called."""
         from grammars.compiler import GrammarCompiler
 
         with self._lock:
