@@ -19,11 +19,13 @@ from tests.clients.conftest import MODEL
 Json = dict[str, Any]
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+RESPONSES = "/v1/responses"
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 # Equal requests have equal answers: greedy, or sampled with a seed.
 BASES: Mapping[str, Json] = {
     CHAT: {"messages": QUESTION, "temperature": 0, "max_tokens": 40},
     COMPLETIONS: {"prompt": "What does", "temperature": 0, "max_tokens": 40},
+    RESPONSES: {"input": "What does os.path.join do?", "temperature": 0, "max_output_tokens": 40},
     TOKENIZE: {"messages": QUESTION},
     "/detokenize": {"tokens": [5]},
 }
@@ -48,6 +50,8 @@ class Effect:
 
 
 def text_of(answer: Json) -> str:
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
     choice = answer["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
@@ -66,6 +70,8 @@ def first_id(answer: Json) -> list[int]:
 
 
 IDS: Json = {"return_token_ids": True}
+SEEDED: Json = {"temperature": None, "seed": 1}
+BEAMS: Json = {"temperature": None, "beam_width": 3}
 EFFECTS: Mapping[str, Effect] = {
     "model": Effect("other", status=404),
     "messages": Effect([{"role": "user", "content": "Who are you?"}]),
@@ -93,7 +99,11 @@ EFFECTS: Mapping[str, Effect] = {
     "allowed_token_ids": Effect([5]),
     "banned_token_ids": Effect(first_id, IDS),
     "bad_words": Effect(first_word),
-    "truncate_prompt_tokens": Effect(2),
+    "truncate_prompt_tokens": Effect(1),
+    "beam_width": Effect(3, {**SEEDED, **LONG}),
+    "use_beam_search": Effect(True, {**SEEDED, "n": 2}),
+    "length_penalty": Effect("long", BEAMS, status=400),  # tests/processes/test_beams.py has its effect
+    "early_stopping": Effect("sometimes", BEAMS, status=400),
     "max_tokens": Effect(3),
     "max_completion_tokens": Effect(3),
     "min_tokens": Effect(40, {"max_tokens": 40}),
@@ -126,8 +136,32 @@ EFFECTS: Mapping[str, Effect] = {
 OWN: Mapping[tuple[str, str], Effect] = {
     (COMPLETIONS, "logprobs"): Effect(1),
     (TOKENIZE, "prompt"): Effect("import", {"messages": None, "prompt": "a"}),
+    (RESPONSES, "input"): Effect("Who are you?"),
+    (RESPONSES, "instructions"): Effect("Recite the Zen of Python."),
+    # Nothing is stored without Redis; tests/processes/test_responses.py has it.
+    (RESPONSES, "previous_response_id"): Effect("resp_1", status=400),
+    (RESPONSES, "store"): Effect(True, status=400),
+    (RESPONSES, "background"): Effect(True, status=400),
+    (RESPONSES, "tools"): Effect([{"type": "function", "name": "look", "parameters": {}}], status=400),
+    (RESPONSES, "text"): Effect({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}),
+    (RESPONSES, "reasoning"): Effect({"effort": "extreme"}, status=400),
+    (RESPONSES, "max_output_tokens"): Effect(3),
+    (RESPONSES, "banned_token_ids"): Effect(list(range(3, 500))),
+    (RESPONSES, "stop_token_ids"): Effect(list(range(3, 250))),
+    (RESPONSES, "metadata"): Effect({"a": "b"}),
+    (RESPONSES, "user"): Effect("me"),
+    (RESPONSES, "safety_identifier"): Effect("me"),
+    (RESPONSES, "prompt_cache_key"): Effect("me"),
 }
-CASES = [(path, row.name) for path, rows in ENDPOINTS.items() for row in rows if row.is_served]
+RETURNED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # fields of a response without another effect
+OTHER_NAMES = ("messages", "input", "store")  # what is wrong is the field together with one of these
+WITHOUT_EFFECT = [(path, row.name) for path, rows in ENDPOINTS.items() for row in rows if row.doc == "No effect."]
+CASES = [
+    (path, row.name)
+    for path, rows in ENDPOINTS.items()
+    for row in rows
+    if row.is_served and (path, row.name) not in WITHOUT_EFFECT
+]
 
 
 def post(url: str, path: str, body: Json) -> tuple[int, Json]:
@@ -143,9 +177,14 @@ def post(url: str, path: str, body: Json) -> tuple[int, Json]:
         usage = [event["usage"] for event in events if event.get("usage")]
         text = "".join(text_of_event(event) for event in events if event["choices"])
         return status, {"streamed": text, "usage": len(usage)}
+    if data.startswith("event: "):
+        return status, {"streamed": data.count("event: ")}
     answer = json.loads(data)
-    for name in ("id", "created", "usage"):
+    for name in ("id", "created", "created_at", "completed_at"):
         answer.pop(name, None)
+    answer["input_tokens"] = answer.pop("usage", {}).get("input_tokens")
+    for item in answer.get("output", ()):
+        item.pop("id", None)
     return status, answer
 
 
@@ -157,16 +196,39 @@ def text_of_event(event: Json) -> str:
 @pytest.mark.parametrize(("path", "name"), CASES, ids=[f"{path}-{name}" for path, name in CASES])
 def test_a_field_has_an_effect(url: str, path: str, name: str) -> None:
     effect = OWN.get((path, name)) or EFFECTS[name]
-    without = {**BASES[path], **effect.others}
+    without = {**BASES[path], **_renamed(path, effect.others)}
     status, answer = post(url, path, without)
     assert status == 200, answer
     assert post(url, path, without) == (200, answer)
     value = effect.value(answer) if isinstance(effect.value, Callable) else effect.value  # type: ignore[arg-type]
     status, changed = post(url, path, {**without, name: value})
     assert status == effect.status, changed
-    assert without_names(changed) != without_names(answer)
     if effect.status == 400:
-        assert changed["error"]["param"].partition("[")[0].partition(".")[0] in (name, "messages")
+        assert changed["error"]["param"].partition("[")[0].partition(".")[0] in (name, *OTHER_NAMES)
+    if path == RESPONSES and name not in RETURNED:
+        # The object repeats the fields of the request.
+        answer, changed = ({"output": _content(part)} for part in (answer, changed))
+    assert without_names(changed) != without_names(answer)
+
+
+def _renamed(path: str, others: Json) -> Json:
+    """The further fields as this endpoint names them."""
+    names = {"max_tokens": "max_output_tokens"} if path == RESPONSES else {}
+    return {names.get(name, name): value for name, value in others.items()}
+
+
+def _content(answer: Json) -> Any:
+    """The output of a response without ids, or the whole answer of another kind."""
+    if "output" not in answer:
+        return answer
+    parts = [{key: value for key, value in item.items() if key != "id"} for item in answer["output"]]
+    return [parts, answer["status"], answer["input_tokens"]]
+
+
+@pytest.mark.parametrize(("path", "name"), WITHOUT_EFFECT)
+def test_a_field_without_effect_is_accepted(url: str, path: str, name: str) -> None:
+    values: Json = {"stream_options": {"include_obfuscation": False}, "include": [], "service_tier": "auto"}
+    assert post(url, path, {**BASES[path], name: values[name]})[0] == 200
 
 
 def without_names(answer: Json) -> str:
