@@ -29,6 +29,8 @@ BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
 NAMESPACE = "default"  # the namespace in which the base is rendered
+# Files cannot hold tokens, so the base refers to a Secret that the user creates (docs/trust.md).
+BASE_VALUES = {"trust": {"existingSecret": "quire-tokens"}}
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
 FREE = {"type": "object", "additionalProperties": True}
@@ -205,9 +207,9 @@ def make_readme(values: list[Value]) -> str:
 
 
 def make_base() -> dict[str, str]:
-    """Files of kustomize/base: the chart with default values, one file per object, without a namespace."""
+    """Files of kustomize/base: the chart with `BASE_VALUES`, one file per object, without a namespace."""
     with Chart.load(CHART) as chart:
-        rendered = chart.render(name="quire", namespace=NAMESPACE)
+        rendered = chart.render(BASE_VALUES, name="quire", namespace=NAMESPACE)
     files = {}
     for path, text in rendered.items():
         if path.endswith(".txt") or "/tests/" in path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import kubernetes_validate
 import yaml
 from helm_python.chart import Chart
 
+from svc_common.trust import ROLES
 from tests.chart.custom_resources import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +75,29 @@ class Objects:
 def loaded_chart() -> Chart:
     """Charts do not change after loading."""
     return Chart.load(CHART)
+
+
+LOOKUP = 'lookup "v1" "Secret" $.Release.Namespace '
+
+
+@functools.cache
+def chart_of_upgrade() -> Chart:
+    """The chart with `lookup`, which needs a cluster, replaced by the Secrets in the value global.secrets."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(CHART, Path(folder) / "chart"))
+        template = copy / "templates" / "trust-secrets.yaml"
+        text = template.read_text()
+        assert text.count("lookup") == text.count(LOOKUP) == 1
+        template.write_text(text.replace(LOOKUP, "get $.Values.global.secrets "))
+        return Chart.load(copy)
+
+
+def render_upgrade(values: Values, before: Objects) -> Objects:
+    """The objects of an upgrade in a cluster that has the Secrets of the release before."""
+    # `lookup` returns an empty map if the object does not exist.
+    missing: Values = {f"{RELEASE}-quire-tokens-{role}": {} for role in ROLES}
+    secrets = missing | {manifest["metadata"]["name"]: manifest for manifest in before.all("Secret")}
+    return render(values | {"global": {"secrets": secrets}}, chart=chart_of_upgrade())
 
 
 def render(

@@ -12,6 +12,7 @@ new pod of a Deployment gets a new address.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import itertools
@@ -90,6 +91,11 @@ class Cluster:
 
     async def apply(self, objects: Objects) -> None:
         """Applies the objects, all workloads concurrently."""
+        for secret in objects.all("Secret"):
+            entries = {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+            self._node.secrets[secret["metadata"]["name"]] = entries
+        for config in objects.all("ConfigMap"):
+            self._node.config_maps[config["metadata"]["name"]] = config["data"]
         for service in objects.all("Service"):
             await self._apply_service(service)
         for manifest in (*objects.all("Deployment"), *objects.all("StatefulSet")):

@@ -1,6 +1,7 @@
 """Schemas of the custom resources that the chart creates, with only the fields that the chart may use.
 
-Fields and types match the definitions of KEDA 2.16, the Prometheus operator 0.80 and Gateway API 1.2.
+Fields and types match the definitions of KEDA 2.16, the Prometheus operator 0.80, Gateway API 1.2 and cert-manager
+1.17.
 """
 
 from __future__ import annotations
@@ -115,6 +116,19 @@ def _route(rule: Schema) -> Schema:
 
 GRPC_ROUTE, HTTP_ROUTE = _route(GRPC_RULE), _route(HTTP_RULE)
 
+CERTIFICATE = _closed(
+    ("secretName", "issuerRef"),
+    secretName={"type": "string"},
+    dnsNames={"type": "array", "minItems": 1, "items": HOSTNAME},
+    usages={"type": "array", "items": {"enum": ["digital signature", "server auth", "client auth"]}},
+    privateKey=_closed(
+        algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]},
+        size={"enum": [256, 384, 521, 2048, 4096, 8192]},
+        rotationPolicy={"enum": ["Never", "Always"]},
+    ),
+    issuerRef=_closed(("name",), name={"type": "string"}, kind={"type": "string"}, group={"type": "string"}),
+)
+
 SCHEMAS: dict[tuple[str, str], Schema] = {
     ("keda.sh/v1alpha1", "ScaledObject"): _resource("keda.sh/v1alpha1", "ScaledObject", SCALED_OBJECT),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _resource(
@@ -123,6 +137,7 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "PrometheusRule"): _resource(
         "monitoring.coreos.com/v1", "PrometheusRule", PROMETHEUS_RULE
     ),
+    ("cert-manager.io/v1", "Certificate"): _resource("cert-manager.io/v1", "Certificate", CERTIFICATE),
     ("gateway.networking.k8s.io/v1", "GRPCRoute"): _resource("gateway.networking.k8s.io/v1", "GRPCRoute", GRPC_ROUTE),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _resource("gateway.networking.k8s.io/v1", "HTTPRoute", HTTP_ROUTE),
 }

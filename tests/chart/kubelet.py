@@ -50,10 +50,11 @@ VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 @dataclass(slots=True)
 class Node:
-    """Shared by all pods: DNS names, secrets, a folder, and the list of problems."""
+    """Shared by all pods: DNS names, secrets, config maps, a folder, and the list of problems."""
 
     folder: Path
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
+    config_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     dns: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -221,12 +222,20 @@ class Pod:
         for mount in container.get("volumeMounts", []):
             folder = self._folder / mount["name"]
             folder.mkdir(exist_ok=True)
-            for key, value in self._node.secrets.get(
-                volumes[mount["name"]].get("secret", {}).get("secretName"), {}
-            ).items():
-                (folder / key).write_text(value)
+            for path, text in self._files(volumes[mount["name"]]).items():
+                (folder / path).write_text(text)
             mounts[mount["mountPath"]] = str(folder)
         return mounts
+
+    def _files(self, volume: Json) -> dict[str, str]:
+        """Contents by path of a volume from a Secret or ConfigMap: all entries, or its `items`."""
+        if "configMap" in volume:
+            return self._node.config_maps[volume["configMap"]["name"]]
+        secret = volume.get("secret", {})
+        entries = self._node.secrets.get(secret.get("secretName", ""), {})
+        if "items" not in secret:
+            return entries
+        return {item["path"]: entries[item["key"]] for item in secret["items"]}
 
     def _translate(self, text: str, mounts: dict[str, str]) -> str:
         """Replaces addresses and paths of the cluster by local ones."""

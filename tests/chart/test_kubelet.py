@@ -9,18 +9,22 @@ import ssl
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import trustme
-from quire_client import AsyncClient, Tls
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire_client import AsyncClient, QuireError, Tls
 from quire_client.demo import demo_model_dir
 
+from svc_common.trust import ROLES
 from tests.chaos.cluster import BUG_WORDS
 from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad
-from tests.chart.chart import CHART, NAMESPACE, Objects, Values, read_values, render
+from tests.chart.chart import CHART, NAMESPACE, Objects, Values, read_values, render, render_upgrade
 from tests.chart.cluster import Cluster, PortProxy
 from tests.chart.kubelet import Node, Pod
 from tests.chart.test_values import merged
@@ -72,11 +76,12 @@ BASE: Values = {
 }
 
 
+def values_with(*changes: Values) -> Values:
+    return reduce(merged, changes, merged(read_values(CHART / "ci" / "cpu-values.yaml"), BASE))
+
+
 def objects(*changes: Values) -> Objects:
-    values = merged(read_values(CHART / "ci" / "cpu-values.yaml"), BASE)
-    for change in changes:
-        values = merged(values, change)
-    return render(values)
+    return render(values_with(*changes))
 
 
 def pool(replicas: int) -> Values:
@@ -91,7 +96,8 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
         "api-keys": {"team": API_KEY, "tester": "another"},
     } | tls_secrets()
     async with Cluster(tmp_path, secrets) as cluster:
-        await cluster.apply(objects())
+        installed = objects()
+        await cluster.apply(installed)
         address = cluster.address("r-quire-gateway", PORTS["gateway"])
         client = await AsyncClient.connect(
             address, tls=tls_of(secrets["tester"], tmp_path), api_key=API_KEY, timeout_s=120.0
@@ -101,18 +107,74 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
             code, log = await cluster.run_pod(objects().get("Pod", "test"))
             assert code == 0, log
             await check_metrics(cluster)
+            assert [code async for code in strangers(cluster)] == ["UNAUTHENTICATED"] * 4
             assert await evaluate_scaling(cluster) == [0.0, 0.0]
             async with streaming(client):
-                await cluster.apply(objects(pool(3)))
+                await cluster.apply(render_upgrade(values_with(pool(3)), installed))
                 await until_ready(client, 3)
                 await until_rows_are_counted(cluster)
-                await cluster.apply(objects(pool(3), ROLLED))
-                await cluster.apply(objects(pool(1), ROLLED))
+                await cluster.apply(render_upgrade(values_with(pool(3), ROLLED), installed))
+                await cluster.apply(render_upgrade(values_with(pool(1), ROLLED), installed))
                 await until_ready(client, 1)
         assert cluster.problems == [], cluster.logs()  # exits, failed probes, SIGKILL
         assert [pod.name for pod in cluster.pods("worker")] == ["r-quire-worker-cpu-0"]
         assert all(pod.template["metadata"].get("annotations") for pod in cluster.pods() if "redis" not in pod.name)
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
+
+
+async def strangers(cluster: Cluster) -> AsyncIterator[str]:
+    """The code that a process without a role gets from each scheduler and worker."""
+    for part, module, method in (("scheduler", scheduler_pb2, "GetSchedulerStatus"), ("worker", worker_pb2, "Lease")):
+        service = next(iter(module.DESCRIPTOR.services_by_name.values())).full_name
+        for pod in cluster.pods(part):
+            async with grpc.aio.insecure_channel(f"{pod.ip}:{PORTS[part]}") as channel:
+                call: Any = channel.unary_unary(f"/{service}/{method}")
+                try:
+                    await call(b"", timeout=10)
+                    yield "OK"
+                except grpc.aio.AioRpcError as error:
+                    yield error.code().name
+
+
+OPERATOR = "key-of-an-operator"
+WITH_CERTIFICATES: Values = {
+    "trust": {"mode": "tls", "tls": {"existingSecrets": {role: f"cert-{role}" for role in ROLES}}},
+    "gateway": {
+        "replicas": 1,
+        "tls": {"existingSecret": "", "clientCaSecret": ""},
+        "admin": {"enabled": True, "port": 7055, "existingSecret": "operators"},
+        "keyLimits": {"toml": '[default]\nmodels = ["another"]\n[owners.team]\nmodels = ["demo"]\n'},
+    },
+    "scheduler": {"replicas": 1, "blockKey": {"existingSecret": "block-key"}},
+    "redis": {"enabled": False, "auth": {"existingSecret": ""}},
+}
+
+
+async def test_a_release_with_certificates_limits_and_a_port_for_operators(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    ca = {"ca.crt": authority.cert_pem.bytes().decode()}
+    secrets = {f"cert-{role}": secret_of(authority.issue_cert(f"quire-{role}")) | ca for role in ROLES} | {
+        "api-keys": {"team": API_KEY, "tester": "another-key"},
+        "operators": {"alice": OPERATOR},
+        "block-key": {"keys": "5e" * 32},
+    }
+    async with Cluster(tmp_path, secrets) as cluster:
+        await cluster.apply(objects(pool(1), WITH_CERTIFICATES))
+        address = cluster.address("r-quire-gateway", PORTS["gateway"])
+        async with await AsyncClient.connect(address, api_key=API_KEY, timeout_s=60.0) as client:
+            await until_ready(client, 1)
+            done = await client.generate(token_ids=[1, 2, 3], max_tokens=4)
+            assert len(done.samples[0].token_ids) == 4
+            with pytest.raises(QuireError, match="admin-listen"):
+                await client.drain_worker("r-quire-worker-cpu-0")
+        async with await AsyncClient.connect(address, api_key="another-key", timeout_s=60.0) as client:
+            with pytest.raises(QuireError) as refused:
+                await client.generate(token_ids=[1, 2, 3], max_tokens=4)
+            assert refused.value.code.name == "PERMISSION_DENIED"
+        assert [code async for code in strangers(cluster)] == ["UNAVAILABLE"] * 2
+        admin = cluster.address("r-quire-gateway-admin", 7055)
+        async with await AsyncClient.connect(admin, api_key=OPERATOR, timeout_s=60.0) as operator:
+            await operator.drain_worker("r-quire-worker-cpu-0")
 
 
 def tls_secrets() -> dict[str, dict[str, str]]:

@@ -49,6 +49,8 @@ def named(word: str, text: str) -> Objects:
             "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
             "apiKeys": {"existingSecret": word, "testEntry": word},
             "records": {"existingSecret": word},
+            "admin": {"enabled": True, "existingSecret": word},
+            "keyLimits": {"toml": text},
             "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
             "http": {
                 "enabled": True,
@@ -56,6 +58,8 @@ def named(word: str, text: str) -> Objects:
                 "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},
             },
         },
+        "trust": {"existingSecret": word},
+        "scheduler": {"blockKey": {"existingSecret": word}},
         "test": {"tlsSecret": word, "caEntry": word},
         "models": [model],
         "workers": [pool],

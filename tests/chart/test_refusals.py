@@ -8,7 +8,7 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
-from tests.chart.test_values import MONITOR, merged
+from tests.chart.test_values import ADMIN, ISSUER, KEYS, MONITOR, merged
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -111,6 +111,48 @@ COMBINATIONS = [
     ({"gateway": {"tls": {"existingSecret": "c", "clientCaSecret": "ca"}}}, "helm test has none: set test.tlsSecret"),
     ({"networkPolicy": {"egress": {"enabled": True}}}, "set networkPolicy.enabled"),
     (
+        {"trust": {"mode": "tls", "existingSecret": "s"}},
+        "trust.existingSecret has tokens, but trust.mode is tls: set trust.mode to tokens",
+    ),
+    ({"trust": {"mode": "none", "existingSecret": "s"}}, "but trust.mode is none: set trust.mode to tokens"),
+    (
+        {"trust": {"tls": {"existingSecrets": {"worker": "c"}}}},
+        "trust.tls.existingSecrets.worker is set, but trust.mode is tokens: set trust.mode to tls",
+    ),
+    (
+        {"trust": {"mode": "none", "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}},
+        "trust.certManager.enabled is set, but trust.mode is none: set trust.mode to tls",
+    ),
+    (
+        {"trust": {"mode": "tls", "tls": {"existingSecrets": {"gateway": "g", "worker": "w"}}}},
+        "the schedulers have no certificate: set trust.tls.existingSecrets.scheduler, or trust.certManager.enabled",
+    ),
+    ({"trust": {"mode": "tls", "certManager": {"enabled": True}}}, "set trust.certManager.issuerRef.name"),
+    (
+        merged(ISSUER, {"trust": {"tls": {"existingSecrets": {"gateway": "g"}}}}),
+        "trust.tls.existingSecrets.gateway is set, but trust.certManager creates all certificates",
+    ),
+    (
+        merged(ISSUER, {"trust": {"tls": {"name": "spiffe://a.b/{role}"}}}),
+        "set a DNS name such as {role}.quire.svc",
+    ),
+    ({"gateway": {"admin": {"enabled": True}}}, "set gateway.admin.existingSecret"),
+    ({"gateway": {"admin": {"existingSecret": "s"}}}, "the admin port is off: set gateway.admin.enabled"),
+    (
+        merged(ADMIN, {"gateway": {"admin": {"port": 50051}}}),
+        "gateway.admin.port is 50051, the same as ports.gateway: set different ports",
+    ),
+    (
+        merged(ADMIN, {"gateway": {"admin": {"port": 8000}, "http": {"enabled": True}}}),
+        "gateway.admin.port is 8000, the same as gateway.http.port",
+    ),
+    ({"networkPolicy": {"enabled": True, "adminClients": [{}]}}, "set gateway.admin.enabled and networkPolicy.enabled"),
+    (
+        merged(KEYS, {"gateway": {"keyLimits": {"toml": "[default]", "existingConfigMap": "c"}}}),
+        "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set",
+    ),
+    ({"gateway": {"keyLimits": {"toml": "[default]"}}}, "set gateway.apiKeys.existingSecret too"),
+    (
         {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
         | {"redis": {"enabled": False, "external": {"url": "redis://h:1"}}},
         "add its address to networkPolicy.egress.extra",
@@ -148,6 +190,8 @@ BAD_VALUES = [
     ({"gateway": {"drainSeconds": 0}}, "minimum: got 0, want 1"),
     ({"gateway": {"service": {"type": "Public"}}}, "/gateway/service/type"),
     ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+    ({"trust": {"mode": "mtls"}}, "/trust/mode"),
+    ({"trust": {"mode": "tls", "tls": {"name": "quire"}}}, "/trust/tls/name"),
     ({"ports": {"metrics": 70000}}, "maximum: got 70,000, want 65,535"),
     ({"models": []}, "minItems: got 0, want 1"),
     ({"models": [{"path": "/m"}]}, "missing property 'name'"),

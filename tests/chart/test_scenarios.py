@@ -108,7 +108,7 @@ def test_ports_have_names_that_services_and_policies_use(path: Path) -> None:
         for owner, pod in objects.pods()
     }
     for service in objects.all("Service"):
-        owner = service["metadata"]["name"].removesuffix("-headless")
+        owner = service["metadata"]["name"].removesuffix("-headless").removesuffix("-admin")
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names[owner]
 
 

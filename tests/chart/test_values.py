@@ -21,6 +21,7 @@ GATEWAY, SCHEDULER, WORKER, REDIS = (
     "StatefulSet worker-cpu",
     "Deployment redis",
 )
+SERVICES = (GATEWAY, SCHEDULER, WORKER)
 SPREAD = {"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 2}
 RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
 TOLERATION = {"key": "gpu", "operator": "Exists"}
@@ -48,7 +49,19 @@ TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
 MUTUAL = {"gateway": {"tls": {"existingSecret": "cert"}}, "test": {"tlsSecret": "t"}}
 EGRESS = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
 OUTSIDE = {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}
+ISSUER = {"trust": {"mode": "tls", "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
+CERTIFICATES = {"gateway": "cert-g", "scheduler": "cert-s", "worker": "cert-w"}
+TRUST_TLS = {"trust": {"mode": "tls", "tls": {"existingSecrets": CERTIFICATES}}}
+ADMIN = {"gateway": {"admin": {"enabled": True, "existingSecret": "ops"}}}
+LIMITS = "[default]\nmax_streams = 5\n"
 TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
+
+
+def merged(first: Values, second: Values) -> Values:
+    both = {
+        key: merged(first[key], second[key]) for key in first.keys() & second.keys() if isinstance(second[key], dict)
+    }
+    return first | second | both
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,126 @@ COMMON = [
     Case("metrics.dashboard.labels", {"g": "1"}, "ConfigMap dashboard", "metadata.labels.g", "1", DASHBOARD),
     Case("test.timeoutSeconds", 9, "Pod test", "spec.containers.0.args.7", "--timeout-s=9"),
     Case("test.resources", RESOURCES, "Pod test", "spec.containers.0.resources", RESOURCES),
+]
+
+TRUST_FILE = "/etc/quire/trust/"
+TRUST = [
+    *(Case("trust.mode", "tokens", part, "arg --token-file", f"{TRUST_FILE}tokens") for part in SERVICES),
+    *(Case("trust.mode", "tokens", part, "count --insecure", 0) for part in SERVICES),
+    *(Case("trust.mode", "none", part, "arg --token-file", None) for part in SERVICES),
+    *(Case("trust.mode", "none", part, "volume trust", {}) for part in SERVICES),
+    *(Case("trust.mode", "none", part, "count --insecure", 1) for part in SERVICES[1:]),
+    Case("trust.mode", "none", "Secret tokens-worker", "", None),
+    *(
+        Case("trust.mode", "tls", part, f"arg --internal-tls-{flag}-file", f"{TRUST_FILE}{file}", TRUST_TLS)
+        for part in SERVICES
+        for flag, file in (("cert", "tls.crt"), ("key", "tls.key"), ("ca", "ca.crt"))
+    ),
+    *(Case("trust.mode", "tls", part, "arg --token-file", None, TRUST_TLS) for part in SERVICES),
+    Case("trust.mode", "tls", "Service worker-cpu", "spec.ports.0.appProtocol", "https", TRUST_TLS),
+    Case("trust.mode", "tokens", "Service worker-cpu", "spec.ports.0.appProtocol", "kubernetes.io/h2c"),
+    *(
+        Case(
+            "trust.existingSecret",
+            "s",
+            part,
+            "volume trust",
+            {"secret": {"secretName": "s", "items": [{"key": role, "path": "tokens"}]}},
+        )
+        for part, role in zip(SERVICES, CERTIFICATES, strict=True)
+    ),
+    *(Case("trust.existingSecret", "s", f"Secret tokens-{role}", "", None) for role in CERTIFICATES),
+    *(
+        Case("trust.existingSecret", "", part, "volume trust", {"secret": {"secretName": f"r-quire-tokens-{role}"}})
+        for part, role in zip(SERVICES, CERTIFICATES, strict=True)
+    ),
+    *(
+        Case("trust.tls.name", "{role}.q.svc", part, "arg --internal-tls-name", "{role}.q.svc", TRUST_TLS)
+        for part in SERVICES
+    ),
+    Case("trust.tls.name", "{role}.q", "Certificate trust-worker", "spec.dnsNames", ["worker.q"], ISSUER),
+    *(
+        Case(f"trust.tls.existingSecrets.{role}", "c", part, "volume trust", {"secret": {"secretName": "c"}}, TRUST_TLS)
+        for part, role in zip(SERVICES, CERTIFICATES, strict=True)
+    ),
+    *(
+        Case(
+            "trust.certManager.enabled",
+            True,
+            part,
+            "volume trust",
+            {"secret": {"secretName": f"r-quire-trust-{role}"}},
+            ISSUER,
+        )
+        for part, role in zip(SERVICES, CERTIFICATES, strict=True)
+    ),
+    *(
+        Case(
+            "trust.certManager.enabled",
+            True,
+            f"Certificate trust-{role}",
+            "spec.secretName",
+            f"r-quire-trust-{role}",
+            ISSUER,
+        )
+        for role in CERTIFICATES
+    ),
+    Case("trust.certManager.issuerRef.name", "i", "Certificate trust-worker", "spec.issuerRef.name", "i", ISSUER),
+    Case(
+        "trust.certManager.issuerRef.kind",
+        "ClusterIssuer",
+        "Certificate trust-worker",
+        "spec.issuerRef.kind",
+        "ClusterIssuer",
+        ISSUER,
+    ),
+    Case("trust.certManager.issuerRef.group", "g", "Certificate trust-worker", "spec.issuerRef.group", "g", ISSUER),
+    Case(
+        "networkPolicy.adminClients",
+        [TEAM],
+        "NetworkPolicy gateway",
+        "spec.ingress.2",
+        {"ports": [{"port": "admin"}], "from": [TEAM]},
+        merged(ADMIN, POLICY),
+    ),
+    Case("networkPolicy.adminClients", [], "NetworkPolicy gateway", "spec.ingress.2", None, merged(ADMIN, POLICY)),
+]
+
+OPERATORS = [
+    Case("gateway.admin.enabled", True, GATEWAY, "arg --admin-listen", "0.0.0.0:50055", ADMIN),
+    Case("gateway.admin.enabled", False, "Service gateway-admin", "", None),
+    Case("gateway.admin.port", 7077, GATEWAY, "arg --admin-listen", "0.0.0.0:7077", ADMIN),
+    Case("gateway.admin.port", 7077, "Service gateway-admin", "spec.ports.0.port", 7077, ADMIN),
+    Case(
+        "gateway.admin.port",
+        7077,
+        GATEWAY,
+        "container.ports.3",
+        {"name": "admin", "containerPort": 7077},
+        ADMIN,
+    ),
+    Case("gateway.admin.existingSecret", "s", GATEWAY, "arg --admin-keys", "/etc/quire/admin-keys", ADMIN),
+    Case("gateway.admin.existingSecret", "s", GATEWAY, "volume admin-keys", {"secret": {"secretName": "s"}}, ADMIN),
+    Case("gateway.keyLimits.toml", LIMITS, GATEWAY, "arg --key-limits", "/etc/quire/key-limits/limits.toml", KEYS),
+    Case("gateway.keyLimits.toml", LIMITS, "ConfigMap gateway-key-limits", "data", {"limits.toml": LIMITS}, KEYS),
+    Case(
+        "gateway.keyLimits.toml",
+        LIMITS,
+        GATEWAY,
+        "volume key-limits",
+        {"configMap": {"name": "r-quire-gateway-key-limits"}},
+        KEYS,
+    ),
+    Case(
+        "gateway.keyLimits.existingConfigMap",
+        "c",
+        GATEWAY,
+        "arg --key-limits",
+        "/etc/quire/key-limits/limits.toml",
+        KEYS,
+    ),
+    Case("gateway.keyLimits.existingConfigMap", "c", GATEWAY, "volume key-limits", {"configMap": {"name": "c"}}, KEYS),
+    Case("gateway.keyLimits.existingConfigMap", "c", "ConfigMap gateway-key-limits", "", None, KEYS),
 ]
 
 GATEWAYS = [
@@ -322,6 +455,8 @@ SCHEDULERS = [
     Case("scheduler.drainSeconds", 11, SCHEDULER, "pod.terminationGracePeriodSeconds", 26),
     Case("scheduler.image", "reg/s@sha256:0", SCHEDULER, "container.image", "reg/s@sha256:0"),
     Case("scheduler.maxWaiting", 1_048_576, SCHEDULER, "arg --max-waiting", "1048576"),
+    Case("scheduler.blockKey.existingSecret", "s", SCHEDULER, "arg --block-key-file", "/etc/quire/block-key/keys"),
+    Case("scheduler.blockKey.existingSecret", "s", SCHEDULER, "volume block-key", {"secret": {"secretName": "s"}}),
     Case("scheduler.podDisruptionBudget", False, "PodDisruptionBudget scheduler-demo", "", None),
     Case("scheduler.extraArgs", ["--aging-s=1"], SCHEDULER, "arg --aging-s", "1"),
 ]
@@ -585,20 +720,13 @@ REDISES = [
 
 # Defaults and list entries accept the same values.
 AS_ENTRY = [case for case in (*POOLS, *PLACED) if case.name.startswith("workerDefaults.")]
-CASES = [*COMMON, *GATEWAYS, *SCHEDULERS, *PLACED, *MODELS, *POOLS, *ENTRY_ONLY, *KEDA, *REDISES]
+CASES = [*COMMON, *TRUST, *OPERATORS, *GATEWAYS, *SCHEDULERS, *PLACED, *MODELS, *POOLS, *ENTRY_ONLY, *KEDA, *REDISES]
 NOT_BY_DEFAULT = ("workerDefaults.name", "workerDefaults.model")
 
 
 def nested(path: str, value: Any) -> Values:
     """{"a": {"b": value}} of a.b."""
     return reduce(lambda inner, key: {key: inner}, reversed(path.split(".")), value)
-
-
-def merged(first: Values, second: Values) -> Values:
-    both = {
-        key: merged(first[key], second[key]) for key in first.keys() & second.keys() if isinstance(second[key], dict)
-    }
-    return first | second | both
 
 
 def values_of(case: Case) -> Values:
@@ -721,21 +849,26 @@ def test_a_model_may_override_some_scheduler_values() -> None:
 
 EVERYTHING: Values = {
     "metrics": {"compat": "vllm"},
-    "gateway": KEYS["gateway"] | {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}},
+    "gateway": KEYS["gateway"]
+    | ADMIN["gateway"]
+    | {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}, "keyLimits": {"toml": LIMITS}},
+    "scheduler": {"blockKey": {"existingSecret": "b"}},
     "test": {"tlsSecret": "t"},
     "workerDefaults": {"numBlocks": 8, "maxModelLen": 64, "quantize": "int8", "dtype": "bfloat16"},
 }
 
 
-@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+@pytest.mark.parametrize(
+    ("family", "trust"), [("IPv4", {}), ("IPv6", TRUST_TLS), ("IPv4", {"trust": {"mode": "none"}})]
+)
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
-def test_services_accept_every_flag_and_variable(part: str, family: str) -> None:
+def test_services_accept_every_flag_and_variable(part: str, family: str, trust: Values) -> None:
     make = {
         "gateway": gateway_svc.server.make_parser,
         "scheduler": scheduler_svc.server.make_arguments,
         "worker": worker_svc.flags.make_parser,
     }[part]
-    owners = [*render(EVERYTHING | {"ipFamily": family}).pods()]
+    owners = [*render(EVERYTHING | {"ipFamily": family} | trust).pods()]
     (container,) = next(p["spec"]["containers"] for _, p in owners if p["spec"]["containers"][0]["name"] == part)
     names = {name for name, _ in settings_of(make())}
     for item in container["env"]:

@@ -187,14 +187,14 @@ spec:
     - name: grpc
       port: {{ .port }}
       targetPort: grpc
-      appProtocol: kubernetes.io/h2c
+      appProtocol: {{ include "quire.internalProtocol" .root }}
     - name: metrics
       port: {{ .root.Values.ports.metrics }}
       targetPort: metrics
 {{- end }}
 
 {{/* NetworkPolicy of a component: `from` lists the components that may connect to its port, `to` those that it may
-     connect to. */}}
+     connect to. `adminFrom`: peers that may connect to the admin port. */}}
 {{- define "quire.networkPolicy" }}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -237,6 +237,12 @@ spec:
       from:
         {{- toYaml . | nindent 8 }}
       {{- end }}
+    {{- end }}
+    {{- with .adminFrom }}
+    - ports:
+        - port: admin
+      from:
+        {{- toYaml . | nindent 8 }}
     {{- end }}
   {{- if .root.Values.networkPolicy.egress.enabled }}
   {{- include "quire.egress" . | nindent 2 }}

@@ -9,6 +9,9 @@
 {{- include "quire.validateScaling" . -}}
 {{- include "quire.validatePorts" . -}}
 {{- include "quire.validateNetwork" . -}}
+{{- include "quire.validateTrust" . -}}
+{{- include "quire.validateAdmin" . -}}
+{{- include "quire.validateKeyLimits" . -}}
 {{- end -}}
 
 {{/* A release name may contain dots and begin with a digit, a Service name must not. */}}
@@ -258,5 +261,38 @@
 {{- if and $egress.enabled (not $egress.extra) .download.command -}}
 {{- fail (printf "networkPolicy.egress blocks the download of model %q: add the address of its source to networkPolicy.egress.extra" .name) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateAdmin" -}}
+{{- $admin := .Values.gateway.admin -}}
+{{- if and $admin.enabled (not $admin.existingSecret) -}}
+{{- fail "gateway.admin.enabled is true, but it has no keys of operators: set gateway.admin.existingSecret" -}}
+{{- end -}}
+{{- if and $admin.existingSecret (not $admin.enabled) -}}
+{{- fail "gateway.admin.existingSecret is set, but the admin port is off: set gateway.admin.enabled" -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.adminClients (not (and $admin.enabled .Values.networkPolicy.enabled)) -}}
+{{- fail "networkPolicy.adminClients is set without an admin port or without network policies: set gateway.admin.enabled and networkPolicy.enabled" -}}
+{{- end -}}
+{{- $others := pick .Values.ports "gateway" "health" "metrics" -}}
+{{- range $name, $port := $others -}}
+{{- if and $admin.enabled (eq (int $admin.port) (int $port)) -}}
+{{- fail (printf "gateway.admin.port is %d, the same as ports.%s: set different ports" (int $port) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $http := .Values.gateway.http -}}
+{{- if and $admin.enabled $http.enabled (eq (int $admin.port) (int $http.port)) -}}
+{{- fail (printf "gateway.admin.port is %d, the same as gateway.http.port: set different ports" (int $http.port)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateKeyLimits" -}}
+{{- $limits := .Values.gateway.keyLimits -}}
+{{- if and $limits.toml $limits.existingConfigMap -}}
+{{- fail "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set: set only one of them" -}}
+{{- end -}}
+{{- if and (or $limits.toml $limits.existingConfigMap) (not .Values.gateway.apiKeys.existingSecret) -}}
+{{- fail "gateway.keyLimits is set, but its limits are those of owners of API keys: set gateway.apiKeys.existingSecret too" -}}
 {{- end -}}
 {{- end -}}
