@@ -16,7 +16,7 @@ clients = [
 
 
 def stream_chat(question: str) -> Iterator[str]:
-    """The text of an answer. With a seed, another gateway gives the same text, so what is known already is skipped."""
+    """The text of an answer. With a seed, all gateways give the same text, so the text received so far is skipped."""
     received = ""
     for i, client in enumerate(clients):
         try:

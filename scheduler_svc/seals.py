@@ -1,7 +1,8 @@
 """Seals of committed blocks: a scheduler adopts only blocks that a holder of its key has committed.
 
-A digest says which tokens a cached block is for, but not that its keys and values are right: whoever had a lease could
-compute other tokens and commit them under that digest. So the leasing scheduler sends a tag with each commit:
+A digest says which tokens a cached block is for, but not that its keys and values are right: an earlier holder of
+the lease could have computed other tokens and committed them under that digest. So the leasing scheduler sends a tag
+with each commit:
 
     tag = BLAKE2b(key, worker_epoch, scheduler_epoch, block id, digest)
 

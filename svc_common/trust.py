@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="listen beyond this machine without certificates and tokens: whoever connects has every role",
+        help="listen beyond this machine without certificates and tokens: a process that can connect has every role",
     )
 
 
@@ -92,7 +92,7 @@ def make_trust(args: argparse.Namespace, role: str) -> Trust:
 
 
 def check_reach(args: argparse.Namespace, trust: Trust, *listens: str) -> None:
-    """Raise TrustError if strangers can reach one of these addresses and nothing keeps them out."""
+    """Raise TrustError if other machines can reach one of these addresses without a certificate or token."""
     exposed = [listen for listen in listens if not is_loopback(listen)]
     if exposed and not trust.is_on and not args.insecure:
         raise TrustError(
