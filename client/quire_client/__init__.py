@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name of `quire_client.api`, imported when it is first used: the command sets gRPC's variables before."""
+    """Import a public name of `quire_client.api` on first use, so that the command can set gRPC's variables first."""
     if name == "__version__":
         return _version()
     if name != "__all__" and importlib.util.find_spec(f"{__name__}.{name}"):
@@ -36,7 +36,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """The version of the installed distribution: the wheel, else a checkout."""
+    """The version of the installed wheel, or of the checkout if there is no wheel."""
     for distribution in ("quire-client", "quire"):
         try:
             return importlib.metadata.version(distribution)

@@ -82,7 +82,7 @@ class AnswerAssembler:
         if part.item == len(self._items):
             self._items.append(_Item(kind, part.tool_call.id, part.tool_call.name))
         if part.item >= len(self._items) or self._items[part.item].kind != kind:
-            raise PartError(f"received a part of item {part.item} ({kind}) after {len(self._items)} items")
+            raise PartError(f"unexpected part of item {part.item} ({kind}); number of items so far: {len(self._items)}")
         item = self._items[part.item]
         if part.offset != item.num_bytes:
             text = _new_text(item, part, text, is_resuming=is_resuming)

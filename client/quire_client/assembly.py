@@ -37,7 +37,7 @@ def load_digest() -> Callable[[bytes], int] | None:
 
 @dataclass(slots=True)
 class _Partial:
-    """The output of one sample so far. `start`: number of tokens before it that the caller had already."""
+    """The output of one sample so far. `start`: number of earlier tokens that the caller already had."""
 
     start: int = 0
     text_start: int = 0  # bytes of the sample's text before `texts`
@@ -64,7 +64,7 @@ class StreamAssembler:
         self.num_resumes = 0
         self._num_events = 0
         self._is_resuming = False
-        self.ended_samples: list[Sample] = []  # in the order of their end
+        self.ended_samples: list[Sample] = []  # in the order in which they ended
         self._prompt_logprobs: list[TokenLogprob | None] = []
         self._samples: list[_Partial] = []  # created after Accepted: until then, the server may refuse this n
         self._num_open = max(1, request.sampling.n)
@@ -244,8 +244,8 @@ class StreamAssembler:
         logprobs = convert.token_logprobs(chunk.logprobs, chunk.token_ids)
         if self._wants_logprobs and self._has_token_ids and len(logprobs) != len(chunk.token_ids):
             raise self._corrupted(
-                f"sample {chunk.index}: a chunk has {len(chunk.token_ids)} tokens and log probabilities of "
-                f"{len(logprobs)}"
+                f"sample {chunk.index}: the lengths of token_ids and logprobs of a chunk differ: "
+                f"{len(chunk.token_ids)} and {len(logprobs)}"
             )
         partial.logprobs += logprobs
         if text:
@@ -318,10 +318,10 @@ class StreamAssembler:
 
 
 class ResumedAssembler(StreamAssembler):
-    """For a request that continues from its record: the first RPC and all further ones are Resume.
+    """Assembles a request that continues from its record. All its RPCs are Resume.
 
-    `result` has only the output after the positions in `request`. Its digest can be checked for samples that start at
-    position 0.
+    `result` has only the output after the positions in `request`. The digest can be checked only for samples that start
+    at position 0.
     """
 
     def __init__(self, request: pb.ResumeRequest) -> None:
@@ -344,7 +344,7 @@ class ResumedAssembler(StreamAssembler):
         return None if self._is_resuming and self._is_known(chunk.index) else super()._chunk(chunk)
 
     def _finished(self, finished: pb.Finished) -> None:
-        # A Resume sends the end of every sample again, and the text that its end released.
+        # Resume repeats the end of every sample, with the text that was held back until the end.
         if self._is_resuming and self._is_known(finished.index):
             return
         super()._finished(finished)

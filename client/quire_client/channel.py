@@ -17,7 +17,7 @@ DEFAULT_TARGET = "localhost:50051"
 TARGET_ENV = "QUIRE_TARGET"
 API_KEY_ENV = "QUIRE_API_KEY"
 MAX_MESSAGE_BYTES = 64 << 20
-METADATA_NAME = re.compile(r"(?!grpc-)[a-z0-9_.-]+(?<!-bin)")  # of text values
+METADATA_NAME = re.compile(r"(?!grpc-)[a-z0-9_.-]+(?<!-bin)")  # names of text values
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # During a long prefill the server sends nothing: pings distinguish a slow server from a dead host. Servers close
@@ -75,7 +75,7 @@ def call_metadata(api_key: str | None) -> Metadata:
 
 
 def extra_metadata(given: Mapping[str, str] | None) -> Metadata:
-    """The caller's own metadata. Raises InvalidRequest."""
+    """The caller's metadata after a check. Raises InvalidRequest."""
     for name, value in (given or {}).items():
         if not METADATA_NAME.fullmatch(name.lower()):
             raise invalid("metadata", f"metadata name {name!r} is not valid; use letters, digits, '-', '_' and '.'")
@@ -85,7 +85,7 @@ def extra_metadata(given: Mapping[str, str] | None) -> Metadata:
 
 
 def joined(metadata: Metadata, extra: Metadata) -> Metadata:
-    """Both together; `extra` has precedence."""
+    """The union of both. `extra` overrides `metadata`."""
     return tuple({**dict(metadata), **dict(extra)}.items()) if extra else metadata
 
 

@@ -22,15 +22,15 @@ TLS_ALERT = b"\x15\x03"
 
 # Messages of failed TLS connections, and the remedy.
 TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "the CA of its certificate is unknown here; set --tls-ca, QUIRE_TLS_CA or "
+    "CERTIFICATE_VERIFY_FAILED": "the CA of the server's certificate is unknown; set --tls-ca, QUIRE_TLS_CA or "
     "Tls(ca_file=...)",
-    "Hostname Verification Check failed": "its certificate has another name; set --tls-server-name, "
+    "Hostname Verification Check failed": "the server's certificate has another name; set --tls-server-name, "
     "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
 }
-NO_TLS = "it does not use TLS; remove --tls, tls= and the QUIRE_TLS* variables"
-NEEDS_TLS = "it requires TLS; set --tls, QUIRE_TLS=1 or tls=True"
+NO_TLS = "the server does not use TLS; remove --tls, tls= and the QUIRE_TLS* variables"
+NEEDS_TLS = "the server requires TLS; set --tls, QUIRE_TLS=1 or tls=True"
 CLOSED = (
-    "it closed the connection immediately; it may require a client certificate (--tls-cert and --tls-key, or "
+    "the server closed the connection; it may require a client certificate (--tls-cert and --tls-key, or "
     "Tls(cert_file=..., key_file=...))"
 )
 IS_HTTP = "an HTTP server listens there; use the gateway's gRPC port (`quire up`: 50051), not its HTTP port"
@@ -56,9 +56,7 @@ def check_address(target: str) -> None:
 
 
 def cannot_connect(targets: Sequence[str], error: QuireError, *, is_tls: bool) -> ConnectionFailed:
-    """The error of a `connect` that got no answer. Blocks for a few seconds at most: it opens a connection to find the
-    cause.
-    """
+    """The error of a `connect` without an answer. Blocks for a few seconds: it opens a connection to find the cause."""
     cause = next((advice for words, advice in TLS_ADVICE.items() if words in error.message), None)
     cause = cause or diagnose(targets[0], is_tls=is_tls) or error.message.rpartition(": ")[2].rstrip("]")
     return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {cause}")
@@ -81,7 +79,7 @@ def diagnose(target: str, *, is_tls: bool) -> str | None:
     except OSError as error:
         return f"{error.strerror or error}"
     if answer[3:4] == SETTINGS:
-        return NO_TLS if is_tls else "it accepts connections, but does not answer calls; see the gateway's log"
+        return NO_TLS if is_tls else "the server accepts connections, but does not answer calls; see the gateway's log"
     if _answer(address, HTTP_REQUEST).startswith(b"HTTP/1"):
         return IS_HTTP
     if not is_tls and (answer.startswith(TLS_ALERT) or _speaks_tls(address)):
@@ -92,7 +90,7 @@ def diagnose(target: str, *, is_tls: bool) -> str | None:
 def _answer(address: tuple[str, int], request: bytes) -> bytes:
     """The first bytes that the server sends after a plaintext request; empty if it sends none."""
     with socket.create_connection(address, TIMEOUT_S) as connection:
-        with contextlib.suppress(OSError):  # with TimeoutError: it accepts the connection, but sends nothing
+        with contextlib.suppress(OSError):  # includes TimeoutError: the server sends nothing
             connection.sendall(request)
             return connection.recv(64)
         return b""

@@ -68,7 +68,7 @@ class FieldViolation:
 class QuireError(Exception):
     """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes.
 
-    `partial`: the output of each sample that had arrived when a generation failed; empty before its first output.
+    `partial`: the output of each sample received before a generation failed; empty if none was received.
     """
 
     code = grpc.StatusCode.UNKNOWN

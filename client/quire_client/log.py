@@ -1,4 +1,4 @@
-"""The SDK's logger, "quire": breaks and resumptions of streams, retries. Silent until the program sets up logging."""
+"""The SDK's logger, "quire". It logs broken and resumed streams, and retries, if the program configures logging."""
 
 from __future__ import annotations
 

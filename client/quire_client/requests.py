@@ -156,7 +156,7 @@ def prompt_message(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.Prompt:
-    """A Prompt from exactly one of its three forms. A `prompt` that is no str is a list of token ids."""
+    """A Prompt from exactly one of its three forms. A `prompt` that is not a str is a list of token ids."""
     if prompt is not None and not isinstance(prompt, str) and token_ids is None:
         prompt, token_ids = None, _token_ids(prompt)
     given = [

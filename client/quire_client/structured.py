@@ -1,4 +1,4 @@
-"""Answers as objects: the JSON Schema of a dataclass or pydantic model, and the object from an answer's text."""
+"""Converts a dataclass or pydantic model to JSON Schema, and the text of an answer to an object."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_parsed(result: GenerateResult, model: type) -> GenerateResult:
     """The result with `parsed`, the object of its first sample. Raises UnexpectedOutput."""
     try:
         parsed = parse(result.text, model)
-    except ValueError as error:  # with MismatchError and pydantic's ValidationError
+    except ValueError as error:  # includes MismatchError and pydantic's ValidationError
         hint = "; raise max_tokens" if result.finish_reason is FinishReason.LENGTH else ""
         reason = f"the output ended with {result.finish_reason.value}{hint}"
         raise UnexpectedOutput(f"the output is not a {model.__name__}: {error}; {reason}", result=result) from error
@@ -52,7 +52,7 @@ def parse(text: str, model: type) -> Any:
 
 
 def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one type. Dataclasses become entries of `definitions`, so that they may contain themselves."""
+    """The schema of one type. Dataclasses become entries of `definitions`, so that they can be recursive."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if kind in SCALARS:
         return {"type": SCALARS[kind]}
@@ -151,7 +151,7 @@ def _first_match(value: Any, kinds: tuple[Any, ...], path: str) -> Any:
 
 
 def _checked(is_valid: bool, value: Any, kind: Any, path: str) -> bool:
-    """True, or MismatchError."""
+    """Return True, or raise MismatchError."""
     if not is_valid:
         raise MismatchError(
             f"{path.lstrip('.') or 'the output'} is {value!r:.80}, not {getattr(kind, '__name__', kind)}"

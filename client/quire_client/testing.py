@@ -4,7 +4,7 @@ with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.tar
     assert client.chat("What is 1 + 1?").text == "2"
 
 It serves real gRPC on a free local port, so it works with both clients, the `quire` command and other languages. One
-token is one character; its id is the code point. It honours n, max_tokens, min_tokens, stop and stop_token_ids, and
+token is one character; its id is the code point. It applies n, max_tokens, min_tokens, stop and stop_token_ids, and
 refuses the values that a gateway refuses. It accepts continuations, so streams can be resumed. Subclass it to simulate
 errors and broken streams.
 """
@@ -215,7 +215,7 @@ class Answer:
 def sample_events(
     index: int, answer: str | Answer, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
-    """One Chunk per token of a sample from output position `start`, then Finished. Without event_seq."""
+    """One Chunk per token of a sample from output position `start`, then Finished. event_seq is not set."""
     whole = Answer(answer, answer) if isinstance(answer, str) else answer
     ids = [ord(char) for char in whole.tokens]
     text_offset = len(whole.text[:start].encode())

@@ -28,7 +28,7 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, bytes):  # of a token, which need not be whole characters
+    if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
         return value.decode(errors="backslashreplace")
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
@@ -69,7 +69,7 @@ class Message(Result):
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant message
-    tool_call_id: str = ""  # of a tool message: the id of the call whose result it is
+    tool_call_id: str = ""  # of a tool message: the id of the call that it answers
     name: str = ""
     reasoning: str = ""  # of an assistant message
 
@@ -146,8 +146,8 @@ class Sample(Result):
     reasoning: str = ""  # in a chat
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
-    cumulative_logprob: float | None = None  # their sum; also of a beam search
-    score: float | None = None  # of a beam search: the score by which it was chosen; the first sample has the best one
+    cumulative_logprob: float | None = None  # sum of all log probabilities; also set by a beam search
+    score: float | None = None  # of a beam search: the score of this sample; the first sample has the best score
 
     def as_message(self) -> Message:
         """The answer as a message, to continue the conversation."""
@@ -156,12 +156,12 @@ class Sample(Result):
 
 @dataclass(frozen=True, slots=True)
 class PartialSample(Result):
-    """The output of a sample that had arrived when its request failed."""
+    """The output of a sample received before its request failed."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
-    is_finished: bool  # the sample is complete; another one failed
+    is_finished: bool  # the sample is complete; another sample failed
 
 
 @dataclass(frozen=True, slots=True)

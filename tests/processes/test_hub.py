@@ -52,7 +52,7 @@ def test_up_downloads_a_model_once(tmp_path: Path, repository: Path, monkeypatch
     assert sorted(set(hub.downloaded)) == sorted(
         {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     )
-    assert f"{REPO} is downloaded into {cache}" in (tmp_path / "up.txt").read_text()
+    assert f"downloading {REPO} into {cache}" in (tmp_path / "up.txt").read_text()
     assert "importing torch" in (tmp_path / "up.txt").read_text()
     for name, value in environment(cache, None).items():  # no Hub any more: the cache has the model
         monkeypatch.setenv(name, value)

@@ -105,7 +105,7 @@ def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
     other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
     for tls, words in (
-        (False, "it requires TLS"),
+        (False, "the server requires TLS"),
         (Tls(files.ca, server_name=NAME), "a client certificate"),
         (Tls(files.ca, other_cert, other_key, NAME), "a client certificate"),
         (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),
@@ -154,7 +154,7 @@ def test_a_renewed_certificate_needs_no_restart(gateway: Service, files: Files) 
     newer.cert_pem.write_to_path(files.folder / "newer.crt")
     files.renew(newer)
     assert models(gateway, Tls(files.folder / "newer.crt", *files.client, NAME)) == 0
-    check_refusal(gateway, trusted, "the CA of its certificate is unknown here")
+    check_refusal(gateway, trusted, "the CA of the server's certificate is unknown")
     assert gateway.log().count("cannot load the certificate, keeping the previous one: --tls-cert-file") == 1
     assert "loaded a new certificate" in gateway.log()
 

@@ -32,7 +32,7 @@ class AsyncCalls:
         explain: Callable[[QuireError], QuireError],
     ) -> None:
         self.gateways = AsyncGateways(openers, metadata)
-        self._explain = explain  # finds the cause if no gateway was ever reached; blocks
+        self._explain = explain  # adds the cause if no gateway was ever reached; blocks
         self._was_reached = False
         self.ring = self.gateways.ring
         self.watch = AsyncStallWatch(self.ring, self.gateways.probe)
@@ -100,11 +100,11 @@ class AsyncCalls:
             delay_s = self._retry.delay_s(error, num_attempts, deadline.remaining_s(), self.rng)
             if delay_s is None:
                 raise await self._explained(error)
-            log.info("attempt %d failed (%s); the next one is in %.2f s", num_attempts, error.message, delay_s)
+            log.info("attempt %d failed (%s); retrying in %.2f s", num_attempts, error.message, delay_s)
             await wait(delay_s)
 
     async def _explained(self, error: QuireError) -> QuireError:
-        """The error of a call without an answer, with its cause if no gateway was ever reached."""
+        """Add the cause to the error of a call if no gateway was ever reached."""
         if self._was_reached or not isinstance(error, ConnectionFailed | DeadlineExceeded):
             return error
         return await in_thread(partial(self._explain, error))

@@ -39,8 +39,8 @@ class AsyncClient:
 
     `target`: "host:port"; for several gateways "a:1,b:2" or a list. Default: $QUIRE_TARGET, else localhost:50051. The
     first call opens the connections; `connect` also waits until a gateway answers. Instead of an address, `target` can
-    be a `grpc.aio.Channel`, e.g. with interceptors, or a list of channels, one per gateway. `quire_client.testing` has
-    a gateway without a model for your tests.
+    be a `grpc.aio.Channel`, e.g. with interceptors, or a list of channels, one per gateway. For tests,
+    `quire_client.testing` has a gateway that needs no model.
     `tls`: a Tls, True for its defaults, False for plaintext; default: the QUIRE_TLS* variables, else plaintext.
     `credentials`: gRPC channel credentials, used instead of `tls`.
     `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
@@ -89,7 +89,7 @@ class AsyncClient:
         resume_timeout_s: float = 60.0,
         stall_timeout_s: float | None = 3.0,
     ) -> Self:
-        """A client, after one of the gateways has answered. The parameters are those of the class.
+        """Create a client and wait until a gateway answers. The parameters are those of the class.
 
         Raises ConnectionFailed when no gateway answers within `connect_timeout_s`.
         """
@@ -113,7 +113,7 @@ class AsyncClient:
         return client
 
     def with_options(self, *, unary_timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> Self:
-        """A client with the same connections and other defaults: options of a call have precedence over them.
+        """A client with the same connections but other defaults. The options of a call override the defaults.
 
         fast = client.with_options(model="small", temperature=0, timeout_s=10, metadata={"x-team": "search"})
         """
@@ -187,10 +187,10 @@ class AsyncClient:
         timeout_s: float | None = None,
         resume_timeout_s: float | None = None,
     ) -> AsyncGenerateStream:
-        """Continue a request that was sent with `resumable=True`, by its id alone; on any gateway.
+        """Continue the request with this id, which was sent with `resumable=True`. Any gateway can continue it.
 
         `after`: number of output tokens that you have; for several samples, a mapping from sample index to number. The
-        stream and its result have the output after that. A stream of the request that is still open ends with ABORTED.
+        stream and its result have only the later output. An earlier stream of the request ends with ABORTED.
         Raises RequestNotFound if there is no record of the request.
         """
         given: dict[str, Any] = {} if resume_timeout_s is None else {"resume_timeout_s": resume_timeout_s}

@@ -217,7 +217,7 @@ class AsyncGenerateStream:
                 break
             except QuireError as next_error:
                 error = next_error
-        log.info("request %s continues", self._assembler.request_id)
+        log.info("resumed request %s", self._assembler.request_id)
         resumption.accepted(time.monotonic())
         ring.works(self.target, time.monotonic())
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OTHER_LOOP = (
     "this AsyncClient is used in a second event loop, e.g. a second asyncio.run(); create one client per event loop, "
-    "or use Client, which needs none"
+    "or use the synchronous Client"
 )
 
 __all__ = [
@@ -83,7 +83,7 @@ class AsyncGateways:
 
     @property
     def _gateways(self) -> list[Gateway]:
-        """The gateways. The first call opens the channels: they belong to its event loop."""
+        """Owns the channels of the gateways. The first call opens them in its event loop."""
         loop = asyncio.get_running_loop()
         if not self._opened:
             self._loop = loop
@@ -110,7 +110,7 @@ class AsyncGateways:
         timeout_s: float | None,
         metadata: Metadata = (),
     ) -> T:
-        """Call a unary method on one gateway. `metadata` is sent with the client's own and has precedence."""
+        """Call a unary method on one gateway. `metadata` is added to the client's metadata and overrides it."""
         with _typed_errors():
             return await method(self._gateways[target])(
                 request, timeout=timeout_s, metadata=joined(self._metadata, metadata)

@@ -171,7 +171,7 @@ class ResultFile:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Lock the file until it is closed. Systems without flock have no lock."""
+    """Lock the file until it is closed. On systems without flock, the file is not locked."""
     try:
         import fcntl
     except ImportError:
@@ -179,4 +179,4 @@ def _lock(file: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BatchFileError(f"another process writes {path}; wait for its end or choose another output file") from None
+        raise BatchFileError(f"{path} is locked by another process; wait or choose another output file") from None

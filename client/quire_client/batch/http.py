@@ -16,7 +16,7 @@ from quire_client.errors import ConnectionFailed, InvalidRequest, Overloaded, Qu
 from quire_client.tls import Tls
 
 RETRYABLE = (408, 429, 502, 503, 504)
-# A frozen host breaks the connection after a minute. A request may otherwise wait in the queue for long.
+# Keepalive closes the connection to a frozen host after a minute. A queued request can wait longer than that.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
@@ -66,11 +66,11 @@ class Connections:
         self._ssl = _ssl_context(tls) if any(server.scheme == "https" for server in servers) else None
         self._lock = threading.Lock()
         self._is_closed = False
-        self._open: dict[int, http.client.HTTPConnection] = {}  # by thread
+        self._open: dict[int, http.client.HTTPConnection] = {}  # by thread id
         self._chosen: dict[int, int] = {}  # index of the server in use, by thread
 
     def interrupt(self) -> None:
-        """Break all connections. The requests that wait for an answer raise ConnectionFailed."""
+        """Break all connections. Pending requests raise ConnectionFailed."""
         with self._lock:
             self._is_closed = True
             for connection in self._open.values():
@@ -151,7 +151,7 @@ def _ssl_context(tls: Tls | None) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if tls.cert_file is not None:
             context.load_cert_chain(tls.cert_file, tls.key_file)
-    except OSError as error:  # with SSLError
+    except OSError as error:  # includes SSLError
         raise InvalidRequest(f"the TLS files cannot be used: {error}") from None
     return context
 
@@ -167,7 +167,7 @@ def _shut_down(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # not connected any more
+        return  # already disconnected
 
 
 def _connection_failed(server: Server, error: Exception) -> QuireError:
@@ -192,7 +192,7 @@ def _check_access(server: Server, path: str, response: Response) -> None:
 
 
 def _names_a_model(body: Any) -> bool:
-    """The error concerns the model of one request, not the URL."""
+    """Whether the error concerns the model of the request, not the URL."""
     return "model" in error_message(body).lower()
 
 
@@ -206,7 +206,7 @@ def _retry_after_s(answer: http.client.HTTPResponse) -> float:
         try:
             return max(0.0, float(answer.getheader(header, "")) * unit_s)
         except ValueError:
-            continue  # no such header, or a date
+            continue  # the header is missing or is a date
     return 0.0
 
 

@@ -32,11 +32,11 @@ class Counts:
     num_total: int  # requests of this run
     num_answered: int = 0
     num_errors: int = 0  # answers whose status is not 200
-    num_unanswered: int = 0  # given up after `retry_timeout_s`
+    num_unanswered: int = 0  # requests without an answer after `retry_timeout_s`
     num_retries: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    last_error: str = ""  # of an attempt without an answer
+    last_error: str = ""  # of the last failed attempt
 
     def add(self, response: Response) -> None:
         self.num_answered += 1
@@ -50,8 +50,8 @@ class Counts:
 class BatchRun:
     """Sends `requests` over at most `concurrency` connections and writes each answer to `results` when it arrives.
 
-    An attempt without an answer, or with a status that asks for a retry, is repeated for `retry_timeout_s`. Then the
-    request stays unanswered; if no other request was answered in that time either, the run ends.
+    A request without an answer, or with a retryable status, is retried for `retry_timeout_s` and then stays unanswered.
+    The run ends if no other request was answered in that time.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BatchRun:
             return None if self._stopping.is_set() else next(self._requests, None)
 
     def _answer(self, request: BatchRequest) -> Response | None:
-        """The answer to one request, or None if there is none in time or the run ends."""
+        """The answer to one request; None after the time limit or the end of the run."""
         body = {"priority": self._priority} | request.body
         rng = random.Random()
         num_attempts, give_up_at = 0, float("inf")
@@ -136,7 +136,7 @@ class BatchRun:
         return None
 
     def _note(self, error: QuireError, delay_s: float | None, now: float) -> bool:
-        """Count a failed attempt. False: the request is given up."""
+        """Count a failed attempt. Returns whether to retry it."""
         with self._lock:
             if self._stopping.is_set():
                 return False

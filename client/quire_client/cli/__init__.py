@@ -22,7 +22,7 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_fo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads it when it is imported; else it logs to stderr
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads this on import; by default it logs to stderr
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     from quire_client.cli.arguments import make_parser
     from quire_client.cli.output import complain

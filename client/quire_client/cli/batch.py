@@ -24,7 +24,7 @@ EXIT_UNANSWERED, EXIT_BAD_FILE, EXIT_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 all answered with 200; 1 requests are unanswered; 2 a bad file; 3 some answers are errors."""
+    """Exit code: 0 if all answers are 200; 1 if requests are unanswered; 2 for a bad file; 3 if answers are errors."""
     source, output = Path(args.input), Path(args.output)
     try:
         if output.exists() and source.exists() and output.samefile(source):

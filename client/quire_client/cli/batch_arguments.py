@@ -13,8 +13,8 @@ examples:
 
 A line of the input:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": [...]}}
-The output has one line per request, in the order of completion. After Ctrl-C or a crash run the same command again:
-requests that the output has already are skipped.
+The output has one line per request, in the order of completion. After Ctrl-C or a crash, run the same command again:
+it skips the requests that are already in the output.
 Exit code: 0; 1 if requests are unanswered (run again); 2 for an invalid file or flag; 3 if all are answered, but some
 with an error; 130 after Ctrl-C.
 """

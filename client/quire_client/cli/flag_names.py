@@ -1,4 +1,4 @@
-"""Replaces the names of request fields in messages of the server by the flags that set them."""
+"""Replaces names of request fields in the server's messages with the flags that set them."""
 
 from __future__ import annotations
 

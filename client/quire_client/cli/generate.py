@@ -65,7 +65,7 @@ def connect(args: argparse.Namespace) -> Client:
 
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:
-    """Wait until a worker serves the model, and say so. After the time limit, the request itself reports the error."""
+    """Wait until a worker serves the model; print a message. After the time limit, the request reports the error."""
     end = time.monotonic() + (args.timeout_s or MODEL_TIMEOUT_S)
     has_said = False
     while not _is_served(client.models(), args.model) and time.monotonic() < end:
@@ -76,7 +76,7 @@ def wait_for_model(client: Client, args: argparse.Namespace) -> None:
 
 
 def _is_served(models: Sequence[ModelInfo], name: str) -> bool:
-    """Whether a request for `name` gets an answer now: a result, or an error that waiting does not change."""
+    """Whether a request for `name` need not wait: a worker is ready, or waiting would not prevent the error."""
     asked = [model for model in models if model.name == name] if name else models
     return any(model.ready_workers for model in asked) if asked else bool(models)
 

@@ -1,6 +1,6 @@
-"""Finds a model of the Hugging Face Hub: in the local cache, else by a download with `huggingface_hub`.
+"""Finds a Hugging Face Hub model in the local cache, or downloads it with `huggingface_hub`.
 
-The cache has the layout of `huggingface_hub`, which is needed for downloads only:
+Only downloads need `huggingface_hub`. The cache has the same layout:
 CACHE/models--ORG--NAME/refs/REVISION holds a commit, snapshots/COMMIT/ its files.
 """
 
@@ -84,8 +84,8 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def find_model(model: HubModel, *, say: Callable[[str], None], check_config: Callable[[Path], None]) -> Path:
-    """The folder of a model: cached, else downloaded. `check_config` gets the folder before its weights are downloaded,
-    and raises an error if they are of no use. Raises HubError.
+    """The folder of a model. It is downloaded unless it is cached. `check_config` is called with the folder before the
+    weights are downloaded, and raises an error for an unsupported model. Raises HubError.
     """
     cache = cache_dir()
     cached = find_cached(model, cache)
@@ -116,7 +116,7 @@ def _download(
             f"{_not_cached(model, cache, cached)}; a download needs the package huggingface_hub: "
             "run `pip install 'quire-client[hub]'`"
         ) from None
-    say(f"{model} is downloaded into {cache}")
+    say(f"downloading {model} into {cache}")
     try:
         small = snapshot_download(model.repo, revision=model.revision, cache_dir=cache, allow_patterns=[*SMALL_FILES])
         folder = Path(small)
@@ -142,7 +142,7 @@ def _endpoint() -> str:
 
 
 def _not_cached(model: HubModel, cache: Path, cached: Path | None) -> str:
-    """What the local cache lacks, and where it was looked for."""
+    """The message about what is missing in the local cache."""
     if cached is None:
         return f"{model} is not in the local cache {cache}"
     return f"{model} is incomplete in the local cache: {cached} has no {', '.join(missing_files(cached))}"

@@ -99,6 +99,6 @@ def _jsonable(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, bytes):  # of a token, which need not be whole characters
+    if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
         return value.decode(errors="backslashreplace")
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -14,7 +14,7 @@ INVALID_CHOICE = re.compile(
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help with examples as they are written."""
+    """Help that keeps the line breaks of the examples."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=110)

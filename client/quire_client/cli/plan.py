@@ -57,12 +57,12 @@ class Plan:
 
     @property
     def token_file(self) -> Path:
-        """The tokens by which the services recognize each other; deleted when they have ended."""
+        """The file of the tokens that authenticate the services; deleted after the services have ended."""
         return self.log_dir / TOKEN_FILE
 
 
 def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> Plan:
-    """Choose ports, folders and flags. Downloads a model of the Hub that is not cached; `say` prints where it is.
+    """Choose ports, folders and flags. Downloads a model of the Hub that is not cached; `say` prints its location.
 
     Raises SetupError.
     """
@@ -109,9 +109,9 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
 
 
 def _trust_flags(folder: Path) -> tuple[str, ...]:
-    """Tokens by which the services recognize each other, in a file that only this user can read.
+    """Write tokens that authenticate the services to a file that only this user can read. Returns the flags.
 
-    No flags if the environment sets others. A worker that is started by hand joins with the same file.
+    Returns no flags if the environment has other credentials. A worker started by hand can use the same file.
     """
     if os.environ.get("QUIRE_TOKEN_FILE") or os.environ.get("QUIRE_INTERNAL_TLS_CERT_FILE"):
         return ()
@@ -165,7 +165,7 @@ def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> t
 
 
 def _check_architecture(folder: Path) -> None:
-    """Ask the worker's code whether it supports the architecture: services are never imported here."""
+    """Run the worker's command to check the architecture, because the client never imports a service."""
     command = [sys.executable, "-m", "worker_svc.check_model", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -254,7 +254,7 @@ def loading_percent(path: Path, start: int) -> int | None:
 
 
 def starting_step(path: Path, start: int) -> str | None:
-    """The last step of the start in a log after byte `start`, such as "importing torch"."""
+    """The last startup step in a log after byte `start`, such as "importing torch"."""
     found = re.findall(rb"starting: ([^\n\"]+)", _read_end(path, start))
     return found[-1].decode("utf-8", "replace").strip() if found else None
 

@@ -218,7 +218,7 @@ class GenerateStream:
                 break
             except QuireError as next_error:
                 error = next_error
-        log.info("request %s continues", self._assembler.request_id)
+        log.info("resumed request %s", self._assembler.request_id)
         resumption.accepted(time.monotonic())
         ring.works(self.target, time.monotonic())
 

@@ -268,7 +268,7 @@ def test_files_that_cannot_be_used(source, tmp_path, capsys):
 def test_one_process_writes_an_output(output):
     with ResultFile(output) as first:
         first.write("a", Response(200, "r", {"text": "\ud800"}))  # not valid Unicode
-        with pytest.raises(BatchFileError, match="another process writes"):
+        with pytest.raises(BatchFileError, match="is locked by another process"):
             ResultFile(output)
     with ResultFile(output) as again:
         assert again.done == {"a"}

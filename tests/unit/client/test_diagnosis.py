@@ -54,16 +54,16 @@ def http_port():
 
 def test_tls_on_a_plaintext_port():
     with FakeGateway() as gateway:
-        assert "it does not use TLS; remove --tls" in connect_error(gateway.target, tls=True)
+        assert "the server does not use TLS; remove --tls" in connect_error(gateway.target, tls=True)
 
 
 def test_plaintext_on_a_tls_port(tls_server):
-    assert "it requires TLS; set --tls, QUIRE_TLS=1 or tls=True" in connect_error(f"127.0.0.1:{tls_server}")
+    assert "the server requires TLS; set --tls, QUIRE_TLS=1 or tls=True" in connect_error(f"127.0.0.1:{tls_server}")
 
 
 def test_tls_with_an_unknown_ca(tls_server):
-    assert "the CA of its certificate is unknown here" in connect_error(f"127.0.0.1:{tls_server}", tls=True)
-    assert "the CA of its certificate" in connect_error(f"127.0.0.1:{tls_server}", tls=Tls())
+    assert "the CA of the server's certificate is unknown" in connect_error(f"127.0.0.1:{tls_server}", tls=True)
+    assert "the CA of the server's certificate" in connect_error(f"127.0.0.1:{tls_server}", tls=Tls())
 
 
 def test_an_http_port(http_port):
@@ -94,7 +94,7 @@ def test_a_server_that_closes_connections():
 
         thread = threading.Thread(target=close_all)
         thread.start()
-        assert "closed the connection immediately" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
+        assert "closed the connection" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
 

@@ -95,5 +95,5 @@ def test_missing_or_repeated_prompt_positions_are_corruption(body: list[pb.Gener
 def test_a_chunk_without_log_probabilities_is_corruption() -> None:
     assembler = StreamAssembler(pb.GenerateRequest(output=pb.OutputParams(logprobs=0)))
     bare = pb.GenerateResponse(chunk=pb.Chunk(token_ids=[4]))
-    with pytest.raises(StreamCorrupted, match="1 tokens and log probabilities of 0"):
+    with pytest.raises(StreamCorrupted, match="token_ids and logprobs of a chunk differ: 1 and 0"):
         feed_all(assembler, bare)
