@@ -1,6 +1,6 @@
 """The request parameters that the workload draws, and how their values are drawn.
 
-A parameter takes part as soon as the table of request fields says that it is served.
+A parameter is drawn as soon as the table of request fields says that it is served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from request_fields.fields import FIELDS
 
-# Long enough that a fault can strike while the answer is streamed.
+# Long enough that a fault can occur while the answer is streamed.
 LONG_SCHEMA = {
     "type": "array",
     "minItems": 12,
@@ -66,7 +66,7 @@ PARAMETERS = (
 )
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}
-BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar may need the tokens that they ban
+BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar may require a token that these ban
 
 
 def served_parameters() -> tuple[Parameter, ...]:
@@ -76,7 +76,7 @@ def served_parameters() -> tuple[Parameter, ...]:
 
 
 def fit_together(name: str, others: Iterable[str]) -> bool:
-    """Whether a request may have this parameter beside the others."""
+    """Whether a request may have this parameter together with the others."""
     rivals = set(CLASHES.get(name, ())) | (GRAMMARS | BANS if name in GRAMMARS else set())
     rivals |= GRAMMARS if name in BANS else set()
     return not rivals & set(others)

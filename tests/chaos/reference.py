@@ -22,7 +22,7 @@ AT_ONCE = 8
 class Source(Protocol):
     """Computes expected answers."""
 
-    parameters: Sequence[Parameter]  # those that it can compute, beside the common ones
+    parameters: Sequence[Parameter]  # that it can compute, without the common ones
 
     async def answers(self, request: Request) -> Answers: ...
 

@@ -93,7 +93,7 @@ class Report:
         return "\n".join(lines)
 
     def parameter_table(self) -> str:
-        """By parameter and kind of process: the streams that ran while such a process was killed, and the bad ones."""
+        """By parameter and kind of killed process: the streams that ran during such kills, and the bad streams."""
         kills = [strike for strike in self.strikes if strike.fault.action == "kill"]
         hit: Counter[tuple[str, str]] = Counter()
         bad: Counter[tuple[str, str]] = Counter()

@@ -11,7 +11,7 @@ from tests.chaos.parameters import Parameter, fit_together, served_parameters
 
 MIN_TOKENS, MAX_TOKENS = 50, 400
 MAX_TOKENS_OF_SEVERAL = 150  # for n > 1, so that these requests take about as long as those with one sample
-MAX_PARAMETERS = 4  # beside those that every request has
+MAX_PARAMETERS = 4  # without those of _common_options
 STOP_CHARS = 6
 # A stop string ends a request only after this fraction of its text, so that its output stays long enough.
 STOP_AFTER = 0.4
@@ -58,7 +58,7 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    logprobs: tuple[Any, ...] = ((), None, ())  # of its tokens, their sum, and of the prompt
+    logprobs: tuple[Any, ...] = ((), None, ())  # of the tokens, their sum, of the prompt
 
 
 def make_requests(
@@ -77,7 +77,7 @@ def make_requests(
 
 
 class _Deck:
-    """Deals the parameters one by one, in a new random order when all were dealt."""
+    """Returns each parameter once in random order, then starts again in a new order."""
 
     def __init__(self, rng: random.Random, parameters: Sequence[Parameter]) -> None:
         self._rng = rng

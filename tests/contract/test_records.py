@@ -64,7 +64,7 @@ async def test_a_record_has_its_content_and_the_output_without_gaps(store: Recor
     assert await outputs(store) == [[5, 6, 7, 8], [4]]
 
 
-async def test_an_end_counts_only_with_all_its_output(store: RecordStore) -> None:
+async def test_a_sample_is_finished_when_all_its_output_is_stored(store: RecordStore) -> None:
     await store.create("r", CONTENT, "run")
     await store.write([Update("r", "run", {(0, 0): column(5)}, {0: end(2), 1: end(0)})])
     record = await store.load("r")
@@ -76,7 +76,7 @@ async def test_an_end_counts_only_with_all_its_output(store: RecordStore) -> Non
     assert record.is_finished
 
 
-async def test_only_the_run_with_the_record_can_write(store: RecordStore) -> None:
+async def test_only_the_last_claiming_run_can_write(store: RecordStore) -> None:
     await store.create("r", CONTENT, "first")
     assert not await store.claim("r", "second", by_force=False)
     assert await store.claim("r", "second", by_force=True)
@@ -85,7 +85,7 @@ async def test_only_the_run_with_the_record_can_write(store: RecordStore) -> Non
     assert await outputs(store) == [[5], []]
 
 
-async def test_a_record_is_free_after_the_lease_of_its_run(redis_server: RedisServer) -> None:
+async def test_a_record_can_be_claimed_when_its_lease_has_expired(redis_server: RedisServer) -> None:
     store = RecordStore(redis_server.url, lease_s=0.2)
     await store.create("r", CONTENT, "first")
     async with asyncio.timeout(30.0):
@@ -198,7 +198,7 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, text: str) -> None:
         make_cipher(tmp_path / "missing")
 
 
-async def test_a_lost_redis_is_unavailable(redis_server: RedisServer) -> None:
+async def test_calls_fail_with_unavailable_while_redis_is_down(redis_server: RedisServer) -> None:
     store = RecordStore(redis_server.url, timeout_s=0.5)
     redis_server.stop()
     try:

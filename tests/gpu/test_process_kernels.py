@@ -23,7 +23,7 @@ BLOCKS = 4
 
 
 class Device:
-    """Rows on the host and on the device, opened and noted together."""
+    """Rows on the host and on the device; both get the same operations."""
 
     def __init__(self, num_rows: int, vocab: range = range(VOCAB)) -> None:
         self.rows = RowTable(num_rows, 16 * BLOCKS, 16, 1, VOCAB)
@@ -46,7 +46,7 @@ class Device:
         self.processing.open([item], self.rows)
 
     def note(self, rows: list[int], tokens: list[int]) -> None:
-        """A sampled token of each row."""
+        """Append a sampled token to each row."""
         positions = self.positions(rows)
         self.processing.note(ints(*tokens, 0), ints(*rows, -1), ints(*positions, 0))
         index = np.array(rows)
@@ -122,7 +122,7 @@ def test_a_reopened_row_keeps_nothing() -> None:
         check(device, randn(3), [0, 1])
 
 
-def test_long_bad_words_wrap_around_the_recent_tokens() -> None:
+def test_long_bad_words_match_across_the_end_of_the_ring_of_tokens() -> None:
     device = Device(1)
     words = (u32(*range(100, 140), 7), u32(*range(100, 139), 99, 8))
     rules = replace(CASES["bad_words"].rules, bad_words=words)
@@ -135,5 +135,5 @@ def test_long_bad_words_wrap_around_the_recent_tokens() -> None:
     assert torch.isinf(found[0]).nonzero().flatten().tolist() == [7]
 
 
-def test_the_record_has_room_for_the_flag() -> None:
+def test_the_head_of_a_row_has_a_word_for_the_flag() -> None:
     assert process.IS_PROCESSED < HEAD_WORDS

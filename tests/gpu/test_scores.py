@@ -160,7 +160,7 @@ def test_logits_that_are_not_finite_are_reported():
     assert scored(logits, [0] * 4, 2).is_bad.tolist() == [False, True, True, True]
 
 
-def test_followers_get_what_rows_ask(qwen3):
+def test_all_ranks_get_the_logprobs_fields_of_rows(qwen3):
     driver = DeviceDriver(load(qwen3))
     driver.open(0, [5, 6], logprobs=0, prompt_logprobs=7)
     driver.open(1, [5])

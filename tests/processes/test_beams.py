@@ -90,7 +90,7 @@ async def test_results_equal_those_of_transformers(stack: Stack, model_dir: Path
                     lengths |= {len(sample.token_ids) for sample in result.samples}
         assert len(lengths) > 2
         greedy = await client.generate(token_ids=PROMPT, beam_width=1, temperature=0.0, max_tokens=20, ignore_eos=True)
-        expected = searched(reference, PROMPT, 2, 20, eos_token_id=None)  # another answer than greedy decoding
+        expected = searched(reference, PROMPT, 2, 20, eos_token_id=None)  # differs from greedy decoding
         assert [list(greedy.token_ids)] != [tokens for tokens, _ in expected][:1]
 
 
@@ -201,7 +201,7 @@ async def test_http_serves_beam_search(stack: Stack, model_dir: Path) -> None:
                 assert (await reply.json())["error"]["param"] == field
 
 
-async def test_contradictions_are_refused_by_name(stack: Stack, model_dir: Path) -> None:
+async def test_conflicting_fields_are_refused_by_name(stack: Stack, model_dir: Path) -> None:
     scheduler = stack.start_scheduler()
     start_worker(stack, scheduler, model_dir)
     refused: list[tuple[dict[str, Any], str]] = [

@@ -61,7 +61,7 @@ class Running:
         self.scheduler = stack.start_scheduler()
         self.workers = [stack.start_worker(self.scheduler, demo_model_dir(), *WORKER) for _ in range(2)]
         address = f"127.0.0.1:{free_port()}"
-        # The demo model does not reason; sampled at random, it would begin to and not end.
+        # With random sampling, the demo model may begin reasoning and never end it.
         flags = ("--chat-template", f"default={template}", "--reasoning-parser", f"{MODEL}=none")
         self.gateway = stack.start_gateway(self.scheduler, flags=(*flags, "--http-listen", address))
         self.url = f"http://{address}/v1"

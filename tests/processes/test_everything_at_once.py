@@ -92,12 +92,12 @@ async def over_http(address: str, on_tokens: Callable[[int], Awaitable[None]]) -
     return samples
 
 
-async def nothing(num_tokens: int) -> None:
-    """An undisturbed stream."""
+async def no_kill(num_tokens: int) -> None:
+    """For a stream without a kill."""
 
 
 class Killer:
-    """Kills a process once, when a stream has reached its middle."""
+    """Kills a process once, when a stream has REACHED tokens."""
 
     def __init__(self, system: System, kind: str) -> None:
         self._system = system
@@ -123,7 +123,7 @@ def check_that_everything_has_an_effect(answers: Answers) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_kill_changes_nothing_over_grpc(system: System, client: AsyncClient, kind: str) -> None:
-    expected, _ = await over_grpc(client, nothing)
+    expected, _ = await over_grpc(client, no_kill)
     check_that_everything_has_an_effect(expected)
     killer = Killer(system, kind)
     streams = [over_grpc(client, killer.on_tokens) for _ in range(4)]
@@ -138,8 +138,8 @@ async def test_a_kill_changes_nothing_over_grpc(system: System, client: AsyncCli
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["worker", "scheduler"])
 async def test_a_kill_changes_nothing_over_http(system: System, client: AsyncClient, kind: str) -> None:
-    expected = await over_http(system.http[1], nothing)
-    answers, _ = await over_grpc(client, nothing)
+    expected = await over_http(system.http[1], no_kill)
+    answers, _ = await over_grpc(client, no_kill)
     assert [(text, end) for text, end, _ in expected] == [(answer.text, answer.finish_reason) for answer in answers]
     assert [[value for _, value in pairs] for _, _, pairs in expected] == [
         [item.logprob for item in answer.logprobs[0]] for answer in answers

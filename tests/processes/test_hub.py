@@ -54,7 +54,7 @@ def test_up_downloads_a_model_once(tmp_path: Path, repository: Path, monkeypatch
     )
     assert f"downloading {REPO} into {cache}" in (tmp_path / "up.txt").read_text()
     assert "importing torch" in (tmp_path / "up.txt").read_text()
-    for name, value in environment(cache, None).items():  # no Hub any more: the cache has the model
+    for name, value in environment(cache, None).items():  # without the Hub: the cache has the model
         monkeypatch.setenv(name, value)
     said: list[str] = []
     snapshot = cache / "models--acme--tiny" / "snapshots" / COMMIT

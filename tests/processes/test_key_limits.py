@@ -38,7 +38,7 @@ async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: 
             gateway = stack.start_gateway(scheduler, flags=(*flags, "--processes", "4", "--http-listen", http))
             gateway.wait_ready()
             num_done = await load(gateway.address, "key-of-limited", seconds)
-            # A full bucket at the beginning, and one request that leaves a debt.
+            # The bucket is full at the beginning, and one request may leave it below zero.
             assert RATE * seconds * 0.95 <= num_done <= RATE * (seconds + 1) * 1.05 + 1
             async with await AsyncClient.connect(gateway.address, api_key="key-of-free") as client:
                 for _ in range(2 * RATE):
@@ -52,10 +52,10 @@ async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: 
 
 
 async def load(address: str, key: str, seconds: float) -> int:
-    """Requests that were served in this time, from several connections that never pause for long."""
+    """Send requests on several connections without long pauses. Returns the number of served requests."""
     until, counts = time.monotonic() + seconds, []
 
-    async def lane() -> None:
+    async def send_until() -> None:
         num_done = 0
         async with await AsyncClient.connect(address, api_key=key, retry=None) as client:
             while time.monotonic() < until:
@@ -66,7 +66,7 @@ async def load(address: str, key: str, seconds: float) -> int:
                     await asyncio.sleep(0.02)
         counts.append(num_done)
 
-    await asyncio.gather(*(lane() for _ in range(8)))
+    await asyncio.gather(*(send_until() for _ in range(8)))
     return sum(counts)
 
 

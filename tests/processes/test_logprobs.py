@@ -59,7 +59,7 @@ def check_against(model: Any, result: GenerateResult, prompt: list[int], num_top
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: shape.name)
-async def test_equal_to_transformers(stack: Stack, tmp_path: Path, shape: Any) -> None:
+async def test_logprobs_equal_those_of_transformers(stack: Stack, tmp_path: Path, shape: Any) -> None:
     model_dir = make_checkpoint(tmp_path / "model", shape)
     scheduler = stack.start_scheduler()
     stack.start_worker(scheduler, model_dir, *FLAGS)
@@ -117,7 +117,7 @@ async def killed_after(
         return await stream.result()
 
 
-async def test_unchanged_when_processes_are_killed(stack: Stack, tmp_path: Path) -> None:
+async def test_logprobs_do_not_change_when_processes_are_killed(stack: Stack, tmp_path: Path) -> None:
     model_dir = make_checkpoint(tmp_path / "model")
     scheduler = stack.start_scheduler()
     workers = [stack.start_worker(scheduler, model_dir, *FLAGS) for _ in range(2)]
@@ -154,7 +154,7 @@ def expected_prompt(num_top: int, vocab_size: int) -> list[TokenLogprob | None]:
 
 
 @pytest.mark.parametrize("killed", ["worker", "scheduler", "gateway"])
-async def test_each_prompt_position_comes_once(stack: Stack, killed: str) -> None:
+async def test_each_prompt_position_is_delivered_once(stack: Stack, killed: str) -> None:
     scheduler = stack.start_scheduler()
     workers = [stack.start_worker(scheduler, demo_model_dir(), *SIM_FLAGS) for _ in range(2)]
     gateways = [stack.start_gateway(scheduler) for _ in range(2)]

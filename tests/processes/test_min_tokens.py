@@ -50,7 +50,7 @@ def check(result: GenerateResult) -> None:
         assert not set(late[:-1]) & set(REQUEST["stop_token_ids"])
 
 
-async def killed_in_between(
+async def killed_mid_stream(
     client: AsyncClient, stack: Stack, scheduler: Service, worker: Service, model_dir: Path
 ) -> tuple[GenerateResult, Service]:
     """Runs the request and kills its worker after a few tokens. Returns its result and the worker that took over."""
@@ -72,7 +72,7 @@ async def test_no_sample_ends_before_min_tokens(stack: Stack, model_dir: Path) -
         whole = await client.generate(**REQUEST, min_tokens=MIN_TOKENS)
         check(whole)
         for _ in range(5):  # on a quick machine, a sample may end before its worker does
-            moved, worker = await killed_in_between(client, stack, scheduler, worker, model_dir)
+            moved, worker = await killed_mid_stream(client, stack, scheduler, worker, model_dir)
             assert [s.token_ids for s in moved.samples] == [s.token_ids for s in whole.samples]
             await stack.until(client, lambda schedulers, other=worker: is_ready(schedulers, other))
             if moved.usage.recomputed_tokens:

@@ -72,7 +72,7 @@ def test_keys_for_inference_are_never_keys_for_operations(tmp_path: Path, folder
         assert refusal_of_drain(gateway.address, USER)[0] == "PERMISSION_DENIED"
 
 
-def test_a_port_for_operations_that_strangers_can_reach_needs_keys(tmp_path: Path) -> None:
+def test_an_admin_port_that_other_machines_can_reach_needs_keys(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         gateway = stack.start_gateway(NO_SCHEDULER, flags=(f"--admin-listen=0.0.0.0:{free_port()}",))
         assert gateway.wait() == 1

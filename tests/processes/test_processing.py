@@ -1,4 +1,4 @@
-"""Fields that change logits, with real services: tokens of transformers, also after a worker is killed."""
+"""Fields that change logits, with real services: tokens equal those of transformers, also after a worker is killed."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ SAMPLED = {
 }  # fmt: skip
 
 
-async def killed_in_between(running: Running, client: AsyncClient, worker: Service) -> tuple[GenerateResult, Service]:
+async def killed_mid_stream(running: Running, client: AsyncClient, worker: Service) -> tuple[GenerateResult, Service]:
     """Runs the request and kills its worker after a few tokens. Returns its result and the worker that took over."""
     async with client.stream(**SAMPLED, cache_salt=worker.name) as stream:  # type: ignore[arg-type]
         async for delta in stream:
@@ -200,7 +200,7 @@ async def test_a_killed_worker_changes_no_token(running: Running) -> None:
         assert {token_id for output in outputs for token_id in output} <= set(range(3, 400)) - {4, 9}
         worker = next(service for service in running.stack.services if service.name.startswith("worker"))
         for _ in range(5):  # on a quick machine, a sample may end before its worker does
-            moved, worker = await killed_in_between(running, client, worker)
+            moved, worker = await killed_mid_stream(running, client, worker)
             assert [sample.token_ids for sample in moved.samples] == outputs
             await running.stack.until(client, lambda schedulers, other=worker: is_ready(schedulers, other))
             if moved.usage.recomputed_tokens:

@@ -59,7 +59,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 class Received:
-    """What a client has of a response."""
+    """What a client has received of a response."""
 
     def __init__(self) -> None:
         self.response_id = ""
@@ -69,7 +69,7 @@ class Received:
         self.final: Any = None
 
     async def read(self, stream: Any, *, at: int, then: Callable[[], None]) -> None:
-        """Read a stream to its end. Call `then` once, after so many characters."""
+        """Read a stream to its end. Call `then` once, when more than `at` characters have arrived."""
         is_called = False
         async for event in stream:
             self.take(event)

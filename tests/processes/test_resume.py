@@ -59,7 +59,7 @@ async def test_a_client_with_only_the_id_continues_after_its_gateway_was_killed(
         token_ids = [id_ for delta in begun for id_ in delta.token_ids]
         text = "".join(delta.text for delta in begun)
 
-        # Kill nothing here: a second break, after which the client knows even less.
+        # The stream breaks again, without a kill, when the client has a part of the rest.
         async with other.resume("r", after=len(token_ids)) as stream:
             part = await read(stream, 100)
         token_ids += [id_ for delta in part for id_ in delta.token_ids]

@@ -98,7 +98,7 @@ async def test_each_kind_over_grpc(client: AsyncClient, kind: str) -> None:
 
 
 async def test_a_json_object(client: AsyncClient) -> None:
-    """Any object may be long, so that only those that end can be parsed."""
+    """Some objects exceed max_tokens, so only complete objects are parsed."""
     result = await client.generate(PROMPT, temperature=1.0, seed=1, n=8, max_tokens=600, json_object=True)
     ended = [sample for sample in result.samples if sample.finish_reason is FinishReason.EOS]
     assert all(sample.text.startswith("{") for sample in result.samples)
@@ -239,7 +239,7 @@ async def test_a_killed_compile_process_is_replaced(client: AsyncClient, running
 
 
 async def generate(client: AsyncClient, seed: int, schema: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The schema and a sample of it."""
+    """The schema and an output that it constrains."""
     result = await client.generate(PROMPT, json_schema=schema, temperature=1.0, seed=seed, max_tokens=400)
     return schema, result.samples[0]
 

@@ -1,4 +1,4 @@
-"""The services with certificates or tokens between them: accepted peers, refused strangers, and renewed files."""
+"""The services with certificates or tokens between them: accepted peers, refused processes, and renewed files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def refusal(channel: grpc.Channel, kind: str, name: str, token: str | None = None) -> tuple[str, str]:
-    """Calls a method with an empty message. Returns the code and the words of the refusal."""
+    """Calls a method with an empty message. Returns code and message of the error."""
     service = SERVICES[kind]
     method = service.methods_by_name[name]
     metadata = None if token is None else [("authorization", f"Bearer {token}")]
@@ -215,12 +215,12 @@ async def test_a_running_server_takes_new_certificates(with_tls: System) -> None
         assert channel.unary_unary(path)(b"", timeout=TIMEOUT_S)
 
 
-def test_a_scheduler_with_another_role_is_no_scheduler(tmp_path: Path) -> None:
+def test_a_worker_refuses_a_scheduler_with_another_role(tmp_path: Path) -> None:
     """A worker does not register with a process whose certificate is that of a gateway."""
     certificates = Certificates(tmp_path / "certificates")
     with Stack(tmp_path) as stack:
-        impostor = stack.start_scheduler(*certificates.flags("gateway"))
-        worker = stack.start_worker(impostor, demo_model_dir(), *SIM, *certificates.flags("worker"))
+        wrong_role = stack.start_scheduler(*certificates.flags("gateway"))
+        worker = stack.start_worker(wrong_role, demo_model_dir(), *SIM, *certificates.flags("worker"))
         line = wait_for_line(worker, "is not available")
         assert "UNAVAILABLE" in line
 
@@ -238,7 +238,7 @@ def wait_for_line(service: Service, words: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["scheduler", "worker"])
-def test_a_service_that_strangers_can_reach_does_not_start(tmp_path: Path, kind: str) -> None:
+def test_a_service_that_other_machines_can_reach_needs_tokens(tmp_path: Path, kind: str) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         if kind == "scheduler":

@@ -485,7 +485,7 @@ class SymbolicWorker:
         )
 
     def _candidates(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The most likely tokens after the computed tokens of each beam. Garbage gives other tokens."""
+        """The most likely tokens after the computed tokens of each beam. Wrong KV gives other tokens."""
         self.candidates.update(dict.fromkeys(rows.tolist(), ()))
         parts = [(np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.float32))]
         for row in rows.tolist():

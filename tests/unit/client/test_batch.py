@@ -198,7 +198,7 @@ def test_a_second_run_sends_only_what_is_missing(source, output, capsys):
         assert batch(source, output, server) == 0
         lines = output.read_bytes().splitlines(keepends=True)
         kept = [json.loads(text)["custom_id"] for text in lines[:2]]
-        output.write_bytes(b"".join(lines[:2]) + lines[2][:-10])  # a crash tore the third line
+        output.write_bytes(b"".join(lines[:2]) + lines[2][:-10])  # a crash cut off the third line
         server.received.clear()
         assert batch(source, output, server) == 0
     assert sorted(body["prompt"] for _, body in server.received) == sorted(set("abcd") - set(kept))

@@ -380,7 +380,7 @@ def test_loading_percent(tmp_path):
     assert stack.loading_percent(log, log.stat().st_size) is None
 
 
-def test_the_step_of_a_start(tmp_path):
+def test_the_log_names_the_step_of_a_start(tmp_path):
     log = tmp_path / "w.log"
     log.write_text('INFO starting: importing torch\n{"message": "starting: compiling", "x": 1}\n')
     assert stack.starting_step(log, 0) == "compiling"
@@ -415,7 +415,7 @@ sys.exit(cli.main(sys.argv[1:]))
     assert events[0] == "starting"
     assert events[-5:] == ["stopping", "stopped", "stopping", "stopped", "end"]
     assert not ready.exists()
-    assert not (tmp_path / "logs").exists()  # temporary, and nothing failed
+    assert not (tmp_path / "logs").exists()  # a temporary folder is removed after a clean stop
 
 
 def astuple(spec):

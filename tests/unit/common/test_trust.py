@@ -1,4 +1,4 @@
-"""Roles, tokens, and the refusal to listen where strangers can connect."""
+"""Roles, tokens, and the refusal to listen where other machines can connect."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_only_loopback_addresses_are_unreachable_from_other_machines(address: st
     assert is_loopback(address) is expected
 
 
-def test_a_port_for_strangers_needs_tokens_certificates_or_a_decision(tmp_path: Path) -> None:
+def test_a_reachable_port_needs_tokens_certificates_or_insecure(tmp_path: Path) -> None:
     args = parsed()
     check_reach(args, make_trust(args, "scheduler"), "127.0.0.1:50052")
     with pytest.raises(TrustError, match=r"other machines can connect to 0\.0\.0\.0:50052"):

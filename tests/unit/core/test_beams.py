@@ -81,7 +81,7 @@ def without_padding(output: list[int]) -> list[int]:
 
 
 def test_some_searches_of_the_comparison_end_before_the_limit(model: LlamaForCausalLM) -> None:
-    """Otherwise the comparison would say nothing about early stopping."""
+    """Otherwise the comparison would not test early stopping."""
     lengths = {}
     for early in EARLY:
         calls = itertools.count()
@@ -98,7 +98,7 @@ def table(*rows: list[float]) -> Callable[[list[list[int]]], np.ndarray]:
     return lambda outputs: columns[[output[-1] + 1 if output else 0 for output in outputs]]
 
 
-def test_an_end_below_the_best_width_continuations_is_not_kept() -> None:
+def test_an_end_ranked_below_the_beam_width_is_not_kept() -> None:
     search = BeamSearch(BeamParams(2, 2), StopCondition(8), frozenset({0}))
     logprobs = np.array([-9.0, -1.0, -2.0, -3.0], dtype=np.float32)
     for beam in range(2):
@@ -107,7 +107,7 @@ def test_an_end_below_the_best_width_continuations_is_not_kept() -> None:
     assert search.hypotheses == []
 
 
-def test_the_best_continuation_of_a_beam_stays_in_its_place() -> None:
+def test_the_best_continuation_of_a_beam_stays_in_its_row() -> None:
     search = BeamSearch(BeamParams(2, 1), StopCondition(8), frozenset())
     for beam in range(2):
         search.put(beam, Candidates(np.array([3, 5], np.uint32), np.array([-1, -2], np.float32)))
@@ -136,7 +136,7 @@ def test_impossible_tokens_are_never_returned() -> None:
     assert [h.token_ids.tolist() for h in found] == [[1, 1, 1]]
 
 
-def test_no_candidate_is_kept_over_a_recomputation() -> None:
+def test_candidates_are_dropped_at_a_recomputation() -> None:
     search = BeamSearch(BeamParams(2, 1), StopCondition(8), frozenset())
     search.put(0, Candidates(np.array([3], np.uint32), np.array([-1], np.float32)))
     search.forget_candidates()

@@ -105,19 +105,19 @@ class Worker:
         self.scheduler = scheduler
         self.delivered: dict[int, list[int]] = {}
         self.first_token_after: dict[int, int] = {}  # number of delivered positions at the first token
-        self._asks: dict[tuple[str, int], int] = {}  # prompt length by (worker, row)
+        self._prompt_lens: dict[tuple[str, int], int] = {}  # by (worker, row), of rows with prompt_logprobs
         self.computed: dict[int, int] = {}  # context of the first step of each row, by handle
 
     def answer(self, batch: StepBatch) -> None:
         for item in batch.opens:
-            self._asks.pop((batch.worker_id, item.row), None)
+            self._prompt_lens.pop((batch.worker_id, item.row), None)
             if item.prompt_logprobs is not None:
-                self._asks[batch.worker_id, item.row] = item.prompt_len
+                self._prompt_lens[batch.worker_id, item.row] = item.prompt_len
                 self.computed[item.group.handle] = item.num_computed_tokens
         rows, positions = list[int](), list[int]()
         steps = zip(batch.rows.tolist(), batch.context_lens.tolist(), batch.query_lens.tolist(), strict=True)
         for row, context, count in steps:
-            end = min(context + count, self._asks.get((batch.worker_id, row), 0) - 1)
+            end = min(context + count, self._prompt_lens.get((batch.worker_id, row), 0) - 1)
             positions += range(context + 1, end + 1)
             rows += [row] * max(0, end - context)
         found = PromptLogprobs(u32(*rows), u32(*positions), columns(*[1] * len(rows))) if rows else None
@@ -134,7 +134,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_position_comes_once_and_before_the_first_token(seed: int) -> None:
+def test_each_position_is_delivered_once_before_the_first_token(seed: int) -> None:
     """A small pool preempts; workers leave and join; requests fork, resume and share prefixes."""
     rng = random.Random(seed)
     sizes = {"num_blocks": 20, "max_num_batched_tokens": 12, "pipeline_depth": 2}
@@ -166,7 +166,7 @@ def test_each_position_comes_once_and_before_the_first_token(seed: int) -> None:
         assert worker.first_token_after.get(handle, length - 1) == length - 1
 
 
-def test_a_prompt_is_not_read_from_the_cache_but_published() -> None:
+def test_a_scored_prompt_is_published_but_not_read_from_the_cache() -> None:
     scheduler = make_scheduler()
     worker = Worker(scheduler)
     for handle, options in enumerate(({}, {"prompt_logprobs": 0}, {})):

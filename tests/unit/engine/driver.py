@@ -207,7 +207,7 @@ class Driver:
             self.rows[row].tokens.append(token)
 
     def _note_scores(self, output: StepOutput) -> None:
-        """Before the sampled tokens are appended: their positions are the rows' numbers of tokens."""
+        """Call this before the sampled tokens are appended: a token's position is its row's number of tokens."""
         found: list[tuple[int, int, Score | None]] = []
         if output.logprobs is not None:
             positions = [len(self.rows[row].tokens) for row in output.rows.tolist()]

@@ -1,4 +1,4 @@
-"""Tests of rows that ask for processing, with the same steps for the CPU and the GPU engine."""
+"""Tests of rows that need processing, with the same steps for the CPU and the GPU engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_replay(driver: Driver, asked: Asked) -> None:
 
 
 def check_batch(driver: Driver, cases: list[Asked]) -> None:
-    """Rows that ask for different processing get the tokens that they get alone."""
+    """Rows with different processing get the tokens that they get alone."""
     alone = [tokens_of(driver, asked) for asked in cases]
     for row, asked in enumerate(cases):
         open_row(driver, row, asked)
@@ -59,7 +59,7 @@ def check_batch(driver: Driver, cases: list[Asked]) -> None:
 
 
 def check_fork(driver: Driver, name: str) -> None:
-    """A fork gets the tokens of the same sample on its own, and its parent does not notice it."""
+    """A fork and its parent get the tokens that each of them gets alone."""
     asked = seeded_case(name)
     alone = [tokens_of(driver, asked, sample_index=index) for index in (0, 1)]
     open_row(driver, 0, asked)
@@ -74,7 +74,7 @@ def check_fork(driver: Driver, name: str) -> None:
 
 
 def check_effects(driver: Driver) -> None:
-    """Each field changes the tokens as it says."""
+    """Each field has its documented effect on the tokens."""
     free = tokens_of(driver, CASES["none"])
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
         strong = replace(CASES["none"].sampling, **{name: 100.0 if name == "repetition_penalty" else 2.0})
@@ -90,8 +90,8 @@ def check_effects(driver: Driver) -> None:
     assert after[1] != free[1]
 
 
-def check_dead_end(driver: Driver) -> None:
-    """A row whose rules leave no token fails alone."""
+def check_all_tokens_excluded(driver: Driver) -> None:
+    """A row whose rules exclude all tokens fails, and no other row."""
     good = tokens_of(driver, CASES["all"])
     words = tuple(u32(a, b) for a in (5, 6) for b in (5, 6))
     open_row(driver, 0, CASES["all"])

@@ -1,4 +1,4 @@
-"""Rows that ask for processing, for tests of processors: each field alone, then all of them together."""
+"""Rows that need processing, for tests of processors: each field alone, then all of them together."""
 
 from __future__ import annotations
 

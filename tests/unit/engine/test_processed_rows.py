@@ -1,4 +1,4 @@
-"""Rows that ask for processing, through whole steps of the CPU engine."""
+"""Rows that need processing, through whole steps of the CPU engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from tests.unit.engine.processed import (
+    check_all_tokens_excluded,
     check_batch,
-    check_dead_end,
     check_effects,
     check_fork,
     check_replay,
@@ -65,8 +65,8 @@ def test_each_field_has_its_effect(driver: Driver) -> None:
     check_effects(driver)
 
 
-def test_a_row_without_a_token_to_sample_fails_alone(driver: Driver) -> None:
-    check_dead_end(driver)
+def test_a_row_whose_tokens_are_all_excluded_fails_alone(driver: Driver) -> None:
+    check_all_tokens_excluded(driver)
 
 
 @pytest.mark.parametrize("name", ["all", "repetition_penalty", "frequency_penalty"])

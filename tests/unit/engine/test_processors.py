@@ -132,7 +132,7 @@ def test_records_have_the_layout_of_the_kernel() -> None:
     assert CpuBackend(1, "exact")._kernels.quire_processor_row_bytes() == RECORD.itemsize
 
 
-def test_a_row_asks_only_while_it_needs_processing() -> None:
+def test_a_row_is_selected_only_while_it_needs_processing() -> None:
     table = Table(4)
     table.open(0, CASES["none"], [1], [])
     table.open(1, CASES["min_tokens"], [1], [])

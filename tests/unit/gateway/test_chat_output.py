@@ -152,7 +152,7 @@ def test_without_formats_everything_is_content() -> None:
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 @pytest.mark.parametrize("is_reasoning_begun", [False, True])
-def test_every_split_gives_the_unary_answer(name: str, text: str, is_reasoning_begun: bool) -> None:
+def test_every_split_gives_the_whole_answer(name: str, text: str, is_reasoning_begun: bool) -> None:
     """All splits into one, two and three pieces, single characters, and random pieces."""
     options = {"is_reasoning_begun": is_reasoning_begun}
     whole = read(name, text, **options)
@@ -167,7 +167,7 @@ def test_every_split_gives_the_unary_answer(name: str, text: str, is_reasoning_b
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_parts_after_any_text_depend_on_this_text_only(name: str, text: str) -> None:
-    """A stream is the difference between the parses of the text now and before."""
+    """After each character, all parts so far equal the parse of the text so far."""
     parser = ChatParser(FORMATS[name], tools=TOOLS)
     parts: list[Part] = []
     for i in range(len(text)):
@@ -232,7 +232,7 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
     ],
 )
 def test_long_text_is_not_read_again(name: str, start: str, body: str) -> None:
-    """What a parser may read again at the next piece stays short."""
+    """The text that a parser reads again with the next piece stays short."""
     parser = ChatParser(FORMATS[name], tools=TOOLS)
     parser.push(start)
     for _ in range(5000):

@@ -345,7 +345,7 @@ async def test_a_schema_that_cannot_be_a_grammar_is_refused() -> None:
     assert "prompt.chat.tools_json" in (error.details() or "")
 
 
-async def test_the_template_s_message_is_sent() -> None:
+async def test_the_message_of_a_template_error_is_sent() -> None:
     call = pb.ToolCall(id="1", name="weather", arguments="{}")
     async with serving(TEMPLATES["llama3"]) as (gateway, _):
         error = await refused_tokenize(gateway, chat_of(pb.ChatMessage(role="assistant", tool_calls=[call, call])))

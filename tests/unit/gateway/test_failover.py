@@ -56,7 +56,7 @@ async def both(pair: list[FakeScheduler]) -> AsyncIterator[TestGateway]:
         yield running
 
 
-def who_has(pair: list[FakeScheduler]) -> tuple[FakeScheduler, FakeScheduler]:
+def owner_and_other(pair: list[FakeScheduler]) -> tuple[FakeScheduler, FakeScheduler]:
     """The scheduler that has the request, and the other scheduler."""
     first, second = pair
     return (first, second) if first.submits else (second, first)
@@ -66,7 +66,7 @@ async def start_one(gateway: TestGateway, pair: list[FakeScheduler], ids: list[i
     """A call after its first tokens, its events so far, the scheduler that has it, and the other scheduler."""
     call = gateway.generate(**options)
     await call.read()
-    owner, other = who_has(pair)
+    owner, other = owner_and_other(pair)
     owner.send(owner.submits[0].handle, ids)
     events = await read_tokens(call, len(ids))
     return call, events, owner, other

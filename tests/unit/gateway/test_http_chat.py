@@ -125,7 +125,7 @@ async def test_an_answer_without_content_has_null_content() -> None:
     assert plain.choices[0].message.tool_calls is None
 
 
-async def test_a_choice_that_stops_after_a_call_is_not_confused_with_others() -> None:
+async def test_each_choice_has_its_own_finish_reason() -> None:
     async with client_of() as (client, _, scheduler):
 
         def on_submit(submit: Any) -> None:

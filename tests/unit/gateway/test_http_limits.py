@@ -47,8 +47,8 @@ class Peer:
         return int(head.split()[1]), await self.reader.readexactly(length)
 
     async def wait_closed(self) -> None:
-        """Wait until the server closes the connection, which must send nothing before."""
-        with suppress(ConnectionResetError):  # the server closed it while bytes were on their way
+        """Wait until the server closes the connection. It must send nothing before."""
+        with suppress(ConnectionResetError):  # closed while bytes were in transit
             assert await asyncio.wait_for(self.reader.read(), 10) == b""
 
     async def trickle(self, data: bytes) -> None:

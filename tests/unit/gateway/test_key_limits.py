@@ -114,7 +114,7 @@ async def test_requests_are_admitted_at_their_rate(buckets: Buckets) -> None:
     assert not (await buckets.take("other", limits, Take("o", 1))).limit, "owners do not share a bucket"
 
 
-async def test_unused_tokens_are_put_back_and_a_debt_is_waited_for(buckets: Buckets) -> None:
+async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets: Buckets) -> None:
     limits = Limits(tokens_per_min=6000)  # 100 per second
     assert not (await buckets.take("x", limits, Take("1", 1000))).limit, "larger than the bucket"
     verdict = await buckets.take("x", limits, Take("2", 1))
@@ -153,7 +153,7 @@ async def test_each_process_counts_for_itself_without_redis(caplog: pytest.LogCa
     await buckets.close()
 
 
-async def test_a_request_gives_back_what_it_did_not_use(tmp_path: Path) -> None:
+async def test_unused_tokens_of_a_request_are_put_back(tmp_path: Path) -> None:
     limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\ntokens_per_min = 60")), LocalBuckets())
     async with limits.admitted("x", "1", 1000, lambda: 0):
         with pytest.raises(OverloadedError, match="60 tokens per minute; retry in") as refused:

@@ -42,7 +42,7 @@ def build(pieces: list[list[OutputPart]], status: str) -> tuple[list[Event], dic
 
 
 def by_character(events: list[Event]) -> dict[int, str]:
-    """What each sequence number stands for: an event, or one character of a delta."""
+    """By sequence number: an event, or one character of a delta."""
     found = {}
     for event in events:
         if "delta" not in event.data:

@@ -245,7 +245,7 @@ def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -
     assert caught.value.field == field
 
 
-def test_a_beam_search_starts_again_whatever_its_client_has() -> None:
+def test_a_beam_search_ignores_the_output_of_its_client() -> None:
     submit = make_submit(1, [1, 2, 3], max_tokens=8)
     submit.sampling.beam_width, submit.sampling.n, submit.sampling.length_penalty = 3, 2, 0.5
     submit.sampling.early_stopping = types_pb2.EARLY_STOPPING_NEVER

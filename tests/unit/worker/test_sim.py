@@ -352,7 +352,7 @@ def test_processing_changes_the_output_and_is_replayed(name: str) -> None:
     assert all(generate(tokens[:count], **RULES[name]) == tokens for count in range(1, 10))
 
 
-def test_a_row_obeys_its_grammar_and_others_are_not_changed() -> None:
+def test_a_grammar_constrains_only_its_row() -> None:
     words = Grammar(GrammarKind.REGEX, "[a-c]{3}-(yes|no)")
     alone = Driver().generate(Row(0, [5, 6, 7], list(range(8)), seed=3), 10)
     driver = Driver()
