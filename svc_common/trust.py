@@ -9,7 +9,8 @@ A peer proves its role (gateway, scheduler or worker) by a certificate, by a tok
     certificate   signed by the CA of --internal-tls-ca-file; it names the role by --internal-tls-name
     token         a line of --token-file; for networks that others can reach but not read
 
-Files are read again when they change: certificates at each new connection, tokens after `REREAD_S`.
+Files are read again when they change: certificates at each new connection, tokens after `REREAD_S`,
+also for channels that are open.
 """
 
 from __future__ import annotations
@@ -203,8 +204,7 @@ class Trust:
     def open_channel(self, target: str, role: str) -> grpc.aio.Channel:
         """A channel to a service of this role. With certificates, a server of another role fails the handshake."""
         channel = open_channel(target) if self.files is None else self._secure_channel(target, role)
-        token = "" if self.tokens is None else self.tokens.own(self.role)
-        return _TokenChannel(channel, token) if token else channel
+        return channel if self.tokens is None else _TokenChannel(channel, self.tokens, self.role)
 
     def _secure_channel(self, target: str, role: str) -> grpc.aio.Channel:
         assert self.files is not None
@@ -312,11 +312,12 @@ def _checking(behaviour: Any, check: Callable[[Any], None]) -> Any:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry a token. Interceptors would cost time for every message of a stream."""
+    """A channel whose calls carry the newest token. Interceptors would cost time for every message of a stream."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, tokens: Tokens, role: str) -> None:
         self._channel = channel
-        self._metadata = (("authorization", f"{SCHEME}{token}"),)
+        self._tokens = tokens
+        self._role = role
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._with_token(self._channel.unary_unary(*args, **kwargs))
@@ -332,7 +333,9 @@ class _TokenChannel(grpc.aio.Channel):
 
     def _with_token(self, begin: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return begin(*args, metadata=self._metadata, **kwargs)
+            # A channel may live for weeks. Its next call carries the token that replaced the one of its first call.
+            metadata = (("authorization", f"{SCHEME}{self._tokens.own(self._role)}"),)
+            return begin(*args, metadata=metadata, **kwargs)
 
         return call
 

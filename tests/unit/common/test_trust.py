@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import grpc
 import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 
 from scheduler_svc import server as scheduler_server
 from svc_common.config import make_parser, parse
-from svc_common.trust import REREAD_S, Tokens, TrustError, add_flags, check_reach, is_loopback, make_trust
+from svc_common.trust import REREAD_S, Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
 from worker_svc import server as worker_server
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"
@@ -64,6 +65,33 @@ def test_tokens_are_read_again_and_a_bad_file_keeps_them(tmp_path: Path, caplog:
         assert tokens.role_of(WORKER_TOKEN) == "worker"
     assert caplog.text.count("keeping the previous tokens") == 1
     assert "short" not in caplog.text
+
+
+async def test_an_open_channel_sends_a_replaced_token(tmp_path: Path) -> None:
+    """The old token may be removed while channels are open."""
+    now, seen = [0.0], []
+    path = token_file(tmp_path, f"worker {OLD_TOKEN}")
+    trust = Trust("worker", tokens=Tokens(path, clock=lambda: now[0]))
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        seen.append(dict(context.invocation_metadata())["authorization"])
+        return b""
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("q.S", {"M": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with trust.open_channel(f"127.0.0.1:{port}", "scheduler") as channel:
+            call = channel.unary_unary("/q.S/M")
+            await call(b"")
+            path.write_text(f"worker {WORKER_TOKEN}")
+            now[0] += REREAD_S
+            await call(b"")
+    finally:
+        await server.stop(None)
+    assert seen == [f"Bearer {OLD_TOKEN}", f"Bearer {WORKER_TOKEN}"]
 
 
 @pytest.mark.parametrize(
