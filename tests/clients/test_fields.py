@@ -138,7 +138,7 @@ OWN: Mapping[tuple[str, str], Effect] = {
     (TOKENIZE, "prompt"): Effect("import", {"messages": None, "prompt": "a"}),
     (RESPONSES, "input"): Effect("Who are you?"),
     (RESPONSES, "instructions"): Effect("Recite the Zen of Python."),
-    # Nothing is stored without Redis; tests/processes/test_responses.py has it.
+    # These need Redis; tests/processes/test_responses.py tests them.
     (RESPONSES, "previous_response_id"): Effect("resp_1", status=400),
     (RESPONSES, "store"): Effect(True, status=400),
     (RESPONSES, "background"): Effect(True, status=400),
@@ -154,7 +154,7 @@ OWN: Mapping[tuple[str, str], Effect] = {
     (RESPONSES, "prompt_cache_key"): Effect("me"),
 }
 RETURNED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # fields of a response without another effect
-OTHER_NAMES = ("messages", "input", "store")  # what is wrong is the field together with one of these
+OTHER_NAMES = ("messages", "input", "store")  # a conflict of the field with one of these may name either
 WITHOUT_EFFECT = [(path, row.name) for path, rows in ENDPOINTS.items() for row in rows if row.doc == "No effect."]
 CASES = [
     (path, row.name)
