@@ -1,4 +1,4 @@
-"""The parsed answer of one sample: text in, AnswerParts out."""
+"""Parses the text of one sample into AnswerParts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway_svc.text.output import SampleText
 
 
 class AnswerStream:
-    """Parses the text of one sample. `num_reasoning_tokens` counts its tokens of reasoning and of the markers."""
+    """Parses the text of one sample. `num_reasoning_tokens` counts the tokens of the reasoning and its markers."""
 
     def __init__(self, plan: AnswerPlan, request_id: str, sample: int) -> None:
         self._parser = plan.new_parser()
@@ -25,7 +25,7 @@ class AnswerStream:
     def push(self, text: SampleText, ids: Sequence[int]) -> tuple[list[Part], int]:
         """Add ids to the text and parse it. Returns the new parts, and how many of the ids belong to the output.
 
-        Tokens are read one by one until the reasoning is over, so that their number is known.
+        Tokens are parsed one at a time until the reasoning ends, to count the reasoning tokens.
         """
         parts: list[Part] = []
         position = 0
@@ -44,7 +44,7 @@ class AnswerStream:
         return parts, position
 
     def finish(self, text: str) -> list[Part]:
-        """End the answer, after its last text. Returns the parts that were held back."""
+        """Parse the last text and end the answer. Returns all remaining parts."""
         if self._is_finished:
             return []
         self._is_finished = True

@@ -1,4 +1,4 @@
-"""The chat of a request: its checks, its form for the template, and how its answer is parsed."""
+"""Checks the chat of a request, converts it for the template, and chooses the parser of its answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tools:
     """The tools that the template and the parser get: none with tool_choice NONE."""
 
     given: tuple[Mapping[str, Any], ...] = ()  # as in tools_json
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by name
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # schema of the parameters, by tool name
     strict: frozenset[str] = frozenset()  # names of the tools whose calls must match their schema
 
 
@@ -58,7 +58,7 @@ class AnswerPlan:
 
 
 def check_chat(chat: pb.Chat) -> None:
-    """Check what does not depend on the model, except the JSON fields. Raises InvalidRequestError."""
+    """Check the fields that do not depend on the model, except the JSON fields. Raises InvalidRequestError."""
     if not chat.messages:
         raise _invalid("messages", "is empty; send at least one message")
     if len(chat.messages) > MAX_MESSAGES:
@@ -68,7 +68,7 @@ def check_chat(chat: pb.Chat) -> None:
     if chat.tool_choice not in pb.ToolChoice.values():
         raise _invalid("tool_choice", f"is {chat.tool_choice}; must be a value of ToolChoice")
     if chat.tool_name and chat.tool_choice not in (pb.TOOL_CHOICE_UNSPECIFIED, pb.TOOL_CHOICE_REQUIRED):
-        raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; with it, tool_choice must be REQUIRED or unset")
+        raise _invalid("tool_name", f"is {_shown(chat.tool_name)}; if it is set, tool_choice must be REQUIRED or unset")
     if must_call(chat) and not chat.tools_json:
         field_name = "tool_name" if chat.tool_name else "tool_choice"
         raise _invalid(field_name, "requires a call, but the chat has no tools; send the tools")
@@ -77,7 +77,7 @@ def check_chat(chat: pb.Chat) -> None:
 
 
 def must_call(chat: pb.Chat) -> bool:
-    """The answer must have a tool call."""
+    """Whether the answer must have a tool call."""
     return bool(chat.tool_name) or chat.tool_choice == pb.TOOL_CHOICE_REQUIRED
 
 
@@ -151,7 +151,9 @@ def read_tools(chat: pb.Chat) -> Tools:
     for i, tool in enumerate(given):
         name, schema = _read_tool(f"tools_json[{i}]", tool)
         if name in schemas:
-            raise _invalid(f"tools_json[{i}].function.name", f"is {_shown(name)}, the same as of an earlier tool")
+            raise _invalid(
+                f"tools_json[{i}].function.name", f"is {_shown(name)}, the name of an earlier tool; use another name"
+            )
         schemas[name] = schema
     if chat.tool_name and chat.tool_name not in schemas:
         have = ", ".join(schemas)[:MAX_SHOWN]
@@ -203,7 +205,7 @@ def answer_plan(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Seq
 
 
 def call_grammar(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int]) -> Grammar | None:
-    """The grammar of the answer, if it must have a tool call or if a tool is strict; None: the answer is free.
+    """The grammar of the answer, if it must have a tool call or if a tool is strict; None: no grammar.
 
     Raises InvalidRequestError.
     """
@@ -242,7 +244,7 @@ def _is_parallel(chat: pb.Chat) -> bool:
 
 
 def _is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """The prompt ends inside of reasoning: with its start marker, or in a final message that is continued."""
+    """Whether the prompt ends inside reasoning: with the start marker, or in a final message that is continued."""
     if format.reasoning is None:
         return False
     if chat.continue_final_message and chat.messages:

@@ -27,7 +27,7 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 
 NUM_PROCESSES = 2  # one may be busy with an expensive grammar
-WAIT_TIMEOUT_S = 1.8  # for a free process. Both together are below 5 s, the time within which a client gets an answer
+WAIT_TIMEOUT_S = 1.8  # for a free process. The sum of this and CHECK_TIMEOUT_S is below 5 s, the limit for an answer
 CHECK_TIMEOUT_S = 3.0
 TOKENIZER_TIMEOUT_S = 120.0
 MAX_RUNNING = 256  # checks that run or wait
@@ -41,12 +41,12 @@ class ProcessEndedError(Exception):
     """The process died or was killed during a request; `returncode` is negative for a signal."""
 
     def __init__(self, returncode: int) -> None:
-        super().__init__(f"the process ended with {returncode}")
+        super().__init__(f"the process ended with status {returncode}")
         self.returncode = returncode
 
     @property
     def is_killed(self) -> bool:
-        """Whether another process ended it."""
+        """Whether another process killed it."""
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -55,9 +55,9 @@ class SlowGrammarError(InvalidRequestError):
 
 
 class GrammarProcess:
-    """One process with the tokenizers that it knows. It starts when it is needed.
+    """One process and its tokenizers. The first message starts the process.
 
-    Its pipes are read in threads: asyncio would fork, and gRPC's threads do not allow that.
+    Threads read its pipes, because asyncio would fork, and a process with gRPC threads must not fork.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class GrammarProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while it does not run."""
+        """Process id; None while the process does not run."""
         return None if self._process is None else self._process.pid
 
     def knows(self, tokenizer: str) -> bool:
@@ -75,7 +75,7 @@ class GrammarProcess:
         return tokenizer in self._known
 
     async def add_tokenizer(self, key: str, request: dict[str, Any]) -> str:
-        """Give the process a tokenizer. Returns the error; empty: none. Raises ProcessEndedError or TimeoutError."""
+        """Give the process a tokenizer. Returns the error or "". Raises ProcessEndedError or TimeoutError."""
         if len(self._known) >= MAX_TOKENIZERS:
             self.kill()
         answer = await self.ask({"tokenizer": key, **request}, TOKENIZER_TIMEOUT_S)
@@ -84,7 +84,7 @@ class GrammarProcess:
         return str(answer["error"])
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to one message. If there is none within the time limit, the process is killed.
+        """Send one message and return its answer. After the time limit, the process is killed.
 
         Raises ProcessEndedError or TimeoutError.
         """
@@ -108,7 +108,7 @@ class GrammarProcess:
             return exchange(process, request)
         except (OSError, ValueError) as error:
             process.kill()
-            returncode = process.wait()  # of its own end, if that was before
+            returncode = process.wait()  # its own status if it ended before the kill
             close_pipes(process)
             raise ProcessEndedError(returncode) from error
         finally:
@@ -150,7 +150,7 @@ Result = str | InvalidRequestError  # the grammar's text in the form that worker
 
 
 class GrammarChecker:
-    """Owns the processes and the results of earlier checks, good and bad, by digest of model and grammar."""
+    """Owns the processes, and caches results and errors by digest of model and grammar."""
 
     def __init__(self) -> None:
         self._processes = [GrammarProcess() for _ in range(NUM_PROCESSES)]
@@ -187,7 +187,7 @@ class GrammarChecker:
             process.kill()
 
     async def _check_once(self, key: bytes, grammar: Grammar, model: ServedModel) -> Result:
-        """Check it, or wait for a check of the same grammar that is running for another request."""
+        """Check a grammar, or wait for a running check of the same grammar."""
         task = self._running.get(key)
         if task is None:
             if len(self._running) >= MAX_RUNNING:
@@ -207,7 +207,7 @@ class GrammarChecker:
             self.num_compiled += 1
             result: Result = await self._compile(process, grammar, model)
         except SlowGrammarError as error:
-            return error  # not kept: the machine may have been busy
+            return error  # not cached: the machine may have been busy
         except InvalidRequestError as error:
             result = error
         finally:

@@ -1,4 +1,4 @@
-"""Log probabilities on their way through the gateway: columns of Deltas in, journal, columns of events out."""
+"""Reads log probabilities from the columns of Deltas into a journal, and writes them to the columns of events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _f32_from_bytes(data: bytes) -> array[float]:
 
 
 class LogprobJournal:
-    """The log probabilities of received tokens that are not sent yet, in order. All tokens have 1 + `num_top`."""
+    """The unsent log probabilities of received tokens, in order: 1 + `num_top` per token."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
@@ -68,11 +68,11 @@ class LogprobJournal:
 
     @property
     def tokens_per_event(self) -> int:
-        """The most tokens whose log probabilities fit in one event."""
+        """The largest number of tokens whose log probabilities fit in one event."""
         return max(1, MAX_EVENT_ENTRIES // (1 + self.num_top))
 
     def append(self, entries: Entries | None) -> bool:
-        """Append the log probabilities of the next token. False if it has another number of them."""
+        """Append the log probabilities of the next token. False if their number is not 1 + `num_top`."""
         if entries is None or len(entries.token_ids) != 1 + self.num_top:
             return False
         self._chosen.append(entries.logprobs[0])
@@ -83,7 +83,7 @@ class LogprobJournal:
         return True
 
     def take(self, num_tokens: int) -> TakenLogprobs:
-        """Remove the first tokens."""
+        """Remove and return the log probabilities of the first tokens."""
         num_top = num_tokens * self.num_top
         taken = TakenLogprobs(
             self.num_top,
@@ -111,7 +111,7 @@ class TakenLogprobs(NamedTuple):
     top: array[float]  # [n * num_top]
 
     def first(self, num_tokens: int) -> TakenLogprobs:
-        """The first tokens only."""
+        """The log probabilities of the first tokens."""
         num_top = num_tokens * self.num_top
         return TakenLogprobs(
             self.num_top,
@@ -134,26 +134,26 @@ class TakenLogprobs(NamedTuple):
 
 
 class PromptLogprobJournal:
-    """The log probabilities of a prompt's tokens. `num_received` counts the first token, which has none."""
+    """The log probabilities of a prompt's tokens. `num_received` includes the first token, which has none."""
 
     def __init__(self, num_top: int, num_received: int) -> None:
         self.num_received = max(1, num_received)
         self.pending = LogprobJournal(num_top)
 
     def append(self, position: int, entries: Entries | None) -> str | None:
-        """Append the next position. A repeated position is dropped. Returns a problem, or None."""
+        """Append the next position. A repeated position is dropped. Returns an error message, or None."""
         if position < self.num_received:
             return None
         if position > self.num_received:
             return f"the scheduler sent prompt position {position}, expected {self.num_received}"
         if not self.pending.append(entries):
-            return f"the scheduler sent no log probabilities, or too few, of prompt position {position}"
+            return f"the scheduler sent no or too few log probabilities for prompt position {position}"
         self.num_received += 1
         return None
 
 
 class PromptLogprobStream:
-    """The events of a prompt's log probabilities: the position up to which they were sent."""
+    """Builds the events of a prompt's log probabilities. Owns the position up to which they were sent."""
 
     def __init__(self, prompt_ids: array[int], num_sent: int, tokenizer: Tokenizer | None) -> None:
         """`num_sent`: prompt tokens that the client has. 0: it does not have the first token either."""

@@ -1,7 +1,7 @@
-"""The port for operators: AdminService apart from inference, with keys of its own.
+"""The port for operators: AdminService, separate from inference, with its own keys.
 
 --admin-listen set       AdminService is served there; on --listen it refuses every call
-unset, with --api-keys   it refuses every call: a key for inference is no key for operations
+unset, with --api-keys   it refuses every call: a key for inference does not permit operations
 unset, without keys      it is served on --listen, for trusted networks
 """
 
@@ -33,20 +33,20 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
         default=config.OFF,
         metavar="HOST:PORT",
         help="address of AdminService, with the TLS files of --listen. off: it is served at --listen without "
-        "--api-keys, and nowhere with --api-keys",
+        "--api-keys; with --api-keys it is not served",
     )
     group.add_argument(
         "--admin-keys",
         type=Path,
         metavar="DIR",
-        help="folder of the keys for --admin-listen, like that of --api-keys; needed where other machines can connect",
+        help="folder of the keys for --admin-listen, like that of --api-keys; required if other machines can connect",
     )
 
 
 def add_admin_service(
     args: argparse.Namespace, servicer: AdminServicer, public: GrpcServer, credentials: grpc.ServerCredentials | None
 ) -> GrpcServer | None:
-    """Add AdminService to the server where it belongs. Returns the server of --admin-listen, not started, if it is set.
+    """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
 
     Raises ApiKeysError or TrustError.
     """

@@ -36,7 +36,7 @@ class Resumed:
     def request(self) -> pb.GenerateRequest:
         """The stored request with all known output as its continuation.
 
-        A client that resumes always gets token ids: it counts them, in order to resume again.
+        A resuming client always gets token ids, because it counts them for its next resume.
         """
         request = pb.GenerateRequest()
         request.CopyFrom(self.record.content.request)
@@ -75,7 +75,7 @@ async def recorded(
     resumed: Resumed | None,
     submit: Callable[[], None],
 ) -> AsyncIterator[Recording]:
-    """Keep the record of a request while it is open. A request that follows another run is submitted when that ends."""
+    """Keep the record of a request while it is open. A request that follows a run is submitted when that run ends."""
     record_id = request.request_id
     stored = [len(output) for output in resumed.record.outputs] if resumed else [0] * len(request.samples)
     output = content.request.output
@@ -99,7 +99,7 @@ async def recorded(
 
 
 class Follower:
-    """Feeds a request with the output that another gateway records. If that run ends early, `submit` is called."""
+    """Delivers output that another gateway records to a request. Calls `submit` if that gateway's run ends early."""
 
     def __init__(
         self, recorder: Recorder, recording: Recording, request: SchedulerRequest, submit: Callable[[], None]
@@ -110,7 +110,7 @@ class Follower:
         self._submit = submit
 
     async def run(self) -> None:
-        """Return when the request is over or was submitted. Errors end the request."""
+        """Run until the request has ended or was submitted. Errors end the request."""
         self._request.on_accepted()
         try:
             while not self._request.is_over and not await self._claim():

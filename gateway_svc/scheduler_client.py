@@ -304,7 +304,7 @@ class SchedulerClient:
         else:
             for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
                 request = requests.get(handle)
-                if request is not None:  # else it was withdrawn while this message was on its way
+                if request is not None:  # else the request was withdrawn before this message arrived
                     request.on_token(sample_index, offset, token_id)
         for finish in deltas.finished:
             request = requests.get(finish.handle)

@@ -37,8 +37,8 @@ class RequestOwner(Protocol):
 
 
 class SampleJournal:
-    """One sample: its whole output so far, and how it ended. `logprobs` belong to the tokens that the handler has not
-    read yet; None if the request does not ask.
+    """One sample: its whole output so far, and how it ended. `logprobs`: those of tokens that the handler has not read;
+    None if not requested.
     """
 
     __slots__ = ("finish", "is_closed", "logprobs", "outputs")
@@ -239,7 +239,7 @@ class SchedulerRequest:
             self.fail(self._internal("the scheduler sent a token before all prompt_logprobs"))
             return
         if sample.logprobs is not None and not sample.logprobs.append(scored):
-            self.fail(self._internal(f"the scheduler sent no log probabilities, or too few, of output position {have}"))
+            self.fail(self._internal(f"the scheduler sent no or too few log probabilities for output position {have}"))
             return
         sample.outputs.append(token_id)
         self._note_news(sample_index, is_urgent=not have)

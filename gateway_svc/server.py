@@ -122,7 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--http-max-connections",
         type=config.in_range(int, 1, 1_000_000),
         default=8192,
-        help="limit of open HTTP connections; further ones are answered with 503 and closed",
+        help="limit of open HTTP connections; further connections get status 503 and are closed",
     )
     parser.add_argument(
         "--http-allow-origin",
@@ -194,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--record-ttl-s",
         type=config.in_range(float, 1.0, 30 * 86_400.0),
         default=3600.0,
-        help="time after its last write at which a record is deleted",
+        help="a record is deleted this long after its last write",
     )
     records.add_argument(
         "--max-record-bytes",
@@ -231,8 +231,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="TOML file with limits per owner of API keys (docs/limits.md): rates of requests and tokens, open "
-        "streams, models, priorities; read again when it changes. With --redis they hold for all "
-        "gateways together, else for each gateway process",
+        "streams, models, priorities; read again when it changes. With --redis they apply to all "
+        "gateways together, else to each gateway process",
     )
     parser.add_argument(
         "--min-priority",
@@ -316,7 +316,7 @@ def make_limits(args: argparse.Namespace) -> KeyLimits:
     if args.key_limits is None:
         return KeyLimits()
     if args.api_keys is None:
-        raise LimitsError("--key-limits needs --api-keys: limits are those of the owner of a key")
+        raise LimitsError("--key-limits needs --api-keys: limits apply to the owners of keys")
     file = LimitsFile(args.key_limits)
     if not args.redis:
         return KeyLimits(file, LocalBuckets())

@@ -245,7 +245,7 @@ class InferenceServicer(InferenceServiceServicer):
     def _counted(
         self, scheduler_request: SchedulerRequest, plan: GenerationPlan, *, is_new: bool
     ) -> AbstractAsyncContextManager[None]:
-        """The request counts for the limits of its key; its prompt and earlier output only the first time."""
+        """Count the request against the limits of its key. Tokens before a resume are not counted again."""
         before = scheduler_request.num_output_tokens
         num_prompt = len(plan.prompt_ids) if is_new else 0
         most = num_prompt + len(plan.outputs) * plan.stop.max_tokens - before

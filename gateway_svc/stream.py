@@ -51,7 +51,7 @@ class SampleStream:
         self._plan = plan
         self._text = text
         self._answer = None if plan.answer is None else AnswerStream(plan.answer, plan.request_id, index)
-        self._parts: list[Part] = []  # of the answer, to be sent
+        self._parts: list[Part] = []  # unsent parts of the answer
         self._cursor = 0
         self._cumulative = plan.cumulative_logprobs[index] if plan.logprobs is not None else 0.0
         self._text_bytes = 0
@@ -103,7 +103,7 @@ class SampleStream:
     def _take(
         self, journal: SampleJournal, num_tokens: int, finish: scheduler_pb2.SampleFinished | None
     ) -> Iterator[pb.GenerateResponse]:
-        """Send the next ids of the journal, at most `num_tokens`; with a `finish`, they are the last."""
+        """Send the next ids of the journal, at most `num_tokens`; with `finish`, they are the last ids."""
         first = self._cursor
         ids = journal.outputs[first : first + num_tokens]
         self._cursor += len(ids)
@@ -123,7 +123,7 @@ class SampleStream:
             yield chunk
 
     def _skip(self, journal: SampleJournal) -> None:
-        """Read tokens that the client has, and send nothing."""
+        """Read the tokens that the client already has, and send nothing."""
         end = min(self._sent, len(journal.outputs))
         ids = journal.outputs[self._cursor : end]
         text, count = self._read(ids, journal.finish if end == len(journal.outputs) else None)
@@ -138,8 +138,8 @@ class SampleStream:
 
     def _too_far(self) -> InvalidRequestError:
         return InvalidRequestError(
-            f"after: num_tokens of sample {self.index} is {self._sent}, but the sample has only {self.num_output} "
-            "output tokens; send the number of tokens that you have",
+            f"after: num_tokens of sample {self.index} is {self._sent}; must be at most {self.num_output}, the "
+            "sample's number of output tokens; send the number of tokens that you have",
             field="after",
         )
 
@@ -164,7 +164,7 @@ class SampleStream:
         return text, count if self._stop is not None else len(ids)
 
     def _push(self, sample_text: SampleText, ids: array[int]) -> tuple[str, int]:
-        """Text of the ids, and how many of the ids are output. A parsed answer goes to the parts instead."""
+        """Text of the ids, and how many of the ids are output. A parsed answer has parts instead of text."""
         if self._answer is None:
             return sample_text.push(ids)
         parts, count = self._answer.push(sample_text, ids)
@@ -222,8 +222,8 @@ class SampleStream:
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
-        """The end of a complete output, by the scheduler's rule. None: the output is not complete, or it is a beam,
-        whose score only the scheduler knows.
+        """The end of a complete output, by the scheduler's rule. None for an incomplete output, and for a beam, because
+        only the scheduler has its score.
         """
         plan = self._plan
         if not output or plan.beams is not None:

@@ -38,7 +38,7 @@ MAX_ID_CHARS_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """For a request that continues from its record: what the client has, and what is known."""
+    """The state of a request that continues from its record."""
 
     sent: tuple[int, ...]  # [n] number of output tokens that the client has
     ends: tuple[scheduler_pb2.SampleFinished | None, ...]  # [n] how samples ended whose output is complete
@@ -79,7 +79,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 
 def check_combinations(request: pb.GenerateRequest) -> None:
-    """Check that the fields that a client sets can be combined. A record has a value for every field."""
+    """Check that the fields of a client's request can be combined. Not for a record, which sets every field."""
     with _field_errors():
         checks.check_beams(request)
 
@@ -114,7 +114,7 @@ def check_resume(request: pb.ResumeRequest) -> None:
     seen: set[int] = set()
     for i, position in enumerate(request.after):
         if position.index in seen:
-            raise _invalid(f"after[{i}].index", f"is {position.index}, the same as in an earlier entry")
+            raise _invalid(f"after[{i}].index", f"is {position.index}, the index of an earlier entry; remove one")
         seen.add(position.index)
 
 
@@ -122,7 +122,7 @@ def sent_tokens(after: Sequence[pb.ResumePosition], n: int) -> tuple[int, ...]:
     """Per sample, the number of output tokens that the client of a Resume has."""
     for i, position in enumerate(after):
         if position.index >= n:
-            raise _invalid(f"after[{i}].index", f"is {position.index}; the request has {n} samples, from 0")
+            raise _invalid(f"after[{i}].index", f"is {position.index}; must be from 0 to {n - 1}")
     have = {position.index: position.num_tokens for position in after}
     return tuple(have.get(index, 0) for index in range(n))
 
@@ -193,7 +193,9 @@ def plan_generation(
             "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
         )
     if sampling.beam_width > model.info.max_num_seqs:
-        words = f"is {sampling.beam_width}; a worker of this model runs at most {model.info.max_num_seqs} beams at once"
+        words = (
+            f"is {sampling.beam_width}; must be at most max_num_seqs of the model's workers, {model.info.max_num_seqs}"
+        )
         raise _invalid("sampling.beam_width", words)
     _check_determinism(request.scheduling.determinism, model)
     if request.HasField("truncate_prompt_tokens"):
@@ -388,7 +390,7 @@ def _num_prompt_logprobs(continuation: types.Continuation, num_prompt: int) -> i
     if any(sample.output_token_ids or sample.finished for sample in continuation.samples):
         return num_prompt
     if continuation.num_prompt_logprobs > num_prompt:
-        words = f"is {continuation.num_prompt_logprobs}; the prompt has {num_prompt} tokens"
+        words = f"is {continuation.num_prompt_logprobs}; must be at most {num_prompt}, the length of the prompt"
         raise _invalid("continuation.num_prompt_logprobs", words)
     return continuation.num_prompt_logprobs
 

@@ -57,7 +57,7 @@ class SizeLimits:
         if max_tokens is not None and not self.fits(num_prompt, max_tokens):
             raise LengthError(
                 "stop.max_tokens",
-                f"is {max_tokens}; with the prompt's {num_prompt} tokens that is {num_prompt + max_tokens}, "
+                f"is {max_tokens}; the prompt has length {num_prompt}, so the sum is {num_prompt + max_tokens}, "
                 f"and {name} is {self.max_tokens}: ask for at most {room}, or shorten the prompt",
                 limit=self.max_tokens,
             )

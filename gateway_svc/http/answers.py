@@ -36,8 +36,8 @@ FINISH_REASONS = {
 }
 DONE = b"data: [DONE]\n\n"
 
-# Stand for index and text while the bytes around them are made. No other value of a chunk contains them: U+0000 is in
-# no model name and in no id.
+# Placeholders for index and text while a chunk's other bytes are built. No other value of a chunk contains them:
+# model names and ids have no U+0000.
 PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
 
 Json = dict[str, Any]
@@ -64,7 +64,7 @@ class Shape(Protocol):
     id_prefix: str
     chunk_object: str
     whole_object: str
-    has_one_prompt: bool  # prompt_token_ids are in the answer, else in each choice
+    has_one_prompt: bool  # prompt_token_ids are a field of the answer, else of each choice
     has_parts: bool  # chunks have parts, else text
 
     def begin(self, echo: str) -> Json | None:
@@ -128,7 +128,7 @@ CHAT, COMPLETION = ChatShape(), CompletionShape()
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The parts of a prompt that its answer has."""
+    """The parts of a prompt that its answer repeats."""
 
     echo: str = ""  # text in front of the output
     token_ids: Sequence[int] | None = None
@@ -141,7 +141,7 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     outputs: dict[int, int] = field(default_factory=dict)  # by choice
-    reasoning_tokens: int | None = None  # of all choices; None: the answer has no such count
+    reasoning_tokens: int | None = None  # of all choices; None: the answer has no such field
 
     def usage(self) -> Json:
         num_output = sum(self.outputs.values())
@@ -230,7 +230,7 @@ class StreamAnswer(Answer):
         return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
 
     def _text(self, prompt: int, chunk: pb.Chunk) -> bytes:
-        """The events for new text. Most chunks differ only in index and text: the bytes around them are made once."""
+        """The events for new text. Most chunks differ only in index and text: their other bytes are built once."""
         choice = self._index(prompt, chunk.index)
         parts = chunk.parts
         if any(part.HasField("tool_call") for part in parts):
@@ -249,8 +249,8 @@ class StreamAnswer(Answer):
         return b"".join(self._part_events(choice, chunk, {}))
 
     def _part_events(self, choice: int, chunk: pb.Chunk, own: Json) -> Iterator[bytes]:
-        """One event per part, because clients expect one kind of output in a delta. The first has the token ids and the
-        log probabilities.
+        """One event per part, because clients expect one kind of output in a delta. The first event has the token ids
+        and the log probabilities.
         """
         deltas = [{"delta": delta_of(part)} for part in chunk.parts] or [self._shape.delta(chunk.text)]
         for i, delta in enumerate(deltas):

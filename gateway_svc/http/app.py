@@ -37,9 +37,9 @@ EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "x-should-retry", "retry-a
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The app, for web pages of these origins too; `*` is any origin. Without origins, the app itself.
+    """The app with CORS headers for these origins; `*` is any origin. Without origins, the app is unchanged.
 
-    Browsers send a preflight request without the API key, which is answered here.
+    The middleware answers the preflight requests of browsers, which have no API key.
     """
     if not origins:
         return app

@@ -159,7 +159,7 @@ def _generation(
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
     returns_token_ids = flag(body, "return_token_ids", default=False)
     if is_stream and request.output.HasField("prompt_logprobs"):
-        raise invalid("prompt_logprobs", "is set, but streams do not have it; remove it or set stream to false")
+        raise invalid("prompt_logprobs", "is set, but streams do not support it; remove it or set stream to false")
     # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
     request.output.token_ids = is_continuous or returns_token_ids
     return Generation(
@@ -177,7 +177,7 @@ def _generation(
 
 
 def _set_chat_logprobs(body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
-    """Chats ask for log probabilities with a flag, and with top_logprobs for the most likely tokens too."""
+    """Apply `logprobs`, which is a flag in chats. `top_logprobs` is the number of most likely tokens."""
     output = request.output
     if flag(body, "logprobs", default=False):
         if not output.HasField("logprobs"):
@@ -189,7 +189,7 @@ def _set_chat_logprobs(body: Mapping[str, Any], request: pb.GenerateRequest) -> 
 
 
 def _set_beam_search(body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
-    """Apply vLLM's `use_beam_search`, whose clients send the number of beams as n, and temperature 0."""
+    """Apply vLLM's `use_beam_search`. Its clients send the number of beams as n, and temperature 0."""
     if not flag(body, "use_beam_search", default=False):
         return
     sampling = request.sampling

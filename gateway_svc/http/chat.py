@@ -13,7 +13,7 @@ from gateway_svc.http.fields import invalid, shown
 # Fields of a message that would change the prompt but do not exist in the protocol.
 UNSERVED = ("function_call", "audio", "refusal")
 KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content", *UNSERVED)
-WITHOUT_MEANING = ("annotations",)  # in answers; ignored if empty
+WITHOUT_MEANING = ("annotations",)  # fields of answers; ignored if empty
 TOOL_CHOICES = {
     "none": pb.TOOL_CHOICE_NONE,
     "auto": pb.TOOL_CHOICE_AUTO,
@@ -125,7 +125,7 @@ def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:
 
 
 def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
-    """reasoning_effort as variables of templates; `none` turns reasoning off where a template can."""
+    """reasoning_effort as variables of templates; `none` disables reasoning if the template supports that."""
     effort = body.get("reasoning_effort")
     if effort is None:
         return {}

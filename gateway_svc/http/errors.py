@@ -33,7 +33,7 @@ CODES: dict[type[QuireError], str] = {
     UnauthenticatedError: "invalid_api_key",
     OverloadedError: "rate_limit_exceeded",
 }
-RETRY_AFTER_S = 1.0  # for errors that a later attempt may not have, if the error has no delay of its own
+RETRY_AFTER_S = 1.0  # for retryable errors without their own delay
 # Field path in the protocol -> field name in a body, for fields that are not in the table of parameters.
 PROMPT_NAMES = {
     "prompt.chat.template_kwargs_json": "chat_template_kwargs",

@@ -100,7 +100,10 @@ GUIDED = (
     BodyField("guided_grammar", "sampling.grammar"),
 )
 STRUCTURED = (
-    BodyField("response_format", doc="Type `text`, `json_object` or `json_schema`; `strict` has no effect: it is on."),
+    BodyField(
+        "response_format",
+        doc="Type `text`, `json_object` or `json_schema`; `strict` has no effect: schemas are enforced.",
+    ),
     BodyField("structured_outputs", doc="One of `json`, `json_object`, `regex`, `choice` and `grammar`."),
     *GUIDED,
 )
@@ -207,7 +210,7 @@ RESPONSES = (
     BodyField("instructions", doc="A system message in front of the conversation."),
     BodyField("previous_response_id", doc="A stored response whose conversation the input continues."),
     BodyField("store", doc="Keep the response. Default: true if the gateways have Redis."),
-    BodyField("background", doc="Answer at once, and compute the response in the background."),
+    BodyField("background", doc="Answer immediately, and compute the response in the background."),
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField("stream_options", doc="No effect."),
     BodyField("tools", doc="Functions. Tools of other types are ignored and listed in `x-ignored-fields`."),
@@ -218,7 +221,7 @@ RESPONSES = (
     BodyField("max_output_tokens", "stop.max_tokens"),
     *(row for row in SAMPLING if row.name not in ("n", "max_tokens", "max_completion_tokens")),
     BodyField("include", doc="No effect."),
-    BodyField("metadata", doc="Returned. At most 16 strings."),
+    BodyField("metadata", doc="Returned unchanged. At most 16 strings."),
     BodyField("user", doc="Returned."),
     BodyField("safety_identifier", doc="Returned."),
     BodyField("prompt_cache_key", doc="Returned."),

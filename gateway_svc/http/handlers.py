@@ -153,7 +153,7 @@ class Handlers:
         return json_reply(answer.whole(), asked.ignored)
 
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
-        """The parts of the prompt that the answer has: text for echo, token ids for return_token_ids."""
+        """The parts of the prompt that the answer repeats: text for echo, token ids for return_token_ids."""
         echo = await self._text_of(request) if asked.has_echo else ""
         if not asked.returns_token_ids:
             return PromptParts(echo)
@@ -180,8 +180,8 @@ class Handlers:
     def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None) -> Numbered:
         if timeout_s is None:
             return merged([self._servicer.generate(one) for one in requests])
-        # The scheduler refuses requests that cannot meet their deadline. Its own deadline is a little later, so that
-        # the error is always that of `within`.
+        # The scheduler refuses requests that cannot meet their deadline. Its deadline is later than the timeout, so
+        # that `within` always raises the error.
         deadline = asyncio.get_running_loop().time() + timeout_s + DEADLINE_MARGIN_S
         return within(timeout_s, merged([self._servicer.generate(one, deadline=deadline) for one in requests]))
 

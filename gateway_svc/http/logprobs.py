@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 Json = dict[str, Any]
 
 TEXT_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's value
+LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Position:
 
 
 def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[Position]:
-    """The rows of the columns. `token_ids` may be empty if they are not needed."""
+    """The positions of the columns. `token_ids` may be empty if the ids are not needed."""
     count = len(columns.logprobs)
     k = len(columns.top_logprobs) // count if count else 0
     top_bytes = columns.top_token_bytes or [b""] * len(columns.top_logprobs)
@@ -53,7 +53,7 @@ def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[P
 
 
 def first_of(found: Sequence[Position], k: int) -> list[Position]:
-    """The positions with the k most likely tokens only."""
+    """The positions, each with only the k most likely tokens."""
     return [Position(one.token, one.rank, one.top[:k]) for one in found]
 
 
@@ -72,7 +72,7 @@ class Entries(Protocol):
         """The object for the next positions."""
 
     def joined(self, parts: Sequence[Json]) -> Json:
-        """The object for all positions, from the objects of consecutive ones."""
+        """Join the objects of consecutive positions into one object."""
 
 
 class ChatLogprobs:
@@ -94,14 +94,14 @@ def _chat_candidate(one: Candidate) -> Json:
 
 
 class TextLogprobs:
-    """`logprobs` of one choice of a text completion. Knows the characters so far, for text_offset."""
+    """`logprobs` of one choice of a text completion. Counts characters for text_offset."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_chars = 0
 
     def entry(self, found: Sequence[Position]) -> Json:
-        # The first token of a prompt has the value null.
+        # The first token of a prompt has no log probability: its values are null.
         return {
             "tokens": [position.token.text for position in found],
             "token_logprobs": [position.token.logprob for position in found],
@@ -119,7 +119,7 @@ class TextLogprobs:
 
 
 def _by_text(position: Position) -> dict[str, float | None] | None:
-    """Values by token text: the most likely tokens and the token itself. Of tokens with equal text, the most likely."""
+    """Log probabilities by text: of the most likely tokens, then of the token. For equal texts, the first is used."""
     if position.token.logprob is None:
         return None
     values: dict[str, float | None] = {}

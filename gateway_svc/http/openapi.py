@@ -56,7 +56,7 @@ MESSAGE: Schema = {
         "reasoning_content": TEXT,
     },
 }
-# Fields that have no request field, or accept more than it. A field in neither table may have any type.
+# Body fields without a request field, or with more types than it. A field in neither table may have any type.
 OWN: Mapping[str, Schema] = {
     "model": TEXT,
     "messages": {"type": "array", "minItems": 1, "items": MESSAGE},

@@ -3,7 +3,7 @@
     accepted --header--> request --answer--> idle --header--> request ...
              HEADER_TIMEOUT_S               keep-alive timeout, then HEADER_TIMEOUT_S from the first byte
 
-A client that stops reading while an answer is written has STALL_TIMEOUT_S to read on.
+If a client stops reading an answer, its connection is closed after STALL_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 
 HEADER_TIMEOUT_S = 20.0  # from the first byte of a request, or from the connection, to the end of its header
 STALL_TIMEOUT_S = 300.0  # for a client that reads nothing of its answer
-# An idle peer is probed after 60 s, and lost after 4 probes without an answer: 100 s.
+# The kernel probes an idle peer after 60 s, and closes the connection after 4 unanswered probes (100 s).
 KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 
 
@@ -116,7 +116,7 @@ class HttpProtocol(H11Protocol):
 
 
 def _detect_dead_peer(transport: asyncio.Transport) -> None:
-    """Let the kernel probe idle connections, so that a request whose client lost its power or network ends."""
+    """Let the kernel probe idle connections, so that a request ends when its client's machine or network fails."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return

@@ -1,8 +1,8 @@
 """Counts of one owner: two buckets (requests, tokens) and the open streams, in this process or in Redis.
 
-A bucket fills at its rate. A request is admitted while both buckets are above zero; then its whole cost is taken, which
-may leave a debt, and what it did not use is put back when it ends. So the average never exceeds the rate, and a request
-larger than a bucket still runs. (Generic cell rate algorithm: a bucket is one number, the time at which it is full.)
+A bucket fills at its rate. A request is admitted if both buckets are above zero. Its largest cost is taken, so a bucket
+can become negative. The unused part is returned when the request ends. So the average never exceeds the rate, and a
+request larger than a bucket still runs. Generic cell rate algorithm: a bucket is stored as the time when it is full.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from prefix_index.server import connect
 
 log = logging.getLogger(__name__)
 
-REQUEST_BURST_S = 1.0  # a bucket holds what its rate gives in this time, and at least one request
+REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0
-STREAM_TTL_S = 30.0  # streams of a gateway that died are counted for this long
+STREAM_TTL_S = 30.0  # after a gateway dies, its streams are counted for this long
 NAMES = ("requests_per_s", "tokens_per_min", "max_streams")
 
 
@@ -52,11 +52,11 @@ class Buckets(Protocol):
 
     async def take(self, owner: str, limits: Limits, take: Take) -> Verdict: ...
     async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
-        """The stream ended and did not use this many of its tokens."""
+        """End a stream and return its unused tokens."""
         ...
 
     async def keep(self, streams: list[tuple[str, str]]) -> None:
-        """These streams (owner, id) are still open. Call it more often than every STREAM_TTL_S."""
+        """Renew the counts of open streams (owner, id). Must be called more often than every STREAM_TTL_S."""
         ...
 
     async def close(self) -> None: ...
@@ -106,7 +106,7 @@ class LocalBuckets:
         """Streams of this process need no renewal."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 # KEYS: the two buckets, the streams. Times are seconds on Redis' clock. ARGV: request rate, token rate, cost in tokens,
@@ -134,7 +134,7 @@ end
 redis.call('ZADD', KEYS[3], now + ARGV[8], ARGV[5])
 redis.call('EXPIRE', KEYS[3], 600)
 return {0, 0}"""
-# KEYS: the bucket of tokens, the streams. ARGV: stream id, seconds by which the bucket is full sooner.
+# KEYS: the bucket of tokens, the streams. ARGV: stream id, seconds to subtract from the time when the bucket is full.
 GIVE_BACK = """
 redis.call('ZREM', KEYS[2], ARGV[1])
 local at = redis.call('GET', KEYS[1])
@@ -153,7 +153,7 @@ return 0"""
 
 
 class RedisBuckets:
-    """Counts in Redis, for all gateways. While Redis does not answer, this process counts for itself.
+    """Counts in Redis, for all gateways. While Redis does not answer, each process counts on its own.
 
     Raises ValueError for a malformed URL.
     """
@@ -166,7 +166,7 @@ class RedisBuckets:
         self._is_up = True
 
     async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
-        # Counted here too, so that the counts are not empty when Redis stops.
+        # This process counts too, so that its counts are not empty when Redis stops.
         own = await self._local.take(owner, limits, take)
         most = -1 if limits.max_streams is None else limits.max_streams
         arguments = (

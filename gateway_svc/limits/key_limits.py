@@ -56,7 +56,7 @@ class KeyLimits:
     ) -> AsyncIterator[None]:
         """Count a request of at most `num_tokens` prompt and output tokens while the block runs.
 
-        `num_used` gives the tokens that it used, at its end. Raises OverloadedError with the time of a retry.
+        `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay.
         """
         limits = self.of(owner)
         if self._buckets is None or not limits.is_counted:
@@ -65,7 +65,7 @@ class KeyLimits:
         verdict = await self._buckets.take(owner, limits, Take(stream_id, num_tokens))
         if verdict is not ADMITTED and verdict.limit:
             raise OverloadedError(
-                f"the limit of this API key is reached: {getattr(limits, verdict.limit):g} {UNITS[verdict.limit]}; "
+                f"the limit of this API key is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
                 f"retry in {verdict.retry_after_s:.1f} s",
                 retry_after_s=verdict.retry_after_s,
             )
@@ -75,7 +75,7 @@ class KeyLimits:
         finally:
             self._open.pop(stream_id, None)
             unused = max(0, num_tokens - num_used())
-            # Shielded: a client that hangs up must not keep its place.
+            # Shielded: a stream is also released when its client disconnects.
             await asyncio.shield(self._buckets.give_back(owner, limits, stream_id, unused))
 
     async def _keep(self) -> None:

@@ -7,10 +7,10 @@
     min_priority = 0
     models = ["llama", "qwen"]
 
-    [owners.team-a]               # replaces what it names; the rest is from [default]
+    [owners.team-a]               # overrides these settings; the others are from [default]
     tokens_per_min = 2_000_000
 
-A limit that is nowhere set does not apply.
+A limit that is not set does not apply.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LimitsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one owner may use. None: no limit."""
+    """The limits of one owner. None: no limit."""
 
     requests_per_s: float | None = None
     tokens_per_min: float | None = None

@@ -2,5 +2,5 @@
 
 cipher.py      encryption of stored values
 store.py       the only module that calls Redis: one hash per record, fenced by the run that writes it
-recorder.py    one task that writes the output of all open requests now and then
+recorder.py    one task that periodically writes the output of all open requests
 """

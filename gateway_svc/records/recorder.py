@@ -1,6 +1,6 @@
 """Writes the output of all open requests with a record, every WRITE_INTERVAL_S or after WRITE_TOKENS tokens.
 
-A failed write is repeated with the next one. Output that is not stored is computed again when it is needed.
+A failed write is repeated with the next one. Output that is not stored is recomputed when it is needed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Journal(Protocol):
 class Recording:
     """The record of one open request. The handler reports progress; the recorder reads the journals.
 
-    `stored`: output tokens per sample that the record has. `keeps_output` is False for a request whose stream has more
-    than a function of the tokens (logprobs): it is computed again as a whole.
+    `stored`: output tokens per sample that the record has. `keeps_output` is False for a request with logprobs, because
+    its stream is not a function of the tokens: all its output is recomputed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Recording:
         self._keeps_output = keeps_output
 
     def advance(self, sample: int, num_output: int, *, is_done: bool) -> None:
-        """A sample has `num_output` tokens now."""
+        """Report that a sample now has `num_output` tokens."""
         if not self._keeps_output:
             return
         self._sent[sample] = num_output
@@ -73,12 +73,12 @@ class Recording:
             self._wake.set()
 
     def close(self) -> None:
-        """The request is over or its handler ended: write the rest and end the lease."""
+        """End the recording: the next write stores the remaining output and ends the lease."""
         self.is_closed = True
         self._wake.set()
 
     def update(self) -> Update:
-        """What is not stored yet."""
+        """The output that is not stored yet."""
         columns = {
             (sample, start): u32_to_bytes(self._journals[sample].outputs[start:end])
             for sample, (start, end) in enumerate(zip(self._stored, self._sent, strict=True))
@@ -88,7 +88,7 @@ class Recording:
         return Update(self.record_id, self.run, columns, ends, self.is_closed)
 
     def on_written(self, update: Update) -> None:
-        """An update was stored."""
+        """Mark the output of an update as stored."""
         for (sample, start), column in update.columns.items():
             self._stored[sample] = start + len(column) // 4
         self._ended |= dict.fromkeys(update.ends, True)
@@ -112,7 +112,7 @@ class Recorder:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Write what is left, once."""
+        """Write the remaining output, once."""
         if self._task is not None:
             await cancel(self._task)
         for recording in self._open:

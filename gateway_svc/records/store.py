@@ -5,7 +5,7 @@
       object           the finished answer of an API, if that API stores one
       o:<i>:<offset>   output token ids of sample i from this position on, little-endian uint32
       e:<i>            SampleEnd
-      run, lease, size who writes the record, until when (ms on the server's clock); bytes of all values
+      run, lease, size run that writes the record, end of its lease (ms, server's clock), bytes of all values
 
 A *run* is one execution of the request. Only the run that claimed the record last can write output. Its lease expires
 if its gateway is killed. `request`, `object`, `o:` and `e:` may be encrypted.
@@ -139,7 +139,7 @@ class RecordStore:
         return True
 
     async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:
-        """Store a new record, which replaces an older one, and give its lease to this run.
+        """Create or replace a record, and give its lease to this run.
 
         Raises InvalidRequestError if it is too large.
         """

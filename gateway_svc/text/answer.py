@@ -1,8 +1,8 @@
-"""The parts of a chat answer, and the reader that the parsers of `reasoning.py` and `tool_formats.py` are written with.
+"""The parts of a chat answer, and the reader that the parsers of `reasoning.py` and `tool_formats.py` use.
 
-A parser is a generator. It yields when it needs more text, and it is resumed when there is more, or when the text has
-ended. So it reads like a parser of a whole text, keeps its place between two pieces, and reads each character about
-once. What it has written after some text depends only on this text, not on the pieces in which the text arrived.
+A parser is a generator. It yields when it needs more text, and is resumed when text was added or the text has ended. So
+its code reads like a parser of a whole text, and it keeps its position and reads each character about once. Its output
+depends only on the text, not on how the text was split into pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Steps: TypeAlias = Generator[None, None, None]
 
 
 class Scanner(Protocol):
-    """Reads on from a position of a text; returns the position that it reached."""
+    """Scans a text from a position; returns the position that it reached."""
 
     def scan(self, text: str, start: int) -> int: ...
 
@@ -59,7 +59,7 @@ class Item:
 
 
 def items_of(parts: Iterable[Part]) -> tuple[Item, ...]:
-    """The items that these parts, from the first on, add up to."""
+    """The items of an answer, from all its parts so far."""
     texts: dict[int, list[str]] = {}
     heads: dict[int, Part] = {}
     for part in parts:
@@ -72,7 +72,7 @@ class AnswerReader:
     """The text that is not read yet, and the parts that were written. Offsets (`at`) are relative to the position.
 
     Space directly before and after a marker belongs to the format and is dropped; all other space is text.
-    `is_reasoning`: the position is inside of reasoning. `is_past_reasoning`: there will be no more of it.
+    `is_reasoning`: the position is inside of reasoning. `is_past_reasoning`: no reasoning can follow.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class AnswerReader:
         return pattern.match(self._text, start, len(self._text) if limit is None else start + limit)
 
     def offset_of(self, end: int) -> int:
-        """The offset of a position of a match."""
+        """Convert a position of a match to an offset."""
         return end - self._position
 
     def find(self, marker: str, at: int = 0) -> int | None:
@@ -126,7 +126,7 @@ class AnswerReader:
         return None if found < 0 else found - self._position
 
     def scan(self, scanner: Scanner, at: int = 0) -> int:
-        """Let a scanner read on from an offset. Returns the offset that it reached."""
+        """Run a scanner from an offset. Returns the offset that it reached."""
         return scanner.scan(self._text, self._position + at) - self._position
 
     def skip(self, count: int) -> None:
@@ -134,7 +134,7 @@ class AnswerReader:
         self._position += count
 
     def space_end(self, at: int = 0) -> Generator[None, None, int]:
-        """The offset of the first character at or after `at` that is not space; at the end of the text, that end."""
+        """The offset of the first character at or after `at` that is not space; else the end of the text."""
         while True:
             match = self.match(SPACES, at)
             end = at if match is None else self.offset_of(match.end())
@@ -147,7 +147,7 @@ class AnswerReader:
         self.skip((yield from self.space_end()))
 
     def has(self, marker: str, at: int = 0) -> Generator[None, None, bool]:
-        """Whether the marker is at this offset. Waits while it may be."""
+        """Whether the marker is at this offset. Waits for more text until this is known."""
         while True:
             start = self._position + at
             if self._text.startswith(marker, start):
@@ -197,7 +197,7 @@ class AnswerReader:
         self._append(text)
 
     def begin_call(self, name: str) -> None:
-        """Begin a tool call. Its arguments, which are not empty, follow with `write`."""
+        """Begin a tool call. Its arguments, which must not be empty, are written with `write`."""
         self._begin(Kind.TOOL_CALL, name)
         self._num_calls += 1
 

@@ -3,7 +3,7 @@
     tokenizer.json               needed for text; without it a model accepts and returns token ids only
     tokenizer_config.json        special tokens, add_bos_token, chat_template
     special_tokens_map.json      special tokens of older checkpoints
-    chat_template.jinja          preferred to chat_template.json, and that to the one in tokenizer_config.json
+    chat_template.jinja          overrides chat_template.json, which overrides tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
     generation_config.json       read for unsupported settings only; the worker reads the sampling defaults
 
@@ -134,12 +134,12 @@ class Tokenizer:
         return self._detokenizers.token_bytes(ids)
 
     def chat_format(self, template: str = "", *, has_tools: bool = False) -> ChatFormat:
-        """The format of answers to a chat, as far as the template and the vocabulary show it."""
+        """The format of chat answers, detected from the template and the vocabulary."""
         chosen = self._chosen(template, has_tools=has_tools)
         return self._formats.get(chosen, self._bare_format)
 
     def has_token(self, text: str) -> bool:
-        """The text is one token of the vocabulary."""
+        """Whether the text is one token of the vocabulary."""
         return self.token_id(text) is not None
 
     def token_id(self, text: str) -> int | None:

@@ -46,7 +46,7 @@ class ChatTemplate:
 
     @property
     def uses_tools(self) -> bool:
-        """The template reads the variable `tools`."""
+        """Whether the template reads the variable `tools`."""
         return TOOLS_USE.search(self.source) is not None
 
     def render(
@@ -114,7 +114,7 @@ class ChatTemplate:
 
 
 def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's newer name of the role system, for templates that know only the older one."""
+    """Replace OpenAI's role developer with system, for templates that know only system."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

@@ -21,12 +21,12 @@ TOOL_WORDS = (
 
 
 class ParserNameError(ValueError):
-    """A name of a parser, or of a model for it, that does not exist."""
+    """A flag names a parser or a model that does not exist."""
 
 
 def detect_format(template: str, has_token: Callable[[str], bool]) -> ChatFormat:
-    """The format that a template's source and the vocabulary show. A template names its markers of tool calls;
-    reasoning may be marked by tokens only.
+    """Detect the format from a template's source and the vocabulary. A template contains the markers of tool calls;
+    the markers of reasoning may be in the vocabulary only.
     """
     tools = next((name for name, words in TOOL_WORDS if all(word in template for word in words)), None)
     reasoning = next(

@@ -6,8 +6,8 @@ There is one parser, for streams and for whole answers:
     parser.push(text) -> parts          as often as there is new text
     parser.finish() -> parts            the text is complete
 
-After any text, the parts so far add up to the same items, however the text was cut into pieces: `parse` of all text
-gives the same as a stream. So a parser that reads the output of a continuation again is in the same state as before.
+The items depend only on the text, not on how the text was split into pieces: `parse` of the whole text gives the same
+items as a stream. So a parser that reads the output of a continuation again reaches the same state as before.
 
 The items of an answer are numbered from 0 and each is complete before the next one begins. Text that is neither
 reasoning nor a call, such as a malformed call, is content.
@@ -33,7 +33,7 @@ SHORT_ID_SIZE = 9
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What to look for in an answer; None: nothing, it stays content."""
+    """The formats to parse in an answer; None: not parsed, the text stays content."""
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
@@ -68,12 +68,12 @@ class ChatParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """The text so far ends inside of reasoning."""
+        """Whether the text so far ends inside reasoning."""
         return self._reader.is_reasoning
 
     @property
     def is_past_reasoning(self) -> bool:
-        """No reasoning can follow."""
+        """Whether no reasoning can follow."""
         return self._reader.is_past_reasoning
 
     def push(self, text: str) -> list[Part]:

@@ -44,7 +44,7 @@ class DetokenizerFactory:
         self._special_ids = {id_: token.content for id_, token in added.items() if token.special}
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
-        # By visible special tokens (None: all are visible): the skipped ids, and a cache of the others' texts.
+        # Key: visible special tokens (None: all). Value: the skipped ids, and a cache of the texts of the other ids.
         self._kinds: dict[frozenset[str] | None, tuple[frozenset[int], dict[int, Any]]] = {None: (frozenset(), {})}
         self._bytes = _Pieces({}, self._read_bytes)
 
@@ -168,7 +168,7 @@ class _Plan:
         return int(match[1], 16) if match else self.finish(token)
 
     def with_spaces(self, piece: str) -> str:
-        """A piece with spaces in place of the character that stands for them."""
+        """Replace the metaspace character of a piece with a space."""
         return piece.replace(self.metaspace, " ") if self.metaspace else piece
 
     def finish(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads one JSON object in pieces, to find its end or its first error. Linear in the text, whatever the pieces are."""
+"""Reads one JSON object in pieces and finds its end or its first error, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLOSERS = {"{": "}", "[": "]"}
 
 class JsonScanner:
     """A pushdown automaton for one JSON object. `is_complete`: its last brace was read. `is_invalid`: the character at
-    the position that `scan` returned cannot follow.
+    the position that `scan` returned is not valid there.
     """
 
     __slots__ = ("_expect", "_is_key", "_literal", "_stack", "is_complete", "is_invalid")
@@ -30,7 +30,7 @@ class JsonScanner:
 
     @classmethod
     def after_value(cls) -> JsonScanner:
-        """A scanner inside of an object, behind the value of one of its keys."""
+        """A scanner inside an object, after the value of one of its keys."""
         scanner = cls()
         scanner._stack.append("}")
         scanner._expect = scanner._after_value

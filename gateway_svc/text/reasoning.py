@@ -34,7 +34,7 @@ class ReasoningFormat:
             yield from reader.skip_space()
 
     def is_open_in(self, text: str) -> bool:
-        """The text ends inside of reasoning."""
+        """Whether the text ends inside reasoning."""
         return text.rfind(self.start) > text.rfind(self.end)
 
 

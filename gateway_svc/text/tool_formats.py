@@ -5,10 +5,10 @@
     llama3       {"name": "f", "parameters": {}}; {...}    at the start, or after <|python_tag|>
     mistral      [TOOL_CALLS][{"name": "f", "arguments": {}}], or [TOOL_CALLS]f[ARGS]{}
 
-A call begins when its name and the first brace of its arguments are there. Text that does not get so far stays content,
-with its markers. From then on it is a call, whatever follows: arguments that are cut off or are not valid JSON are
-passed on as they are, up to the end marker. A call whose arguments precede the name, or are not an object, is passed on
-when it is complete.
+A call begins when its name and the first brace of its arguments were read. Text without them stays content, with its
+markers. After the brace, the text up to the end marker belongs to the call: incomplete arguments and arguments that are
+not valid JSON are returned unchanged. A call whose arguments precede the name, or are not an object, is returned when
+it is complete.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _read_hermes(reader: AnswerReader, tools: Schemas) -> Steps:
 
 
 def _read_llama3(reader: AnswerReader, tools: Schemas) -> Steps:
-    # Without a marker, JSON is a call only if it names a tool: an answer may be JSON too.
+    # Without a marker, JSON is a call only if it names a tool: an answer may also be JSON.
     start = yield from reader.space_end()
     if (yield from _read_json_call(reader, start, tools.__contains__, ())):
         yield from _read_more_llama3(reader)
@@ -168,7 +168,7 @@ def _read_json_call(
 
 
 def _write_arguments(reader: AnswerReader, stops: tuple[str, ...]) -> Generator[None, None, bool]:
-    """Write a JSON object as arguments. False: it is not complete; then the text up to a stop was written too."""
+    """Write a JSON object as arguments. False: it is incomplete or invalid; the text up to a stop was written."""
     scanner = JsonScanner()
     while True:
         end = reader.scan(scanner)
@@ -209,7 +209,7 @@ def _write_whole_call(reader: AnswerReader, at: int, end: int, accepts: Accepts)
 
 
 def _loads(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call's object; None if it is not one."""
+    """Name and arguments of a call's object; None if the text is not a call."""
     try:
         call = json.loads(text, strict=False)
         arguments = call.get("arguments", call.get("parameters"))

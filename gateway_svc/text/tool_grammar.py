@@ -36,7 +36,7 @@ class CallRules:
 
 
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
-    """The grammar of an answer in this format, which has a tool format."""
+    """The grammar of an answer in this format. `format.tools` must be set."""
     assert format.tools is not None
     lark = _Lark(token_id)
     writer = WRITERS[format.tools.name](lark)
@@ -185,7 +185,7 @@ WRITERS: Mapping[str, type[_Hermes]] = {
 
 
 def _object(lark: _Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
-    """The object of a call. The schema stays a document of its own, because its references begin at its root."""
+    """The object of a call. The schema stays a separate document, because its references start at its root."""
     head = _literal(f'{{"name": {json.dumps(name)}, "{key}": ')
     return f'{head} {lark.add_json(_arguments(schema))} "}}"'
 

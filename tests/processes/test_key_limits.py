@@ -45,7 +45,7 @@ async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: 
                     await client.generate(token_ids=[5], max_tokens=1)
             code, body, headers = await asyncio.to_thread(post_until_limited, http)
             assert (code, body["error"]["code"]) == (429, "rate_limit_exceeded")
-            assert f"{RATE} requests per second" in body["error"]["message"]
+            assert f"requests per second: {RATE}" in body["error"]["message"]
             assert int(headers["retry-after-ms"]) > 0
     finally:
         redis.stop()

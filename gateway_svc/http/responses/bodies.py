@@ -38,7 +38,7 @@ class Asked:
     items: list[Json]  # the input
     head: Json  # fields of the response object that repeat the request
     previous_id: str
-    store: bool | None  # None: if it is possible
+    store: bool | None  # None: store it if the gateway keeps records
     is_stream: bool
     is_background: bool
     ignored: tuple[str, ...]
@@ -72,7 +72,7 @@ def response_request(data: bytes) -> Asked:
 
 
 def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
-    """The fields that are known before the request starts. Clients read most of them as required."""
+    """The fields that are known before the request starts. Clients require most of them."""
     sampling, stop = request.sampling, request.stop
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
@@ -115,7 +115,7 @@ def _metadata(body: Mapping[str, Any]) -> Json:
 
 
 def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
-    """Set the functions and the choice. Returns the types of tools that have no effect here."""
+    """Set the functions and tool_choice. Returns the types of the ignored tools."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
         raise invalid("tools", f"is {shown(tools)}; must be a list")

@@ -1,8 +1,8 @@
-"""The events of a response, and the response object, from its output: one builder for both. Pure.
+"""Builds the events of a response and the response object from its output. Pure.
 
-`sequence_number` counts events, and characters of deltas: a delta has the number of its last character. So the number
-of an event is a function of the output alone, not of the pieces in which the output arrived, and a reader that has
-number n continues with n + 1 wherever the answer is computed again.
+`sequence_number` counts events, and each character of a delta. A delta has the number of its last character. So the
+numbers depend only on the output, not on how it was split into chunks. A reader that has number n continues with n + 1
+on any gateway.
 
     0 created   1 queued   2 in_progress   3 item added   4 part added   5..9 "Hello"   10.. " you"   done   completed
 
@@ -41,7 +41,7 @@ class Event:
     data: Json
 
     def after(self, number: int) -> Event | None:
-        """The part of the event after a sequence number; None: nothing."""
+        """The part of the event after a sequence number; None if nothing is left."""
         if self.number <= number:
             return None
         delta = self.data.get("delta", "")
@@ -227,7 +227,7 @@ HEAD_DEFAULTS: Json = {"usage": None, "completed_at": None, "error": None, "inco
 
 
 def events_of(response: Json) -> list[Event]:
-    """The events of a complete response object: the same as while it was computed, each item as one delta."""
+    """The events of a complete response object. They equal the streamed events, but each item has one delta."""
     end = End(response["status"], response["usage"], response["completed_at"], response["error"])
     builder = ResponseEvents({**response, **HEAD_DEFAULTS})
     parts = [part_of(index, item) for index, item in enumerate(response["output"])]

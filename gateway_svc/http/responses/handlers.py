@@ -62,7 +62,7 @@ class ResponsesHandlers:
     # -- endpoints ----------------------------------------------------------------------------------------------------
 
     async def create_response(self, request: Request) -> Response | EventStream:
-        """Answer an input, at once or in the background."""
+        """Answer an input, directly or in the background."""
         asked: Asked = await self._read(request, response_request)
         request.scope["names"] = asked.names
         self._directory.find_text(asked.request.model).require_tokenizer("input")
@@ -78,7 +78,7 @@ class ResponsesHandlers:
             raise
 
     async def one_response(self, request: Request) -> Response | EventStream:
-        """Read a stored response, or its events with `stream=true` after `starting_after`; or delete it."""
+        """Read or delete a stored response. With `stream=true`, read its events after `starting_after`."""
         if request.method == "DELETE":
             return await self.delete_response(request)
         return await self.retrieve_response(request)
@@ -99,7 +99,7 @@ class ResponsesHandlers:
         return json_reply(run.response)
 
     async def cancel_response(self, request: Request) -> Response:
-        """End a response that is in progress; a complete one is returned unchanged."""
+        """End a response in progress. A complete response is returned unchanged."""
         response_id = _id_of(request)
         record = await self._load(response_id)
         if not record.stored_object:
@@ -108,7 +108,7 @@ class ResponsesHandlers:
         return json_reply(json.loads(record.stored_object))
 
     async def delete_response(self, request: Request) -> Response:
-        """Delete a stored response; one in progress is ended first."""
+        """Delete a stored response. A response in progress is ended first."""
         response_id = _id_of(request)
         record = await self._load(response_id)
         if not record.stored_object:
@@ -143,7 +143,7 @@ class ResponsesHandlers:
     # -- creating -----------------------------------------------------------------------------------------------------
 
     async def _is_stored(self, asked: Asked) -> bool:
-        """Whether to keep a record. A request that depends on one is refused if there is none."""
+        """Whether to keep a record. Raises if the request requires a record and this gateway keeps none."""
         if asked.is_background and asked.store is False:
             raise invalid("background", "is true, but store is false; a background response must be stored")
         if asked.store is False:
@@ -227,12 +227,12 @@ class ResponsesHandlers:
         return record
 
     def _continue(self, record: Record) -> Run:
-        """Read a response that another gateway computes, or compute it here if its gateway is gone."""
+        """Follow a response of another gateway, or compute it here if that gateway has ended."""
         source = self._servicer.resume(Resumed(record, (0,), follows=True))
         return self._start(record.record_id, _notes_of(record)["head"], source, is_stored=True)
 
     async def _follow(self, response_id: str, after: int, run: Run | None = None) -> AsyncGenerator[Event, None]:
-        """The events of a stored response after a sequence number, wherever it is computed."""
+        """The events of a stored response after a sequence number. Any gateway may compute the response."""
         while True:
             run = run or self._runs.get(scoped(response_id))
             if run is None:
@@ -255,7 +255,7 @@ class ResponsesHandlers:
             run = None
 
     async def _abort(self, record: Record) -> None:
-        """End a response, whether this gateway, another one or none computes it, and store it as cancelled."""
+        """End a response on any gateway, and store it as cancelled."""
         records, run_id = self._servicer.recorder.records, secrets.token_hex(8)
         await records.claim(record.record_id, run_id, by_force=True)  # from now on no other gateway can continue it
         await self._servicer.abort_everywhere(record.record_id)
@@ -276,7 +276,7 @@ def _notes_of(record: Record) -> Json:
 
 
 async def _of_client(run: Run) -> AsyncGenerator[Event, None]:
-    """The events of a response that ends when its client leaves."""
+    """The events of a run, which is cancelled when the client disconnects."""
     try:
         async with aclosing(run.watch()) as events:
             async for event in events:
@@ -320,7 +320,7 @@ def _number(text: str | None, name: str, default: int, low: int, high: int) -> i
 
 
 def _cancelled(record: Record, run: str) -> Update:
-    """The end of a response that is no longer computed."""
+    """The update that ends a response as cancelled."""
     finish = scheduler_pb2.SampleFinished(reason=types.FINISH_REASON_ABORTED)
     end = record_pb2.SampleEnd(finish=finish, num_output=len(record.outputs[0]))
     return Update(record.record_id, run, ends={0: end.SerializeToString()}, releases=True)

@@ -29,7 +29,7 @@ def items_of(value: Any) -> list[Json]:
 
 
 def with_ids(response_id: str, items: Sequence[Json]) -> list[Json]:
-    """Items with an id each, as the endpoint input_items lists them."""
+    """The items with ids, as the endpoint input_items returns them."""
     return [{"id": item_id(response_id, MESSAGE, f"input/{i}"), **item} for i, item in enumerate(items)]
 
 
@@ -78,14 +78,14 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
 
 
 def _turn(messages: list[pb.ChatMessage], is_taken: Callable[[pb.ChatMessage], bool]) -> pb.ChatMessage:
-    """The assistant message at the end, or a new one if there is none or it `is_taken`."""
+    """The assistant message at the end. A new one is added if there is none or `is_taken` is true for it."""
     if not messages or messages[-1].role != "assistant" or is_taken(messages[-1]):
         messages.append(pb.ChatMessage(role="assistant"))
     return messages[-1]
 
 
 def _reasoning_of(where: str, item: Json) -> str:
-    """The text of reasoning, else its summary. Encrypted reasoning of other servers has neither."""
+    """The text of reasoning, or its summary if there is no text. Encrypted reasoning of other servers has neither."""
     return _text_of(f"{where}.content", item.get("content") or item.get("summary") or [])
 
 

@@ -23,7 +23,7 @@ STATUSES = {
     types.FINISH_REASON_LENGTH: "incomplete",
     types.FINISH_REASON_ABORTED: "cancelled",
 }
-# The answer can continue elsewhere, or later.
+# After these errors, the answer can be continued, on this or another gateway.
 LOST = (TakenOverError, UnavailableError)
 
 Source = AsyncGenerator[pb.GenerateResponse, None]
@@ -31,8 +31,8 @@ Store = Callable[[Json], Awaitable[Json]]
 
 
 class Run:
-    """One answer. `store` gets the complete response object before the last event is published, and returns the object
-    that is stored: another gateway may have been first.
+    """One answer. `store` gets the complete response object before the last event is published. It returns the stored
+    object, which may come from another gateway.
     """
 
     def __init__(self, head: Json, source: Source, store: Store | None) -> None:
@@ -69,14 +69,14 @@ class Run:
         return self._final or self._builder.response()
 
     async def begun(self) -> None:
-        """Wait until the request is accepted. Raises its refusal."""
+        """Wait until the request is accepted. Raises the error of a refused request."""
         while not self._events and not self.is_over:
             await self._changed.wait()
         if not self._events and self.error is not None:
             raise self.error
 
     async def over(self) -> None:
-        """Wait until nothing more happens."""
+        """Wait until the run has ended."""
         while not self.is_over:
             await self._changed.wait()
 
@@ -126,7 +126,7 @@ class Run:
         try:
             self._final = await store(self._builder.response())
         except UnavailableError as error:
-            log.warning("the response %s is not stored: %s", self._builder.response()["id"], error.message)
+            log.warning("response %s was not stored: %s", self._builder.response()["id"], error.message)
 
     def _fail(self, error: QuireError) -> None:
         self.error = error

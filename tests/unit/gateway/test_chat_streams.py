@@ -277,7 +277,10 @@ USER = pb.ChatMessage(role="user", content="Hi")
             chat_of(tools_json='[{"type": "function", "function": {"name": "f", "parameters": 1}}]'),
             "parameters must be a JSON schema",
         ),
-        (chat_of(tools_json=json.dumps([CLOCK, CLOCK])), "tools_json[1].function.name is 'clock', the same as"),
+        (
+            chat_of(tools_json=json.dumps([CLOCK, CLOCK])),
+            "tools_json[1].function.name is 'clock', the name of an earlier tool",
+        ),
     ],
 )
 async def test_invalid_chats_are_refused(gateway: TestGateway, prompt: pb.Prompt, words: str) -> None:

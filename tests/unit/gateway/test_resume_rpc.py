@@ -238,9 +238,9 @@ async def test_a_request_with_logprobs_is_computed_again_as_a_whole(first: Recor
     [
         ("unknown", [], grpc.StatusCode.NOT_FOUND, "no record of request 'unknown'"),
         ("a b", [], grpc.StatusCode.INVALID_ARGUMENT, "must be 1 to 64 characters"),
-        ("r", [(0, 1), (0, 2)], grpc.StatusCode.INVALID_ARGUMENT, "after[1].index is 0, the same as"),
-        ("r", [(1, 1)], grpc.StatusCode.INVALID_ARGUMENT, "after[0].index is 1; the request has 1 samples"),
-        ("r", [(0, 1000)], grpc.StatusCode.INVALID_ARGUMENT, "has only"),
+        ("r", [(0, 1), (0, 2)], grpc.StatusCode.INVALID_ARGUMENT, "after[1].index is 0, the index of an earlier"),
+        ("r", [(1, 1)], grpc.StatusCode.INVALID_ARGUMENT, "after[0].index is 1; must be from 0 to 0"),
+        ("r", [(0, 1000)], grpc.StatusCode.INVALID_ARGUMENT, "is 1000; must be at most"),
     ],
 )
 async def test_invalid_positions_are_refused(

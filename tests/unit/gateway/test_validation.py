@@ -106,7 +106,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "prompt",
         "with truncate_prompt_tokens at most 4194304 are allowed",
     ),
-    ({"stop": ST(max_tokens=254)}, "stop.max_tokens", "3 tokens that is 257, .* 256: ask for at most 253"),
+    ({"stop": ST(max_tokens=254)}, "stop.max_tokens", "length 3, so the sum is 257, .* 256: ask for at most 253"),
     ({"stop": ST(max_tokens=4, min_tokens=5)}, "stop.min_tokens", "is 5; must be at most stop.max_tokens, 4"),
     ({"stop": ST(min_tokens=254)}, "stop.min_tokens", "is 254; must be at most stop.max_tokens, 253"),
     ({"stop": ST(max_tokens=0, min_tokens=1)}, "stop.min_tokens", "is 1; must be at most stop.max_tokens, 0"),
@@ -138,7 +138,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "2 ids; max_tokens is 1",
     ),
     ({"continuation": continuation(STATE(output_token_ids=[5]))}, "sampling.seed", "Accepted"),
-    ({"sampling": SP(beam_width=9)}, "sampling.beam_width", "at most 8 beams at once"),
+    ({"sampling": SP(beam_width=9)}, "sampling.beam_width", "must be at most max_num_seqs .* 8"),
     ({"sampling": SP(beam_width=65)}, "sampling.beam_width", "from 0 to 64"),
     ({"sampling": SP(beam_width=2, n=3)}, "sampling.n", "at most sampling.beam_width, 2"),
     ({"sampling": SP(beam_width=2, temperature=0)}, "sampling.temperature", "is 0, and sampling.beam_width is 2"),
@@ -164,7 +164,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"continuation": types.Continuation(num_prompt_logprobs=257), "prompt": ids(256), "stop": ST(max_tokens=0)},
         "continuation.num_prompt_logprobs",
-        "is 257; the prompt has 256 tokens",
+        "is 257; must be at most 256, the length of the prompt",
     ),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
