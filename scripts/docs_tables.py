@@ -9,8 +9,13 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from quire.v1 import inference_pb2
 
 import gateway_svc.metrics
 import gateway_svc.server
@@ -111,6 +116,44 @@ def unserved_rows() -> Iterator[list[str]]:
             yield [f"`{field.path}`", field.kind.value, "" if field.off in (None, "") else f"`{field.off:g}`"]
 
 
+def message_rows() -> Iterator[list[str]]:
+    """One row per field of a request message that is not a parameter, with the comment of the protocol."""
+    parameters = {"SamplingParams", "StopParams", "OutputParams", "SchedulingParams"}
+    comments = _comments()
+    for message in _request_messages():
+        for field in message.fields:
+            if message.name not in parameters and field.name not in BY_PATH:
+                yield [f"`{message.name}`", f"`{field.name}`", comments[message.name, field.name]]
+
+
+def _request_messages() -> list[Any]:
+    """Descriptors of the messages that clients send, each once: requests, then the messages in them."""
+    services = inference_pb2.DESCRIPTOR.services_by_name.values()
+    found = [method.input_type for service in services for method in service.methods]
+    for message in found:  # grows while it is read
+        found += [field.message_type for field in message.fields if field.message_type]
+    names = {message.full_name: message for message in found if not message.GetOptions().map_entry}
+    return list(names.values())
+
+
+def _comments() -> dict[tuple[str, str], str]:
+    """The comment of each field of the public protocol, by message and field."""
+    from grpc_tools import protoc  # slow to import
+
+    with tempfile.NamedTemporaryFile() as out:
+        flags = [f"-I{ROOT / 'protos'}", "--include_source_info", f"--descriptor_set_out={out.name}"]
+        if protoc.main(["protoc", *flags, "quire/v1/inference.proto", "quire/v1/types.proto"]):
+            raise RuntimeError("protoc failed")
+        files = FileDescriptorSet.FromString(out.read()).file
+    comments: dict[tuple[str, str], str] = {}
+    for file in files:
+        texts = {tuple(at.path): " ".join(at.leading_comments.split()) for at in file.source_code_info.location}
+        for i, message in enumerate(file.message_type):
+            for j, field in enumerate(message.field):
+                comments[message.name, field.name] = texts[4, i, 2, j]
+    return comments
+
+
 def body_rows(rows: Sequence[BodyField]) -> Iterator[list[str]]:
     """One row per supported field of a body. Type, limits and meaning of a parameter come from its request field."""
     for row in rows:
@@ -146,6 +189,7 @@ def written() -> dict[Path, str]:
     head = ("field", "SDK option", "flag", "type", "default", "limits", "applied by", "rebuilt on resume", "meaning")
     tables["request fields"] = table(head, field_rows())
     tables["fields not served"] = table(("field", "type", "value that is accepted"), unserved_rows())
+    tables["message fields"] = table(("message", "field", "meaning"), message_rows())
     head = ("field", "request field", "type", "limits", "meaning")
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
     tables["refused body fields"] = table(("field", "value that is accepted", "endpoints"), refused_body_rows())

@@ -63,7 +63,30 @@ PARAMETERS = (
     Parameter("choice", lambda rng, _: {"choice": list(CHOICES), "ignore_eos": False}),
     Parameter("best_of", lambda rng, _: {"best_of": 3, "n": 2, "temperature": 1.0, "seed": rng.getrandbits(64)}, True),
     Parameter("beam_width", lambda rng, _: {"beam_width": 3, "n": 2}, True),
+    Parameter("length_penalty", lambda rng, _: {"beam_width": 2, "length_penalty": rng.uniform(-1, 2)}, True),
+    Parameter("early_stopping", lambda rng, _: {"beam_width": 2, "early_stopping": rng.choice((True, "never"))}, True),
+    Parameter("truncate_prompt_tokens", lambda rng, _: {"truncate_prompt_tokens": rng.randint(8, 40)}),
+    Parameter("skip_special_tokens", lambda rng, _: {"skip_special_tokens": False}),
 )
+# The other options, with the reason why the workload does not draw them from the table above.
+NOT_DRAWN = {
+    "temperature": "drawn for every request by workload.py",
+    "seed": "drawn for every sampled request by workload.py",
+    "n": "drawn for every sampled request by workload.py",
+    "max_tokens": "drawn for every request by workload.py",
+    "ignore_eos": "set in every request by workload.py, so that answers are long",
+    "stop": "some requests occur a second time with a stop string of their answer (workload.py)",
+    "include_stop_in_output": "keeps the match of a stop string; the expected text of these requests is cut before it",
+    "json_object": "the same code as json_schema, but answers may end before a fault",
+    "parse_chat": "set by the SDK for every chat",
+    "send_text": "the verdict compares the text",
+    "send_token_ids": "the verdict compares the token ids",
+    "priority": "changes no token",
+    "tenant_id": "changes no token",
+    "cache_salt": "changes no token; set for some streams by streams.py",
+    "determinism": "changes no token: a request is accepted or refused",
+    "resumable": "changes no token",
+}
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}
 BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar may require a token that these ban

@@ -1,0 +1,30 @@
+"""The tests that show, through real processes, that a field of a request is not ignored.
+
+Fields of the public protocol are named MESSAGE.FIELD, as in the proto files. A field is either in a table of
+tests/processes/test_request_fields.py, where one test compares the answers with and without it, or has its own test
+here. Each field of an HTTP body is in a table of tests/processes/test_http_fields.py, by endpoint and name.
+tests/unit/fields/test_coverage.py checks that all fields are there, and that the named tests exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FIELDS = "tests/processes/test_request_fields.py::"
+RESUME = "tests/processes/test_resume.py::"
+
+OWN_TESTS: Mapping[str, str] = {
+    "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",
+    "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
+    "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
+    "SchedulingParams.tenant_id": FIELDS + "test_priority_and_tenant_order_the_queue",
+    "SchedulingParams.cache_salt": FIELDS + "test_requests_with_different_salts_share_no_blocks",
+    "ResumeRequest.request_id": RESUME + "test_a_client_with_only_the_id_continues_after_its_gateway_was_killed",
+    "ResumeRequest.after": RESUME + "test_resume_takes_over_a_request_that_still_runs",
+    "ResumePosition.index": RESUME + "test_resume_takes_over_a_request_that_still_runs",
+    "ResumePosition.num_tokens": RESUME + "test_resume_takes_over_a_request_that_still_runs",
+    "AbortRequest.request_ids": "tests/processes/test_cancel.py::test_abort_ends_streams_with_their_tokens_so_far",
+    "DrainWorkerRequest.worker_id": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
+    "DrainWorkerRequest.model": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
+    "DrainWorkerRequest.timeout_s": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
+}
