@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from deploy.k8s.generate import BASE
+from svc_common.trust import ROLES
 from tests.chart.chart import NAMESPACE
 
 ADDRESS = re.compile(r"(?:--scheduler=|redis://)([^:/]+):")
@@ -42,3 +43,19 @@ def test_addresses_resolve_in_any_namespace() -> None:
 
 def test_no_file_contains_a_namespace() -> None:
     assert [path.name for path in BASE.glob("*.yaml") if "namespace:" in path.read_text()] == []
+
+
+def test_the_base_needs_only_the_secret_of_the_guide() -> None:
+    """docs/trust.md creates quire-tokens with an entry per role; each pod mounts only its own entry."""
+    mounted = {}
+    for manifest in read_base():
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            spec = manifest["spec"]["template"]["spec"]
+            mounted[spec["containers"][0]["name"]] = [v["secret"] for v in spec.get("volumes", []) if "secret" in v]
+    tokens = {role: [secret_of(role)] for role in ROLES}
+    assert mounted == tokens | {"redis": []}
+    assert "insecure" not in yaml.safe_dump_all(read_base())
+
+
+def secret_of(role: str) -> dict[str, Any]:
+    return {"secretName": "quire-tokens", "items": [{"key": role, "path": "tokens"}]}
