@@ -46,11 +46,11 @@ def test_each_service_gets_its_token_and_the_digests_of_its_callers(tmp_path: Pa
 
 def test_an_upgrade_keeps_the_tokens() -> None:
     installed = render()
-    assert token_files(render()) != token_files(installed), "without a cluster they are drawn anew"
+    assert token_files(render()) != token_files(installed), "without a cluster new ones are generated"
     assert token_files(render_upgrade({}, installed)) == token_files(installed)
 
 
-def test_an_upgrade_draws_only_a_missing_token(tmp_path: Path) -> None:
+def test_an_upgrade_generates_only_a_missing_token(tmp_path: Path) -> None:
     installed = render()
     left = Objects(tuple(m for m in installed.manifests if not m["metadata"]["name"].endswith("tokens-worker")), "")
     before, after = token_files(installed), token_files(render_upgrade({}, left))
@@ -76,7 +76,7 @@ def test_the_commands_of_the_guide_create_the_same_files(tmp_path: Path) -> None
     check({role: (tmp_path / "tokens" / role).read_text() for role in ROLES}, tmp_path)
 
 
-@pytest.mark.parametrize("values", [{}, {"trust": {"existingSecret": "s"}}, TRUST_TLS], ids=["drawn", "own", "tls"])
+@pytest.mark.parametrize("values", [{}, {"trust": {"existingSecret": "s"}}, TRUST_TLS], ids=["generated", "own", "tls"])
 def test_changed_files_reach_the_services_and_only_them(values: Values) -> None:
     """The kubelet updates mounted folders, but no file mounted by subPath. A download gets no token."""
     owners = merged(values, EMPTY | merged(ADMIN, merged(KEYS, {"gateway": {"keyLimits": {"toml": LIMITS}}})))
@@ -109,7 +109,7 @@ def test_the_admin_port_is_never_published() -> None:
         assert "admin" not in str(ingress["spec"])
 
 
-def test_notes_say_how_the_services_recognize_each_other() -> None:
+def test_notes_say_how_the_services_authenticate_each_other() -> None:
     assert "set trust.existingSecret there" in render().notes
     assert "trust.existingSecret" not in render({"trust": {"existingSecret": "s"}}).notes
     assert "trust.mode to tokens or tls" in render({"trust": {"mode": "none"}}).notes
