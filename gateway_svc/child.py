@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 
+from gateway_svc.flags import make_parser
 from gateway_svc.processes import EXIT_CANNOT_START, port_of_child
-from gateway_svc.server import make_parser, run_gateway
+from gateway_svc.server import run_gateway
 from svc_common import config
 
 PR_SET_PDEATHSIG = 1

@@ -1,4 +1,4 @@
-"""The gateway process: flags, wiring, health, drain."""
+"""The gateway process: wiring, health, drain."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
-from gateway_svc.chat_flags import TemplateFileError, add_chat_flags, chat_templates, parser_names
+from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
+from gateway_svc.flags import make_parser, min_priority
 from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
-from gateway_svc.operator_port import add_admin_flags, add_admin_service
+from gateway_svc.operator_port import add_admin_service
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
@@ -33,10 +33,9 @@ from gateway_svc.records.cipher import RecordKeyError, make_cipher
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.scheduler_client import SchedulerClient
-from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS, MIN_PRIORITY, InferenceServicer
+from gateway_svc.servicer import InferenceServicer
 from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
-from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
@@ -44,7 +43,7 @@ from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
-from svc_common.trust import TrustError, add_flags, make_trust
+from svc_common.trust import TrustError, make_trust
 
 if TYPE_CHECKING:
     from gateway_svc.http.server import HttpServer
@@ -73,13 +72,6 @@ START_ERRORS = (
     ParserNameError,
 )
 
-EPILOG = """example:
-  quire-gateway --listen 0.0.0.0:50051 --scheduler llama-scheduler:50052 --scheduler qwen-scheduler:50052
-
-Schedulers with the same model are replicas: a request runs on one of them, and moves to another if it is lost.
-The gateway needs no model files: it gets each model's properties and tokenizer from the model's scheduler.
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `quire-gateway`."""
@@ -103,184 +95,6 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
         run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
     except START_ERRORS as error:
         sys.exit(f"quire-gateway: {error}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The flags of the gateway."""
-    parser = config.make_parser("gateway", "The public gRPC and HTTP API of Quire, for any number of models.", EPILOG)
-    parser.add_argument(
-        "--listen", type=config.address, default="0.0.0.0:50051", metavar="HOST:PORT", help="address to listen on"
-    )
-    parser.add_argument(
-        "--http-listen",
-        type=config.address_or_off,
-        default=config.OFF,
-        metavar="HOST:PORT",
-        help="address of the OpenAI-compatible HTTP API (docs/http.md), with the same API keys and TLS files",
-    )
-    parser.add_argument(
-        "--http-max-connections",
-        type=config.in_range(int, 1, 1_000_000),
-        default=8192,
-        help="limit of open HTTP connections; further connections get status 503 and are closed",
-    )
-    parser.add_argument(
-        "--http-allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose web pages may call the HTTP API (CORS), such as https://chat.example.com, or * for all; "
-        "repeat the flag for several (in the environment variable, separate them by commas). Unset: none",
-    )
-    parser.add_argument(
-        "--scheduler",
-        type=config.address,
-        action="append",
-        required=True,
-        metavar="HOST:PORT",
-        help="address of a scheduler; repeat the flag for replicas and for other models (in the environment variable, "
-        "separate addresses by commas)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=config.in_range(int, 1, 256),
-        default=1,
-        metavar="N",
-        help="number of gateway processes that share the port. The kernel spreads connections over them; limits apply "
-        "to each process. The second process adds 1 to the ports of --metrics-listen and --health-listen, and so on",
-    )
-    parser.add_argument(
-        "--chunk-interval-ms",
-        type=config.in_range(float, 0.0, 1000.0),
-        default=0.0,
-        metavar="MS",
-        help="least time between two chunks of a stream. Tokens that arrive in between are sent in one chunk, which "
-        "saves CPU here and in clients. 0: tokens are sent as they arrive, several in one chunk only when the gateway "
-        "is busy",
-    )
-    add_chat_flags(parser)
-    parser.add_argument(
-        "--max-streams",
-        type=config.in_range(int, 1, 1_000_000),
-        default=4096,
-        help="limit of open Generate streams; further ones are refused with RESOURCE_EXHAUSTED",
-    )
-    parser.add_argument(
-        "--max-request-bytes",
-        type=config.size_bytes,
-        default="512M",
-        metavar="SIZE",
-        help="limit on the total size of open requests; further ones are refused with RESOURCE_EXHAUSTED",
-    )
-    parser.add_argument(
-        "--max-tokenize-bytes",
-        type=config.size_bytes,
-        default="16M",
-        metavar="SIZE",
-        help="limit on the total size of Tokenize and Detokenize calls in progress; further ones are refused with "
-        "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
-    )
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path, the same as for the schedulers. With it, the gateway "
-        "prefers replicas that have the prompt's prefix cached, and keeps records of resumable requests",
-    )
-    parser.add_argument(
-        "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as for the schedulers"
-    )
-    records = parser.add_argument_group("records of resumable requests and stored answers, in Redis (docs/resume.md)")
-    records.add_argument(
-        "--record-ttl-s",
-        type=config.in_range(float, 1.0, 30 * 86_400.0),
-        default=3600.0,
-        help="a record is deleted this long after its last write",
-    )
-    records.add_argument(
-        "--max-record-bytes",
-        type=config.size_bytes,
-        default="4M",
-        metavar="SIZE",
-        help="limit on the size of one record. A larger request is refused if it needs a record; output above the "
-        "limit is not stored and is computed again when it is needed",
-    )
-    records.add_argument(
-        "--record-key-file",
-        type=Path,
-        metavar="FILE",
-        help="encrypt records with AES-256-GCM: a key of 32 bytes in base64 per line. The first key encrypts, all keys "
-        "decrypt. Unset: records are not encrypted",
-    )
-    parser.add_argument(
-        "--max-connection-age-s",
-        type=config.in_range(float, 0.0, 86_400.0),
-        default=0.0,
-        help="age at which a connection is closed, plus or minus 10 percent, so that clients also connect to new "
-        "gateways. Open streams finish on the old connection. 0: never",
-    )
-    parser.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="DIR",
-        help="folder of accepted API keys: a file per owner, a key per line, read again when a file changes. Health "
-        "and reflection need no key. The owner is the tenant of its requests, and only its keys abort or resume "
-        "them. Unset: no API key is needed, and any client that knows the id of a request can end it",
-    )
-    parser.add_argument(
-        "--key-limits",
-        type=Path,
-        metavar="FILE",
-        help="TOML file with limits per owner of API keys (docs/limits.md): rates of requests and tokens, open "
-        "streams, models, priorities; read again when it changes. With --redis they apply to all "
-        "gateways together, else to each gateway process",
-    )
-    parser.add_argument(
-        "--min-priority",
-        type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
-        metavar="N",
-        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys, else -1000",
-    )
-    parser.add_argument(
-        "--max-logprobs",
-        type=config.in_range(int, 0, MAX_LOGPROBS),
-        default=DEFAULT_MAX_LOGPROBS,
-        metavar="K",
-        help="highest output.logprobs and output.prompt_logprobs that a request may have",
-    )
-    tls = parser.add_argument_group("TLS for --listen; files are read again when they change")
-    tls.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate chain (PEM); unset: plaintext")
-    tls.add_argument(
-        "--tls-key-file", type=Path, metavar="FILE", help="private key of the certificate (PEM, without a password)"
-    )
-    tls.add_argument(
-        "--tls-client-ca-file",
-        type=Path,
-        metavar="FILE",
-        help="CA certificates (PEM); clients need a certificate signed by one of them. Unset: clients need none",
-    )
-    add_admin_flags(parser)
-    add_flags(parser)
-    parser.add_argument(
-        "--scheduler-patience-s",
-        type=config.in_range(float, 0.0, 3600.0),
-        default=30.0,
-        help="how long an open generation waits for a scheduler before it ends with UNAVAILABLE",
-    )
-    parser.add_argument(
-        "--drain-timeout-s",
-        type=config.in_range(float, 0.0, 3600.0),
-        default=30.0,
-        help="time for open generations to finish after SIGTERM; then they end with UNAVAILABLE, and clients resume "
-        "them through another gateway",
-    )
-    return parser
-
-
-def min_priority(args: argparse.Namespace) -> int:
-    """The lowest priority of a request. With API keys it is 0 by default, because clients do not trust each other."""
-    if args.min_priority is not None:
-        return int(args.min_priority)
-    return MIN_PRIORITY if args.api_keys is None else 0
 
 
 def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import gateway_svc.server
+import gateway_svc.flags
 import scheduler_svc.server
 import worker_svc.flags
 from deploy.k8s import generate
@@ -864,7 +864,7 @@ EVERYTHING: Values = {
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
 def test_services_accept_every_flag_and_variable(part: str, family: str, trust: Values) -> None:
     make = {
-        "gateway": gateway_svc.server.make_parser,
+        "gateway": gateway_svc.flags.make_parser,
         "scheduler": scheduler_svc.server.make_arguments,
         "worker": worker_svc.flags.make_parser,
     }[part]

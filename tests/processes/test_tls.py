@@ -14,7 +14,7 @@ import trustme
 from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated, cli
 from quire_client.tls import resolve_tls
 
-from gateway_svc.server import make_parser
+from gateway_svc.flags import make_parser
 from svc_common.tls import TlsError, server_credentials, tls_files
 from tests.processes.ports import free_port
 from tests.processes.stack import Service

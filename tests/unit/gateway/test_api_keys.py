@@ -7,7 +7,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.api_keys import REREAD_S, ApiKeyInterceptor, ApiKeys, ApiKeysError
-from gateway_svc.server import make_parser, min_priority
+from gateway_svc.flags import make_parser, min_priority
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 
 NO_MESSAGE = b"\xff\xff\xff"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gateway_svc.server import RedisUrlError, make_parser, make_reader
+from gateway_svc.flags import make_parser
+from gateway_svc.server import RedisUrlError, make_reader
 from svc_common.config import parse
 
 
