@@ -231,7 +231,7 @@ def call_grammar(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Se
 
 
 def _constrained(chat: pb.Chat, tools: Tools) -> Mapping[str, Mapping[str, Any]]:
-    """The schema of each tool that may be called. With AUTO, only strict tools must match theirs."""
+    """The schema of each tool that may be called. With AUTO, only the schemas of strict tools are enforced."""
     if chat.tool_name:
         return {chat.tool_name: tools.schemas[chat.tool_name]}
     if must_call(chat):

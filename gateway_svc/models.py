@@ -53,7 +53,7 @@ class ServedModel:
         return max(SMALL_PROMPT_BYTES, self.info.max_model_len * self.text.tokenizer.max_token_bytes)
 
     def chat_format(self, template: str, *, has_tools: bool) -> ChatFormat:
-        """The format of answers to chats with this template: detected, or chosen by --tool-parser and the like."""
+        """The format of chat answers with this template: detected, or set by --tool-parser and --reasoning-parser."""
         detected = ChatFormat()
         if self.text.tokenizer is not None:
             detected = self.text.tokenizer.chat_format(template, has_tools=has_tools)
@@ -73,7 +73,7 @@ class ServedModel:
 class BundleCache:
     """ModelText by bundle digest, shared by all schedulers of this gateway.
 
-    `templates`: chat templates, by name, that every model gets; they replace its templates of the same name.
+    `templates`: chat templates of all models, by name; they replace a model's own templates of the same name.
     """
 
     def __init__(self, templates: Mapping[str, str] | None = None) -> None:

@@ -55,7 +55,7 @@ class Resumed:
 
 
 def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -> record_pb2.RequestRecord:
-    """The record of a request, with all defaults applied: they may have changed when it is continued."""
+    """The record of a request, with all defaults applied, because they may change before it is continued."""
     kept = pb.GenerateRequest()
     kept.CopyFrom(request)
     kept.request_id = plan.request_id

@@ -202,7 +202,7 @@ class SchedulerClient:
         self._stub = SchedulerServiceStub(self._channel)
 
     def _reconnect(self) -> None:
-        """Replace the channel. Calls on the old one may finish: closing it at once would cancel them."""
+        """Replace the channel. Calls on the old channel may finish: closing it immediately would cancel them."""
         closing = asyncio.create_task(self._channel.close(RELEASE_TIMEOUT_S))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

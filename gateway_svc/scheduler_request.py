@@ -128,8 +128,8 @@ class SchedulerRequest:
             raise self._error
 
     async def wait(self) -> list[int]:
-        """Wait until samples have new tokens or ended; returns their indices in order. Returns none if only prompt
-        tokens have new log probabilities. Raises a failure.
+        """Wait until samples have new tokens or ended; returns their indices in order. Returns no index if only
+        prompt tokens have new log probabilities. Raises a failure.
         """
         while not self._is_due and self._error is None:
             await self._sleep()

@@ -57,7 +57,7 @@ class GenerationPlan:
     stop_condition: StopCondition  # the part of `stop` that depends on token ids only
     scheduling: pb.SchedulingParams
     wants_text: bool
-    answer: AnswerPlan | None  # how the text is parsed; None: it is sent as it is
+    answer: AnswerPlan | None  # how the text is parsed; None: it is sent unchanged
     wants_token_ids: bool
     skip_special_tokens: bool
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation

@@ -306,9 +306,7 @@ class StreamAssembler:
 
     def _open_sample(self, index: int) -> _Partial:
         if index >= len(self._samples):
-            raise self._corrupted(
-                f"received output of sample {index}, but the request has {len(self._samples)} samples"
-            )
+            raise self._corrupted(f"received output of sample {index}, but n of the request is {len(self._samples)}")
         if self._samples[index].finished is not None:
             raise self._corrupted(f"received output of sample {index} after its Finished")
         return self._samples[index]

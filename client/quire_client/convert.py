@@ -38,7 +38,7 @@ WORKER_STATES = {
 
 
 def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
-    """The log probabilities of consecutive tokens. `token_ids` may be empty: the server did not send them."""
+    """The log probabilities of consecutive tokens. `token_ids` is empty if the server did not send them."""
     count = len(message.logprobs)
     num_top = len(message.top_logprobs) // count if count else 0
     top = tuple(

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's h11 protocol with the time limits and the connection limit that it lacks.
+"""One HTTP connection. Adds time limits and a connection limit to uvicorn's h11 protocol.
 
     accepted --header--> request --answer--> idle --header--> request ...
              HEADER_TIMEOUT_S               keep-alive timeout, then HEADER_TIMEOUT_S from the first byte
@@ -43,8 +43,8 @@ class HttpProtocol(H11Protocol):
         if len(self.connections) > self.max_connections:
             self._refuse(
                 UnavailableError(
-                    f"{self.max_connections} HTTP connections are open on this gateway, the limit of "
-                    "--http-max-connections; retry later"
+                    "this gateway has reached the limit of open HTTP connections "
+                    f"(--http-max-connections {self.max_connections}); retry later"
                 )
             )
             return

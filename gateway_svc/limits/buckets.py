@@ -110,7 +110,8 @@ class LocalBuckets:
 
 
 # KEYS: the two buckets, the streams. Times are seconds on Redis' clock. ARGV: request rate, token rate, cost in tokens,
-# limit of streams (-1: none), stream id, and the three constants. Returns 0 and 0, or the number of the limit and ms.
+# limit of streams (-1: none), stream id, and the three constants. Returns 0 and 0 if the request is admitted, else the
+# number of the limit and the wait in ms.
 TAKE = """
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000

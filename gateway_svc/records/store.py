@@ -65,8 +65,8 @@ if ARGV[4] == '0' and lease > now and redis.call('HGET', KEYS[1], 'run') ~= ARGV
 redis.call('HSET', KEYS[1], 'run', ARGV[1], 'lease', now + ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1"""
-# Stores an object unless there is one. ARGV: object, time to live in ms. Returns the stored object; nil if there is no
-# record.
+# Stores an object unless the record has one. ARGV: object, time to live in ms. Returns the stored object; nil if there
+# is no record.
 PUT_OBJECT = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
@@ -76,7 +76,7 @@ return redis.call('HGET', KEYS[1], 'object')"""
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A stored record. Output has no gaps; a sample's end is present only if all its output is."""
+    """A stored record. Output has no gaps; a sample's end is present only if all its output is present."""
 
     record_id: str
     content: pb.RequestRecord
@@ -177,7 +177,7 @@ class RecordStore:
         return [bool(answer) for answer in await self._call(pipeline.execute())]
 
     async def put_object(self, record_id: str, data: bytes) -> bytes:
-        """Store the finished answer, unless one is stored. Returns the stored one; `data` if there is no record."""
+        """Store the finished answer unless one is stored. Returns the stored one, or `data` if there is no record."""
         value = self._seal(data, record_id, "object")
         found = await self._call(self._redis.eval(PUT_OBJECT, 1, self._key(record_id), value, self._ttl_ms))
         try:

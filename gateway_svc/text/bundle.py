@@ -123,7 +123,7 @@ class Tokenizer:
     def render_chat(self, messages: ChatMessages, *, template: str = "", **options: Unpack[RenderOptions]) -> str:
         """The conversation as the text that `encode_chat` tokenizes. Raises ChatTemplateError.
 
-        `template`: a name; "": the one for tools if there are tools and it exists, else the default.
+        `template`: a name. If it is empty: the template for tools if there are tools and it exists, else the default.
         """
         return self._template(template, has_tools=bool(options.get("tools"))).render(messages, **options)
 

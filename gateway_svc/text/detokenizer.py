@@ -58,7 +58,7 @@ class DetokenizerFactory:
         return _Window(self._backend, skipped)
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each id adds to a text; of an added token (special or not), its name."""
+        """The bytes that each id adds to a text; for an added token (special or not), the bytes of its name."""
         return self._bytes.of(ids)
 
     def _read_bytes(self, id_: int) -> bytes:

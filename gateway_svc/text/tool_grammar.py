@@ -91,7 +91,7 @@ class _Lark:
         return f"{self.add_text(marker)}? {self.marker(marker)}"
 
     def marker(self, text: str) -> str:
-        """A marker: its token if it has one, else its text."""
+        """The token of a marker, or its text if it is not one token."""
         id_ = self.token_id(text)
         return _literal(text) if id_ is None else f"<[{id_}]>"
 

@@ -2,7 +2,7 @@
 
     <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>
 
-A parameter whose schema allows strings only is a string. Any other is JSON if it is valid JSON, else a string.
+A parameter whose schema allows only strings is a string. Any other parameter with valid JSON is JSON, else a string.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _read_function(reader: AnswerReader, name: str, schema: Mapping[str, Any]) -
 
 
 def _parameter(reader: AnswerReader) -> Generator[None, None, tuple[str, str] | None]:
-    """Read one parameter. None: there is no complete one; nothing was read, except at the end of the text."""
+    """Read one parameter. None: no complete parameter; then nothing was read, except at the end of the text."""
     if not (yield from reader.has(PARAMETER)):
         return None
     searched = 0

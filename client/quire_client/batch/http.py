@@ -211,7 +211,7 @@ def _retry_after_s(answer: http.client.HTTPResponse) -> float:
 
 
 def _decoded(data: bytes) -> Any:
-    """The JSON of an answer, else its text."""
+    """The parsed JSON of an answer, or its text if it is not JSON."""
     try:
         return json.loads(data)
     except ValueError:

@@ -45,10 +45,11 @@ class Client:
     `credentials`: gRPC channel credentials, used instead of `tls`.
     `timeout_s` limits a whole generation, `unary_timeout_s` every other call.
 
-    A stream that breaks is resumed, on another gateway if there are several: no output is lost, repeated or changed,
-    and the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits the attempts after a
-    break. A gateway that sends nothing for `stall_timeout_s` gets a health check; if it does not answer, the stream
-    moves to another gateway. None disables the check: then only the connection's keepalive detects a dead gateway.
+    A broken stream is resumed, on another gateway if there are several. No output is lost, repeated or changed, and
+    the caller sees only a pause. `resume=False` disables this; `resume_timeout_s` limits the attempts after a break.
+    If a gateway sends nothing for `stall_timeout_s`, the client checks its health. If the gateway does not answer, the
+    stream moves to another gateway. None disables the check: then only the connection's keepalive detects a dead
+    gateway.
     The logger "quire" logs breaks and retries.
     """
 

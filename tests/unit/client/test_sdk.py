@@ -542,7 +542,7 @@ EMPTY_DIGEST = 0x2D06800538D394C2  # xxh3_64 of no bytes
         ([accepted(), chunk(text="é"), chunk(text="x", text_offset=1)], "byte 1, expected 2"),
         ([accepted(), accepted()], "Accepted must be the first event"),
         ([chunk(token_ids=[1])], "Accepted must be the first event"),
-        ([accepted(), chunk(index=1)], "sample 1, but the request has 1"),
+        ([accepted(), chunk(index=1)], "sample 1, but n of the request is 1"),
         ([accepted(), finished(output_digest=EMPTY_DIGEST), chunk(token_ids=[1])], "after its Finished"),
         ([accepted()], "0 of 1 samples finished"),
         ([], "before the request was accepted"),
