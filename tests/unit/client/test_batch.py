@@ -177,7 +177,7 @@ def test_an_unknown_path_stops_the_batch(source, output, capsys):
 def test_without_a_server_requests_stay_unanswered(source, output, capsys):
     with Server() as server:
         url = server.url
-    assert batch(source, output, url, "--retry-timeout-s", "0.1") == 1
+    assert batch(source, output, url, "--retry-timeout-s", "2") == 1
     captured = capsys.readouterr()
     assert "4 not answered: run the same command again" in captured.out
     assert "Connection refused" in captured.out
