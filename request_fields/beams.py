@@ -13,7 +13,7 @@ from request_fields.fields import FieldError
 class EarlyStopping(Enum):
     """When a beam search ends, with the names and meanings of `early_stopping` in transformers.
 
-    FALSE: when the best running beam, at its present length, can no longer beat the worst kept sequence. TRUE: as soon
+    FALSE: when the best running beam, at its current length, can no longer beat the worst kept sequence. TRUE: as soon
     as `width` sequences are complete. NEVER: like FALSE, but a positive length_penalty assumes the largest length.
     """
 
@@ -32,7 +32,7 @@ class BeamParams:
     early_stopping: EarlyStopping = EarlyStopping.FALSE
 
 
-# Fields that a beam search does not apply. Setting one with beam_width is an error.
+# Fields that beam search does not support. Setting one with beam_width is an error.
 NOT_WITH_BEAMS = (
     "sampling.temperature",
     "sampling.top_p",
@@ -51,7 +51,7 @@ ONLY_WITH_BEAMS = ("sampling.length_penalty", "sampling.early_stopping")
 
 
 def check_beam_fields(fields_set: Mapping[str, Any]) -> None:
-    """Check that the fields that a request sets, by path, agree with its beam_width. Raises FieldError."""
+    """Check the fields that a request sets, by path, against its beam_width. Raises FieldError."""
     width = fields_set.get("sampling.beam_width") or 0
     if width < 2:
         for path in ONLY_WITH_BEAMS:
@@ -64,12 +64,12 @@ def check_beam_fields(fields_set: Mapping[str, Any]) -> None:
             shown = f"is {value:g}" if isinstance(value, int | float) else "is set"
             raise FieldError(
                 path,
-                f"{shown}, and sampling.beam_width is {width}; beam search does not apply it: unset one",
+                f"{shown}, and sampling.beam_width is {width}; beam search does not support it: unset one",
             )
 
 
 def beam_params(sampling: Mapping[str, Any], max_tokens: int) -> BeamParams | None:
-    """The beam search that `sampling` fields ask for, by field name; None if they ask for none. Raises FieldError."""
+    """Beam search parameters from `sampling` values by field name; None without beam search. Raises FieldError."""
     width, n = sampling.get("beam_width") or 0, sampling.get("n") or 1
     if width < 2:
         return None

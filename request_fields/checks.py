@@ -21,7 +21,7 @@ from request_fields.fields import (
     served,
 )
 
-UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that is off
+UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that turns it off
 MESSAGES = {field.message for field in FIELDS}
 SERVED_SAMPLING = served("sampling")
 SAMPLED_IDS = [name for name, field in SERVED_SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
@@ -40,7 +40,7 @@ def check_fields(request: Message) -> None:
 
 
 def check_beams(request: Message) -> None:
-    """Check that the fields that a client sets in a GenerateRequest agree with its beam_width. Raises FieldError."""
+    """Check the fields that a client sets in a GenerateRequest against its beam_width. Raises FieldError."""
     check_beam_fields({field.path: value for field, value in _fields_set(request, "")})
 
 
@@ -107,8 +107,8 @@ def check_sampled_ids(sampling: Any, vocab_size: int) -> None:
 def check_something_is_left(
     sampling: Any, bad_words_ids: Iterable[Sequence[int]], early_banned: Iterable[int], vocab_size: int
 ) -> None:
-    """Check that a SamplingParams message, the ids of its bad words and the ids that min_tokens bans leave a token to
-    sample. Raises FieldError."""
+    """Check that the token id rules of a SamplingParams message, its bad words and min_tokens leave a token to sample.
+    Raises FieldError."""
     banned = {*sampling.banned_token_ids, *(ids[0] for ids in bad_words_ids if len(ids) == 1)}
     if not (banned or sampling.allowed_token_ids):
         return

@@ -15,7 +15,7 @@ MAX_UINT32 = 2**32 - 1
 MAX_BEAM_WIDTH = 64
 MAX_BANNED_IDS = 512  # token ids that min_tokens may ban: EOS and stop_token_ids
 MAX_ALLOWED_IDS = 1 << 16  # allowed_token_ids of one request
-MAX_RULE_IDS = 1024  # banned_token_ids and entries of logit_bias of one request, each
+MAX_RULE_IDS = 1024  # banned_token_ids of one request; also entries of logit_bias
 MAX_BAD_WORDS = 128  # strings of one request; each has up to two sequences of token ids
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
@@ -184,12 +184,12 @@ FIELDS = (
     ),
     Field(
         "sampling.beam_width", Kind.UINT32,
-        "Beam search with this many beams: the n best sequences are sent when it ends. 0 and 1 are off.",
+        "Beam search with this many beams: the n best sequences are sent when the search ends. 0 and 1 are off.",
         Side.GATEWAY | Side.SCHEDULER, Resume.PER_REQUEST, default=0, low=0, high=MAX_BEAM_WIDTH, has_flag=True,
     ),
     Field(
         "sampling.length_penalty", Kind.FLOAT,
-        "With beam_width: a score is the sum of log probabilities / (output tokens ^ length_penalty).",
+        "With beam_width: a sequence's score is the sum of log probabilities / (output tokens ^ length_penalty).",
         Side.SCHEDULER, Resume.PER_REQUEST, default=1.0, low=-10, high=10, has_flag=True,
     ),
     Field(
@@ -265,7 +265,8 @@ FIELDS = (
     ),
     Field(
         "output.prompt_logprobs", Kind.UINT32,
-        "The same for each prompt token except the first. The prompt is computed without the prefix cache.",
+        "Return the log probability of each prompt token except the first, and of this many most likely tokens. "
+        "The prompt is computed without the prefix cache.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, low=0, high=MAX_LOGPROBS, has_flag=True,
     ),
     Field(
@@ -290,7 +291,7 @@ FIELDS = (
     ),
     Field(
         "resumable", Kind.BOOL,
-        "Keep a record of the request, so that a client that has only its id can continue it (docs/resume.md).",
+        "Keep a record of the request, so that a client can continue the request by its id (docs/resume.md).",
         Side.GATEWAY, default=False, has_flag=True,
     ),
     Field("adapter", Kind.STRING, "", off=""),
@@ -344,9 +345,7 @@ class StopCondition:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
-    is_constrained: bool = (
-        False  # by a grammar: EOS can be sampled only where the output is complete, so it always ends
-    )
+    is_constrained: bool = False  # a grammar allows EOS only where the output is complete, so EOS always ends it
 
     def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
         """Why the sequence ends with its newest output token, the `num_output`-th; None if it continues."""

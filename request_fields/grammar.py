@@ -1,4 +1,4 @@
-"""The grammar of a request: the one field of `sampling` that constrains its output, in the form that workers compile.
+"""The grammar of a request: the `sampling` field that constrains the output, in the form that workers compile.
 
 json_schema   a JSON Schema
 json_object   any JSON object: the schema {"type": "object"}
@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError
 
-# Between the parts of JSON: a space, or a line break with indentation. Small models repeat free white space forever.
+# White space between JSON tokens: a space, or a line break with indentation. The limit matters because small models
+# may repeat unlimited white space forever.
 JSON_WHITESPACE = r"(\x20|\x0A\x20{0,16})"
 ANY_OBJECT = '{"type":"object"}'
 
 
 class GrammarKind(Enum):
-    """Languages of a grammar's text. The values are the fields of SamplingParams that carry them to a worker."""
+    """The language of a grammar. The value is the SamplingParams field that carries the text to a worker."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -31,7 +32,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as text, not compiled. `field` is the request field that set it, for errors."""
+    """A grammar as text, not compiled. `field`: the request field, for error messages."""
 
     kind: GrammarKind
     text: str

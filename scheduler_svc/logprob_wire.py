@@ -1,4 +1,4 @@
-"""Conversions of log probabilities between both protocols and the core's columns."""
+"""Conversions of log probabilities between the two internal protocols and the core's columns."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Seals of committed blocks: a scheduler adopts only blocks that a holder of its key has committed.
 
-A digest says which tokens a cached block is for, but not that its keys and values are right: an earlier holder of
-the lease could have computed other tokens and committed them under that digest. So the leasing scheduler sends a tag
-with each commit:
+A digest names the tokens of a cached block. It does not prove that the keys and values are correct: any process with a
+lease could commit other values under that digest. So the scheduler that has the lease sends a tag with each commit:
 
     tag = BLAKE2b(key, worker_epoch, scheduler_epoch, block id, digest)
 
-The worker stores it with the scheduler_epoch of the lease under which it came. A tag that is repeated under another
-lease has the wrong epoch, and a block that is written after its commit is no longer committed.
+The worker stores the tag with the scheduler_epoch of the lease. A tag that is replayed under another lease does not
+match its epoch. A block that is written after its commit is no longer committed.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ class BlockKeyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LeaseIds:
-    """What a tag binds a block to."""
+    """The lease to which a tag binds a block."""
 
     worker_epoch: int
     scheduler_epoch: int
 
 
 class BlockKeys:
-    """The keys of the schedulers of a model. The first one makes tags, all of them check tags."""
+    """The keys of the schedulers of a model. The first key makes tags; a tag of any key is valid."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys

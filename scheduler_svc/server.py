@@ -236,8 +236,8 @@ def make_arguments() -> argparse.ArgumentParser:
         "--block-key-file",
         type=Path,
         metavar="FILE",
-        help="keys of all schedulers of this model, 64 hexadecimal digits per line. The first signs the cached blocks "
-        "of workers, and only blocks signed with one of them are adopted. Unset: the blocks of any worker are adopted",
+        help="keys of all schedulers of this model, 64 hexadecimal digits per line. The scheduler signs cached blocks "
+        "with the first key and adopts only blocks that are signed with one of the keys. Unset: it adopts all blocks",
     )
     return parser
 

@@ -65,7 +65,7 @@ def group_from_proto(
     _check_sizes(n, len(prompt), stop.max_tokens, info)
     beams = _beams(submit.sampling, stop.max_tokens, info)
     outputs, finished = _continuation(submit.continuation, n, stop.max_tokens, info.vocab_size)
-    if beams is not None:  # all beams run again: the tokens that the client has say nothing about the other beams
+    if beams is not None:  # the search starts again: the client does not have all beams
         outputs, finished = (), frozenset()
     return SequenceGroup(
         request_id=submit.request_id,
@@ -184,7 +184,7 @@ def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
 def _bad_words_ids(
     submit: scheduler_pb2.Submit, stop: StopCondition, info: types_pb2.ModelInfo
 ) -> tuple[types_pb2.TokenIds, ...]:
-    """The bad words of a request. Checks all its rules for single token ids."""
+    """The bad words of a request. Checks them and all other token id rules of the request."""
     words = tuple(submit.bad_words_ids)
     if len(words) > 2 * MAX_BAD_WORDS:
         raise InvalidRequestError(

@@ -308,5 +308,5 @@ class Dialer:
         num_listed = sum(len(message.block_ids) // 4 for message in messages)
         if len(blocks) < num_listed:
             ignored = num_listed - len(blocks)
-            log.warning("worker %s: %d cached blocks have no valid seal; ignored", capacity.worker_id, ignored)
+            log.warning("worker %s: ignored %d cached blocks that have no valid seal", capacity.worker_id, ignored)
         return blocks

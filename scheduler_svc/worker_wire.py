@@ -44,7 +44,7 @@ CHANGES = (
 def step_batch_to_proto(
     batch: StepBatch, fence: worker_pb2.Fence, keys: BlockKeys | None = None
 ) -> worker_pb2.StepBatch:
-    """Converts one step to a message for the worker of `fence`. With `keys`, commits have tags."""
+    """Converts one step to a message for the worker of `fence`. With `keys`, commits carry tags."""
     message = worker_pb2.StepBatch(
         step_id=batch.step_id,
         fence=fence,
@@ -223,7 +223,7 @@ def cached_blocks_from_proto(
     worker_epoch: int = 0,
     keys: BlockKeys | None = None,
 ) -> list[CachedBlock]:
-    """The cached blocks that a worker lists; with `keys`, only those that a scheduler with such a key committed.
+    """The cached blocks that a worker lists; with `keys`, only those that a scheduler with one of the keys committed.
 
     Raises WireError if columns disagree or a block is outside the pool.
     """
@@ -240,7 +240,7 @@ def cached_blocks_from_proto(
         if count and int(block_ids.max()) >= num_blocks:
             raise WireError(f"block_ids contains {int(block_ids.max())}, but the pool has {num_blocks} blocks")
         if message.seals and len(message.seals) != count * SEAL_BYTES:
-            raise WireError(f"{count} block_ids with {len(message.seals)} bytes of seals; a block has {SEAL_BYTES}")
+            raise WireError(f"{len(message.seals)} bytes of seals; expected {SEAL_BYTES} for each of {count} block_ids")
         per_block = tokens.reshape(count, block_size)
         listed = [
             CachedBlock(block_id, message.hashes[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], per_block[i])

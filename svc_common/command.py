@@ -1,4 +1,4 @@
-"""Starts the command of a service. Imports the standard library only, so that it can name packages that are missing."""
+"""Starts the command of a service. Imports only the standard library, so that it can report missing packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OWN_PACKAGES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "pre
 
 
 def run_command(service: str, module: str, *, needed_later: Sequence[str] = ()) -> None:
-    """Call `main` of the module. If a package is missing, exits with 1 and names the extra that installs it.
+    """Call `main` of the module. If a package is missing, exit with status 1 and name the extra that installs it.
 
     `needed_later`: packages that the module imports only after its start.
     """

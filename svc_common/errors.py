@@ -5,14 +5,14 @@
         ContextLengthError      INVALID_ARGUMENT     400  prompt and output exceed the model's length
       NotFoundError             NOT_FOUND            404  no such model or request
       AlreadyExistsError        ALREADY_EXISTS       409  the request id is in flight
-      OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; has the retry delay
+      OverloadedError           RESOURCE_EXHAUSTED   429  a limit is reached; carries a retry delay
       UnavailableError          UNAVAILABLE          503  no process can serve the request now
       DeadlineError             DEADLINE_EXCEEDED    408  the time limit that the client set has passed
       TakenOverError            ABORTED              409  the same request continues in another stream
       UnauthenticatedError      UNAUTHENTICATED      401  no API key or token, or an unknown one
       PermissionDeniedError     PERMISSION_DENIED    403  the caller is known and may not make this call
-      NotConfiguredError        FAILED_PRECONDITION  400  the deployment does not have what the request needs
-      UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet; clients retry on 501
+      NotConfiguredError        FAILED_PRECONDITION  400  the deployment lacks a part that the request needs
+      UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet (clients retry a 501)
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
 Handlers raise these errors. `ErrorInterceptor` converts them to statuses with google.rpc details.
@@ -282,7 +282,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Undecodable:
-    """Stands for a request whose bytes are not a valid message: an exception in the deserializer would give UNKNOWN."""
+    """Replaces a request that is not a valid message. An exception in the deserializer would give UNKNOWN."""
 
     def __init__(self, error: InvalidRequestError) -> None:
         self._error = error

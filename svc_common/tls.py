@@ -135,7 +135,7 @@ def _bytes_of(setting: str, path: Path) -> bytes:
 
 
 def _check(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context from the files. Raises TlsError with the cause, also for gRPC, which would not report the cause."""
+    """A TLS context from the files. Raises TlsError with the cause, which gRPC does not report."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)

@@ -6,8 +6,8 @@
 
 A peer proves its role (gateway, scheduler or worker) by a certificate, by a token, or by both if both are set:
 
-    certificate   signed by the CA of --internal-tls-ca-file; it names the role by --internal-tls-name
-    token         a line of --token-file; for networks that others can reach but not read
+    certificate   signed by the CA of --internal-tls-ca-file; its name gives the role (--internal-tls-name)
+    token         a line of --token-file; safe only where other hosts cannot read the traffic
 
 Files are read again when they change: certificates at each new connection, tokens after `REREAD_S`,
 also for channels that are open.
@@ -46,7 +46,7 @@ Callers = Mapping[str, Collection[str]]  # roles that may call a method, by its 
 
 
 class TrustError(ValueError):
-    """The settings do not say how peers are recognised; the message names the setting and what to do."""
+    """The settings of the peer checks are invalid; the message names the setting and says what to do."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +63,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--internal-tls-name",
         default="quire-{role}",
         metavar="TEMPLATE",
-        help="DNS name or URI in a certificate that names the role of its service: gateway, scheduler or worker",
+        help="DNS name or URI in the certificate of a service; {role} stands for gateway, scheduler or worker",
     )
     group.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="lines `ROLE TOKEN`. This service sends the first token of its own role, and accepts all of them. A line "
-        "may have sha256:HEX instead of a token that is only accepted",
+        help="one `ROLE TOKEN` per line. This service sends the first token of its own role and accepts all tokens. A "
+        "token that is accepted but never sent may be given as sha256:HEX",
     )
     group.add_argument(
         "--insecure",
@@ -97,7 +97,7 @@ def check_reach(args: argparse.Namespace, trust: Trust, *listens: str) -> None:
     exposed = [listen for listen in listens if not is_loopback(listen)]
     if exposed and not trust.is_on and not args.insecure:
         raise TrustError(
-            f"other machines can connect to {exposed[0]}, and this service cannot recognise its peers: set "
+            f"other machines can connect to {exposed[0]}, and this service does not check its peers: set "
             f"--token-file or {INTERNAL.cert}, listen on 127.0.0.1, or set --insecure if the network is trusted"
         )
 
@@ -112,7 +112,7 @@ def is_loopback(address: str) -> bool:
 
 
 class Tokens:
-    """The tokens of a file, by role. Read again at most every `REREAD_S`; an invalid file keeps the previous tokens."""
+    """The tokens of a file, by role. Read again after `REREAD_S`; if the file is invalid, the previous tokens stay."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -124,7 +124,7 @@ class Tokens:
     def check_has(self, role: str) -> None:
         """Raise TrustError if there is no token to send."""
         if role not in self._own:
-            raise TrustError(f"--token-file {self._path}: no line `{role} TOKEN`, which this service would send")
+            raise TrustError(f"--token-file {self._path}: no line `{role} TOKEN`; this service must send one")
 
     def own(self, role: str) -> str:
         """The token that a service of this role sends."""
@@ -180,7 +180,7 @@ def _digest(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What this service presents to its peers, and what it requires of them."""
+    """The credentials that this service sends to its peers, and those that it requires from them."""
 
     role: str
     files: TlsFiles | None = None
@@ -210,7 +210,7 @@ class Trust:
         assert self.files is not None
         served = read_files(self.files)
         credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
-        # The certificate proves the role, whatever the address: the addresses of workers are those of pods.
+        # Check the role in the certificate, not the address: the address of a worker is that of its pod.
         name = self.name.format(role=role)
         override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(target, credentials, options=[*CHANNEL_OPTIONS, *override])
@@ -222,7 +222,7 @@ class Trust:
         return None if self.files is None else server_credentials(self.files)
 
     def interceptors(self, callers: Callers) -> list[grpc.aio.ServerInterceptor]:
-        """Check the role of each caller; none if this service recognises no peers."""
+        """Interceptors that check the role of each caller; empty if this service does not check peers."""
         return [RoleInterceptor(callers, self)] if self.is_on else []
 
     def check(self, context: grpc.aio.ServicerContext[Any, Any], authorization: str, callers: Collection[str]) -> None:
@@ -247,7 +247,7 @@ class Trust:
         if role is None:
             raise UnauthenticatedError("the token of the caller is not in this service's --token-file")
         if role not in callers:
-            raise PermissionDeniedError(f"this call is for {_either(callers)}; the token of the caller is a {role}'s")
+            raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's token has role {role}")
 
 
 def _either(roles: Collection[str]) -> str:
@@ -255,7 +255,7 @@ def _either(roles: Collection[str]) -> str:
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls by other roles before their requests are decoded. A method without an entry is refused to all."""
+    """Rejects calls by other roles before it decodes their requests. Rejects all calls of a method without an entry."""
 
     def __init__(self, callers: Callers, trust: Trust) -> None:
         self._callers = callers
@@ -280,7 +280,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, check: Callable[[Any], None], method: str) -> Handler:
-    """The handler, called after the check. A single request is decoded after it too, a stream as the handler reads."""
+    """The handler, called after the check. Requests are also decoded after the check; those of a stream, one by one."""
     make = {
         (True, True): grpc.stream_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,

@@ -10,7 +10,7 @@ The rules are those of `generate(num_beams=...)` in transformers:
 - `EarlyStopping` says when the search ends. It also ends when no beam can continue.
 
 A beam has at most one continuation per id that ends it. So the best `width` + (number of such ids) continuations of
-each beam are enough: `num_candidates`.
+each beam are enough (`num_candidates`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from request_fields.fields import End, StopCondition
 U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
 
-# Score of the beams that repeat the first one before the first choice. Far below any sum of log probabilities.
+# Initial score of all beams except the first, of which they are copies. It is below any sum of log probabilities.
 REPEATED = -1e9
 
 
 class Candidates(NamedTuple):
-    """The best continuations of one beam, in falling order."""
+    """The best continuations of one beam, in descending order."""
 
     token_ids: U32  # [k]
     logprobs: F32  # [k]
@@ -71,7 +71,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidates that are needed of each beam."""
+        """Number of candidates that each beam needs."""
         ends = self._stop.stop_token_ids.union(() if self._stop.ignore_eos else self._eos_token_ids)
         return self.params.width + len(ends)
 
@@ -84,7 +84,7 @@ class BeamSearch:
         return len(self._candidates) == self.params.width
 
     def forget_candidates(self) -> None:
-        """Drop the candidates, because the beams are computed again."""
+        """Drop the candidates before the beams are computed again."""
         self._candidates.clear()
 
     def advance(self, length: int, tokens_of: Callable[[int], U32]) -> list[Move] | None:
@@ -117,8 +117,8 @@ class BeamSearch:
         return token_ids, totals, np.repeat(np.arange(len(beams)), [len(beam.token_ids) for beam in beams])
 
     def _moves(self, chosen: list[int], token_ids: U32, totals: F32, beams: npt.NDArray[np.int64]) -> list[Move]:
-        """One continuation per beam. The best continuation of a beam stays in its place, so that its row keeps its
-        blocks.
+        """One continuation per beam. The best continuation of a beam keeps the beam's index, so that the row keeps
+        its blocks.
         """
         placed: dict[int, int] = {}
         for i in chosen:
@@ -133,14 +133,14 @@ class BeamSearch:
         return float(logprob / length**self.params.length_penalty)
 
     def _keep(self, hypothesis: Hypothesis) -> None:
-        if hypothesis.logprob <= REPEATED:  # it contains an impossible token, or repeats a better one
+        if hypothesis.logprob <= REPEATED:  # it has a token of probability 0, or is a copy of another beam
             return
         self.hypotheses.append(hypothesis)
         self.hypotheses.sort(key=lambda kept: -kept.score)
         del self.hypotheses[self.params.width :]
 
     def _is_over(self, best: float, length: int) -> bool:
-        """Whether the kept sequences are final. `best`: the largest sum of a beam that continues."""
+        """Whether the kept sequences are final. `best`: the largest sum of the running beams."""
         if len(self.hypotheses) < self.params.width:
             return False
         early, penalty = self.params.early_stopping, self.params.length_penalty

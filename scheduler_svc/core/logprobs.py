@@ -1,4 +1,4 @@
-"""Log probabilities as columns. The core only carries them; steps without them cost nothing."""
+"""Log probabilities as columns. The core does not read them. Steps without them have no extra cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Log probabilities of N tokens. A token has 0 entries, or 1 + k: itself, then the k most likely tokens."""
+    """Log probabilities of N tokens. A token has 0 or 1 + k entries: itself, then the k most likely tokens."""
 
     lens: U32  # [N] entries per token
     logprobs: F32  # [sum(lens)]

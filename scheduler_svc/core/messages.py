@@ -64,7 +64,7 @@ class RowOpen:
     block_table: U32
     num_computed_tokens: int
     fork_of_row: int | None = None
-    num_candidates: int = 0  # of a beam: number of best continuations that the worker returns
+    num_candidates: int = 0  # above 0: the row is a beam; number of best continuations to return
     prompt_logprobs: int | None = None  # as in SequenceGroup, while prompt positions remain to be delivered
 
 
@@ -94,9 +94,9 @@ class StepBatch:
     copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
     commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
     commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
-    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] their tokens become the computed tokens of
-    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] these rows, all at once, and then
-    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] this token, instead of a sampled one
+    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
+    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
+    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append, chosen by the search
     then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
 
 
@@ -117,11 +117,11 @@ class StepOutput:
     rows: U32  # [S] rows that sampled: the rows of sample_mask in batch order, then fork_rows
     token_ids: U32  # [S]
     failures: list[RowFailure] = field(default_factory=list)
-    # The best continuations of each beam among `rows`: those of one row are adjacent, in falling order.
+    # The best continuations of each beam among `rows`: those of one row are adjacent, in descending order.
     candidate_rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
     candidate_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
     candidate_logprobs: F32 = field(default_factory=lambda: NO_LOGPROBS)  # [C]
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row asks
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -138,8 +138,8 @@ class Finished:
     num_preemptions: int
     stop_token_id: int | None = None
     message: str = ""
-    logprob: float | None = None  # of a sequence that a beam search found: sum over its tokens
-    score: float | None = None  # and the score by which it was chosen
+    logprob: float | None = None  # of a sequence from beam search: sum over its tokens
+    score: float | None = None  # of a sequence from beam search
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +157,12 @@ class Deltas:
     token_ids: U32  # [N]
     finished: list[Finished] = field(default_factory=list)
     owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request asks
-    prompt: PromptDeltas | None = None  # they precede the tokens of the same message
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request sets `logprobs`
+    prompt: PromptDeltas | None = None  # the gateway handles them before `token_ids`
 
     @property
     def size(self) -> int:
-        """Size of the columns in tokens of 16 bytes."""
+        """Size of the columns, in units of 16 bytes (one token)."""
         num_entries = 0 if self.logprobs is None else len(self.logprobs.logprobs)
         num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
         return len(self.token_ids) + num_entries // 2

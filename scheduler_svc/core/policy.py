@@ -40,8 +40,8 @@ def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> int:
 
 
 def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int) -> int:
-    """The largest number of blocks that the beams of one search will hold together. They always share the full blocks
-    of the prompt; the last token of each needs no KV.
+    """The largest number of blocks that the beams of one search use in total. The beams always share the full blocks
+    of the prompt, and the last token of each beam needs no KV.
     """
     shared = num_prompt // block_size
     return shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)

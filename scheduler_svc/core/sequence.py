@@ -139,7 +139,7 @@ class SequenceGroup:
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
     delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. With `beam_params`, the
-    sequences are the beams of a search, and its best sequences become the samples 0 to n - 1 when it ends.
+    sequences are the beams of a search. When the search ends, its best sequences become the samples 0 to n - 1.
     """
 
     request_id: str
@@ -163,12 +163,12 @@ class SequenceGroup:
     beam_params: BeamParams | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
-    num_prompt_logprobs: int = 1  # delivered prompt positions, with the first, which has none
+    num_prompt_logprobs: int = 1  # delivered prompt positions, including the first, which has no value
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant
     sequences: list[Sequence] = field(default_factory=list)
-    search: BeamSearch | None = None  # of a request with `beam_params`, from its arrival
+    search: BeamSearch | None = None  # set at arrival if `beam_params` is set
 
     @property
     def num_sequences(self) -> int:
@@ -181,7 +181,7 @@ class SequenceGroup:
         return self.prompt_logprobs if self.num_prompt_logprobs < len(self.prompt) else None
 
     def max_cached_tokens(self, num_tokens: int) -> int:
-        """The most leading tokens that a sequence of `num_tokens` may take from the prefix cache. Its newest token must
-        be computed, and so must the tokens before prompt positions whose log probabilities remain to be delivered.
+        """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache. It must
+        compute the newest token, and each token before a prompt position that remains to be delivered.
         """
         return num_tokens - 1 if self.pending_prompt_logprobs is None else self.num_prompt_logprobs - 1

@@ -1,4 +1,4 @@
-"""The answer to a step with beams: collects their candidates, and moves the beams or ends their search."""
+"""Applies the answer to a step with beams: collects the candidates, then moves the beams or ends the search."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 
 class BeamAnswers:
-    """A search advances when all its beams have candidates, which may take several steps: a beam skips a step if the
-    pool has no block for it.
+    """A search advances when all its beams have candidates. This may take several steps, because a beam skips a step if
+    the pool has no block for it.
 
     `fail` retries or ends the sequence of a failed row.
     """
@@ -49,10 +49,10 @@ class BeamAnswers:
         return deltas
 
     def _put(self, worker: WorkerBooks, seq: Sequence, output: StepOutput) -> RowFailure | None:
-        """Keep the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
+        """Store the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
         search, row = seq.group.search, seq.row
         if search is None or row is None:
-            raise RuntimeError(f"sequence {seq.seq_id} is no running beam: a bug in the scheduler")
+            raise RuntimeError(f"sequence {seq.seq_id} is not a running beam: a bug in the scheduler")
         candidates = candidates_of(output, row)
         expected = min(search.num_candidates, worker.capacity.vocab_size)
         if len(candidates.token_ids) != expected:
@@ -76,7 +76,7 @@ class BeamAnswers:
 
 
 def _with_outputs(deltas: Deltas, group: SequenceGroup, ends: list[Finished]) -> Deltas:
-    """`deltas` with the sequences that a search found, as the samples of its request."""
+    """`deltas`, with the sequences of an ended search as the samples of its request."""
     found = group.search.hypotheses[: group.n] if group.search is not None else []
     lengths = [len(best.token_ids) for best in found]
     count = sum(lengths)

@@ -97,7 +97,7 @@ class Requests:
         return [end for end in ends if end.sample_index < group.n]  # a search may have more beams than samples
 
     def end_failed(self, seq: Sequence, message: str) -> list[Finished]:
-        """End a sequence that failed; with all its beams if it is one."""
+        """End a failed sequence. If it is a beam, end all beams of its request."""
         if seq.group.search is not None:
             return self.abort(seq.group.request_id, FinishReason.ERROR, message)
         return [self.end(seq, FinishReason.ERROR, message=message)]
@@ -292,7 +292,7 @@ def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = N
         group=seq.group,
         sample_index=seq.sample_index,
         reason=reason,
-        num_output_tokens=len(seq.data.output) if seq.group.search is None else 0,  # beams are never sent
+        num_output_tokens=len(seq.data.output) if seq.group.search is None else 0,  # gateways get no tokens of beams
         num_cached_tokens=seq.num_cached_tokens,
         num_recomputed_tokens=seq.num_recomputed_tokens,
         num_preemptions=seq.num_preemptions,

@@ -13,7 +13,7 @@ from scheduler_svc.core.steps.sharing import shared_before
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
-    """Whether an idle worker of this capacity could run the sequence, with all beams if it is one."""
+    """Whether an idle worker of this capacity could run the sequence. For a beam: all beams of its search."""
     group = seq.group
     fits = capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
     if group.beam_params is None:
@@ -64,7 +64,7 @@ def excess_blocks(
 
 
 def _may_stop(group: SequenceGroup) -> bool:
-    """Whether its sequences may end before max_tokens. A beam that ends is replaced by another one."""
+    """Whether sequences of the request may end before max_tokens. A beam that ends is replaced by another beam."""
     return group.beam_params is None and (not group.stop.ignore_eos or bool(group.stop.stop_token_ids))
 
 

@@ -1,4 +1,4 @@
-"""Reading the answer to a step: its failed rows, and the new tokens and log probabilities of the open rows."""
+"""Reads the answer to a step: its failed rows, and the new tokens and log probabilities of the open rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
         is_live = step.generation[rows] == table.generation[rows]
         rows, token_ids = rows[is_live], token_ids[is_live]
         logprobs = None if logprobs is None else logprobs.select(is_live)
-    if step.has_beams:  # their tokens are chosen by `BeamSearch`
+    if step.has_beams:  # `BeamSearch` chooses their tokens
         is_sampled = ~table.is_beam[rows]
         rows, token_ids = rows[is_sampled], token_ids[is_sampled]
         logprobs = None if logprobs is None else logprobs.select(is_sampled)
@@ -88,7 +88,7 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
 
 
 def _take_prompt(table: RowTable, step: InFlightStep, found: PromptLogprobs) -> PromptDeltas | None:
-    """The prompt positions of open rows that were not delivered before, if any. Records them as delivered."""
+    """New prompt positions of open rows; None if there are none. Records them as delivered."""
     is_new = np.zeros(len(found.rows), dtype=np.bool_)
     rows, positions = found.rows.astype(np.int64), found.positions
     is_open = step.generation[rows] == table.generation[rows]

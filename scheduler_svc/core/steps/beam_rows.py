@@ -1,7 +1,7 @@
-"""Beams as rows of one worker: a choice of the search becomes new tokens and block tables, without copying KV.
+"""Beams as rows of one worker. A move of a search changes tokens and block tables of the rows, but copies no KV.
 
-A beam that continues another beam takes over its block table by reference count. The block that both write to next is
-copied by the planner, like the last prompt block of samples that fork: at most one block per beam and step.
+A beam that continues another beam shares its blocks by reference count. The planner copies the block to which both
+write next, like the last prompt block of samples that fork: at most one block per beam and step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler_svc.core.steps.step_plan import BeamMoves
 
 
 class BeamRows:
-    """Owns the moves of one worker's beams that no step has carried yet."""
+    """Owns the moves of one worker's beams that were not sent in a step yet."""
 
     def __init__(self, table: RowTable, pool: BlockManager) -> None:
         self._table = table
@@ -30,7 +30,7 @@ class BeamRows:
         return bool(self._moves)
 
     def move(self, group: SequenceGroup, moves: list[Move]) -> None:
-        """Apply the choice of a search. All its beams have a row and have computed all their tokens."""
+        """Apply the moves of a search. Each of its beams must have a row and no tokens left to compute."""
         rows = rows_of(group)
         parents = rows[[move.parent for move in moves]]
         token_ids = [move.token_id for move in moves]
@@ -45,8 +45,8 @@ class BeamRows:
             self._moves[row] = parent, token_id
 
     def _take_tables(self, rows: I64, parents: I64) -> None:
-        """Share the parents' blocks, then free the blocks that the rows leave. No step in flight uses those: the last
-        step of these rows is answered, and blocks of ended rows are still counted.
+        """Share the parents' blocks, then free the rows' previous blocks. No step in flight uses those: the last step
+        of these rows was answered, and blocks of ended rows keep a reference until their last step is answered.
         """
         r = self._table
         width = int(r.num_blocks[rows[0]])  # equal for all beams
@@ -69,7 +69,7 @@ class BeamRows:
             r.digests[row][:] = known  # `Sequence.digests` is the same list
 
     def drop(self, row: int) -> None:
-        """Forget the moves of a row that was closed."""
+        """Discard the moves of a closed row."""
         self._moves.pop(row, None)
         self._tables.pop(row, None)
 

@@ -50,7 +50,7 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
-        self.is_beam = np.zeros(rows, dtype=np.bool_)  # its tokens are chosen by `group.search`, so it is not pipelined
+        self.is_beam = np.zeros(rows, dtype=np.bool_)  # `group.search` chooses its tokens; it is not pipelined
         self.num_beams = 0  # rows in use that are beams
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)

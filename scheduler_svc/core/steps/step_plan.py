@@ -158,8 +158,8 @@ def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
 
 
 def newest_of_each(rows: U32, indices: U32, blocks: U32) -> tuple[U32, U32, U32]:
-    """The table changes without those that a later change of the same entry replaces: a beam may get a shared block,
-    and a copy of it in the same step.
+    """The last change of each table entry. In one step, a beam may get a shared block and then a copy of this block in
+    the same entry.
     """
     entries = rows.astype(np.int64) << 32 | indices
     _, newest = np.unique(entries[::-1], return_index=True)

@@ -73,8 +73,8 @@ class StepPlanner:
         return run.without_gone(self._rows)
 
     def _new_run(self) -> DecodeRun | None:
-        """A new run; None if it may not begin. Every row that has tokens to compute must have exactly one, its newest,
-        and must either own the block to which it writes or need a new block. Beams are not pipelined.
+        """A new run; None if it may not begin. Every row that has tokens to compute must have exactly one, its newest.
+        The row must own the block to which it writes, or need a new block. Beams are not pipelined.
         """
         if self.books.pending_prefill or self.books.num_reserved_rows or self._rows.num_beams:
             return None
@@ -203,7 +203,7 @@ class StepPlanner:
         r, seq = self._rows, self._rows.sequence(row)
         if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
-        if len(seq.data.output):  # beams that are computed again
+        if len(seq.data.output):  # the forks are beams that are computed again
             self.books.beams_to_open.add(row)
             return
         prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
@@ -235,12 +235,12 @@ class StepPlanner:
     # -- beams that are computed again --------------------------------------------------------------------------------
 
     def num_blocks_to_open(self) -> int:
-        """Number of blocks that the beams need which wait for their first beam, now computed."""
+        """Number of blocks that the waiting beams need. Their first beams are computed."""
         return sum(self._num_unshared(beam) for beam in self._waiting_beams())
 
     def open_beams(self, plan: StepPlan) -> None:
-        """Give waiting beams their rows, as far as blocks and tokens of the step suffice. They share the blocks that
-        the first beam has in common with them.
+        """Admit waiting beams while the pool has blocks and the step has tokens left. A beam shares the blocks of the
+        tokens that it has in common with the first beam.
         """
         for beam in self._waiting_beams():
             if plan.budget < 1 or self._num_unshared(beam) > self._pool.num_free:

@@ -62,7 +62,7 @@ class WorkerBooks:
         self._num_answered = 0  # steps
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
-        self.beams_to_open: set[int] = set()  # rows of first beams that the other beams of their searches wait for
+        self.beams_to_open: set[int] = set()  # rows of computed first beams; their other beams wait for rows
         self._closed: list[int] = []
 
     def running(self) -> list[Sequence]:
@@ -79,7 +79,7 @@ class WorkerBooks:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there are changes since the newest step that the next step will carry."""
+        """Whether the next step has changes to carry."""
         return bool(self._closed or self.pool.commits or self.beams.has_moves)
 
     def take_changes(self) -> Changes:
@@ -146,8 +146,8 @@ class WorkerBooks:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def find_room(self, seq: Sequence, watermark: float, mean_output: float) -> Room | Refusal:
-        """Room for a waiting sequence with all forks that find a free row, else for the sequence alone, else a
-        refusal. The beams of a search need room together.
+        """Room for a waiting sequence with as many forks as there are free rows, else for the sequence alone, else a
+        refusal. For beam search: room for all beams, else a refusal.
         """
         bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
         if num_forks < num_forks_needed(seq):  # -1: no row is free
@@ -305,5 +305,5 @@ class WorkerBooks:
 
 
 def num_forks_needed(seq: Sequence) -> int:
-    """Number of forks that a sequence must have a row for when it is admitted."""
+    """Number of forks that must get a row when the sequence is admitted."""
     return len(seq.forks) if seq.group.search is not None else 0

@@ -101,7 +101,7 @@ async def test_an_open_channel_sends_a_replaced_token(tmp_path: Path) -> None:
         ("pilot 0123456789abcdef", "line 1: not `ROLE TOKEN`"),
         ("worker 0123456789abcde", "at least 16 characters"),
         ("worker 0123456789 abcdef", "line 1: not `ROLE TOKEN`"),
-        (f"gateway {GATEWAY_TOKEN}", "no line `scheduler TOKEN`, which this service would send"),
+        (f"gateway {GATEWAY_TOKEN}", "no line `scheduler TOKEN`; this service must send one"),
     ],
 )
 def test_a_bad_token_file_fails_the_start(tmp_path: Path, line: str, words: str) -> None:
