@@ -1,6 +1,6 @@
 """Checks a model folder without torch.
 
-`python -m worker_svc.check_model DIR` checks config.json only: `quire up` runs it before it downloads weights.
+`python -m worker_svc.check_model DIR` checks config.json only. `quire up` runs it before the weights are downloaded.
 """
 
 from __future__ import annotations

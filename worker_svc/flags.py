@@ -154,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     net = parser.add_argument_group("network")
     net.add_argument(
-        "--listen", type=config.address, default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free"
+        "--listen", type=config.address, default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free port"
     )
     net.add_argument(
         "--scheduler",

@@ -1,4 +1,4 @@
-"""Seals of committed blocks: proof, for the next scheduler, of the lease under which a block was committed.
+"""Seals of committed blocks. A seal proves to the next scheduler under which lease a block was committed.
 
 A seal is 24 bytes: the scheduler_epoch of the lease, written by this worker, and the tag that the scheduler sent (zeros
 if it sent none). The worker cannot check a tag: it does not have the schedulers' key.
@@ -16,13 +16,13 @@ SEAL_BYTES = 8 + TAG_BYTES
 
 
 class Seals:
-    """The newest seal of each block that was committed with one."""
+    """The newest seal of each block. Uses no memory until a commit has tags."""
 
     def __init__(self) -> None:
         self._seals: npt.NDArray[np.uint8] = np.zeros((0, SEAL_BYTES), np.uint8)
 
     def note(self, scheduler_epoch: int, block_ids: U32, tags: bytes) -> None:
-        """Blocks [K] are committed under this lease. `tags`: 16 bytes x K, or empty."""
+        """Records that blocks [K] were committed under this lease. `tags`: 16 bytes x K, or empty."""
         if not len(block_ids) or not (tags or len(self._seals)):
             return
         self._grow(int(block_ids.max()) + 1)

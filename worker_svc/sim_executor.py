@@ -197,7 +197,7 @@ class SimRunner:
         return prompt_columns(draws, targets, bad_rows, self.info.vocab_size)
 
     def _candidates(self, beams: BeamLines, rows: I64, positions: I64) -> Candidates:
-        """Tokens whose log probabilities follow from the row's digest. Penalties and token id rules have no effect."""
+        """Candidates as a function of the row's digest. Penalties and token id rules have no effect."""
         found = []
         for line, count in zip(beams.lines.tolist(), beams.counts.tolist(), strict=True):
             digest = self._histories.digests[rows[line], positions[line]]
@@ -275,7 +275,7 @@ class SimRunner:
         return token_ids
 
     def _processed(self, selected: ProcessedRows | None, masks: RowMasks | None) -> Iterator[tuple[int, F32]]:
-        """Row of the batch and processed logits of each row that asks for processing. All logits are 1 before it."""
+        """For each row that requests processing: its index and its logits. All logits are 1 before processing."""
         processed = [] if selected is None else selected.lines.tolist()
         masked = [] if masks is None else masks.lines.tolist()
         for line in sorted({*processed, *masked}):
@@ -288,11 +288,11 @@ class SimRunner:
 
     def _apply_mask(self, logits: F32, is_banned: Bools) -> None:
         logits[is_banned] = -np.inf
-        if logits.max() == -np.inf:  # as in ModelRunner: the output ends
+        if logits.max() == -np.inf:  # as in ModelRunner, the output then ends
             logits[[id_ for id_ in self.info.eos_token_ids if not is_banned[id_]]] = 0.0
 
     def _draw_highest(self, draw: int, logits: F32) -> int:
-        """One of the printable tokens with the highest logit; of all tokens if no printable token is left."""
+        """One of the printable tokens with the highest logit; if all of them are banned, one of all tokens."""
         among = self._printable
         if logits[among].max() == -np.inf:
             among = np.arange(len(logits), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Log probabilities of a simulated worker: a function of the context alone, and consistent with each other."""
+"""Log probabilities of a simulated worker. They depend on the context only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 def top_logprobs(draws: U64, chosen: U32, num_top: int, vocab_size: int) -> TopLogprobs:
-    """As `sim_tokens.sim_logprobs` for each of n tokens. `draws` [n]: the mixed digests of their contexts."""
+    """As `sim_tokens.sim_logprobs`, for each of n tokens. `draws` [n]: the mixed digests of their contexts."""
     shifts = (draws % np.uint64(vocab_size)).astype(np.int64)[:, None]
     top = (shifts + np.arange(num_top)) % vocab_size
     ids = np.concatenate((chosen[:, None].astype(np.int64), top), axis=1)

@@ -29,7 +29,7 @@ class BadBatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Rules of a row for single token ids; processors.py gives their effect. Empty: no rule."""
+    """Rules of a row for single token ids; processors.py defines their effect. Empty: no rule."""
 
     allowed_ids: U32 = field(default_factory=lambda: EMPTY)
     banned_ids: U32 = field(default_factory=lambda: EMPTY)
@@ -58,8 +58,8 @@ class RowOpen:
     rules: TokenRules = NO_RULES
     grammar: Grammar | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for the prompt tokens that follow computed tokens
-    num_candidates: int = 0  # above 0: the row is a beam, and each answer has this many of its most likely tokens
+    prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
+    num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class StepBatch:
     commit_hashes: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
     fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
     fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
-    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] their tokens become the computed tokens of
-    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] these rows, all at once, and then
-    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] this token
+    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
+    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
+    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append
 
 
 class RowErrorCode(Enum):
@@ -110,7 +110,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Log probabilities of N tokens. A token has 0 entries, or 1 + k: itself, then the k most likely tokens."""
+    """Log probabilities of N tokens. A token has 0 or 1 + k entries: itself, then the k most likely tokens."""
 
     lens: U32  # [N] entries per token
     logprobs: F32  # [sum(lens)]
@@ -137,7 +137,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates of several rows. Those of one row are adjacent, in falling order, equal ones by id."""
+    """Candidates of several rows. Those of one row are adjacent, in descending order; ties by lowest id."""
 
     rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
     token_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
@@ -161,6 +161,6 @@ class StepOutput:
     token_ids: U32  # [S]
     errors: list[RowError]
     forward_us: int  # microseconds from batch to tokens
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row asks
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
     candidates: Candidates = NO_CANDIDATES

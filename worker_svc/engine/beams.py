@@ -1,7 +1,7 @@
 """Candidates of beams: the most likely continuations of a row, by the log-softmax of its logits.
 
-As in transformers, the log-softmax is taken first, and its values are then processed (processors.py) as logits are in
-rows that sample.
+As in transformers, the log-softmax is computed first. processors.py then applies to its values what it applies to the
+logits of other rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class BeamLines:
 
 
 def take_log_softmax(logits: torch.Tensor, beams: BeamLines) -> None:
-    """Replaces the float32 logits [S, vocab] of beams by their log-softmax. Row by row, so that the rounding does not
-    depend on the other rows.
+    """Replaces the float32 logits [S, vocab] of beams by their log-softmax. It is computed row by row, so that the
+    rounding does not depend on other rows.
     """
     for line in beams.lines.tolist():
         logits[line] = logits[line].log_softmax(-1)

@@ -99,7 +99,7 @@ class FusedModel:
         return self._logits[:num_heads]
 
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
-        """The same logits, `size` rows at a time. The next slice overwrites a slice."""
+        """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
         self._make_room(size)
         self._compute(batch, None)
         num_heads = len(batch.head_tokens)

@@ -1,4 +1,4 @@
-"""Grammars of rows: which token ids may follow a row's output. llguidance matches; this module keeps its state.
+"""Grammars of rows: which token ids may follow a row's output. llguidance matches; this module keeps the matchers.
 
     open      the grammar is compiled in a thread, or taken from the cache, and the row's output so far is replayed
     start     before a step's forward pass: a thread consumes new tokens and computes the masks while the pass runs
@@ -48,7 +48,7 @@ def compiled_grammars(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[
 
 
 class CompiledGrammars:
-    """Compiles grammars for the tokenizer of a model folder, in threads, each once. Errors are kept as well."""
+    """Compiles each grammar once, in a thread, for the tokenizer of a model folder. Compile errors are also cached."""
 
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = model_dir / "tokenizer.json"
@@ -58,11 +58,11 @@ class CompiledGrammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._compiled: OrderedDict[object, Future[LLMatcher]] = OrderedDict()
-        # Reading a large tokenizer takes seconds, for which the first step with a grammar would wait.
+        # Reading a large tokenizer takes seconds. Without this, the first step with a grammar would wait for it.
         self._threads.submit(self._make_compiler)
 
     def get(self, grammar: Grammar) -> Future[LLMatcher]:
-        """A matcher at the start of the output, for copying; or UnusableGrammarError. Only one thread may call this."""
+        """A matcher at the start of the output, to be copied; or UnusableGrammarError. Only one thread may call it."""
         found = self._compiled.get(grammar.key)
         if found is not None:
             self._compiled.move_to_end(grammar.key)
@@ -75,11 +75,11 @@ class CompiledGrammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             return self._make_compiler().compile(grammar.kind, grammar.text)
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
 
     def _make_compiler(self) -> GrammarCompiler:
-        """The tokenizer is read once. Raises UnsupportedTokenizerError, each time it is called."""
+        """The compiler, made once. Every call raises UnsupportedTokenizerError if the tokenizer is not supported."""
         from grammars.compiler import GrammarCompiler
 
         with self._lock:
@@ -91,17 +91,17 @@ class CompiledGrammars:
 
 @dataclass(slots=True)
 class _RowGrammar:
-    """The grammar of an open row. `matcher` has consumed these output tokens, or a thread is about to."""
+    """The grammar of an open row. A thread may still be passing the newest `consumed` tokens to `matcher`."""
 
     compiled: Future[LLMatcher]
     prompt_len: int
     eos_token_ids: frozenset[int]
     matcher: LLMatcher | None = None
     consumed: U32 = field(default_factory=lambda: EMPTY)  # output tokens
-    is_ended: bool = False  # by EOS; steps that were sent before the scheduler knew it may follow
+    is_ended: bool = False  # by EOS; steps that were sent before the scheduler received EOS may follow
 
     def advance(self, token_ids: list[int]) -> LLMatcher:
-        """The matcher after these further tokens. Raises UnusableGrammarError."""
+        """Returns the matcher after it consumed these tokens. Raises UnusableGrammarError."""
         if self.matcher is None:
             self.matcher = self.compiled.result().deep_copy()
         for token_id in token_ids:
@@ -117,7 +117,7 @@ class RowMasks:
 
     lines: I64  # [P] indices into the logits; ascending
     is_banned: Bools  # [P, vocab]
-    failures: dict[int, str]  # by line: why its grammar failed
+    failures: dict[int, str]  # line -> why its grammar failed
 
     def errors(self, rows: I64) -> list[RowError]:
         """The errors of failed rows; `rows` [S] are the rows of the logits."""
@@ -179,8 +179,8 @@ class RowGrammars:
         return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
 
     def start(self, rows: I64, positions: I64) -> PendingMasks | None:
-        """Starts the masks for the tokens at these sequence positions, which follow the known tokens of the rows; None
-        if no row has a grammar."""
+        """Starts to compute the masks for the tokens at these sequence positions, which follow the known tokens of the
+        rows; None if no row has a grammar."""
         if not self._rows:
             return None
         lines = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
@@ -190,7 +190,7 @@ class RowGrammars:
         return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work))
 
     def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
-        """The output tokens of a row that its matcher has not consumed: all, if the row's history was replaced."""
+        """The row's grammar, and the output tokens that its matcher lacks: all, if the row's history was replaced."""
         state = self._rows[row]
         output = self._tokens[row, state.prompt_len : position]
         if not np.array_equal(output[: len(state.consumed)], state.consumed):
@@ -206,7 +206,7 @@ class RowGrammars:
         for i, (state, token_ids) in enumerate(work):
             try:
                 matchers.append((state.advance(token_ids), i))
-            except BaseException as error:  # a panic of llguidance is no Exception; it fails this row only
+            except BaseException as error:  # a panic of llguidance is not an Exception; only this row fails
                 failures[int(lines[i])] = str(error)
         self._fill(masks, matchers)
         for matcher, i in matchers:

@@ -2,10 +2,10 @@
 
     log probability of id i      (x[i] - max(x)) - log(sum(exp(x - max(x)))) in float32, for the logits x of one row
     rank of id i                 1 + number of ids with a greater logit
-    k most likely ids            by falling logit; of equal logits, the lowest id first
+    k most likely ids            by descending logit; ties by lowest id
 
-The logits are those of the model, before bans, penalties and temperature. The value of a chosen token and its value
-among the most likely tokens are the same number. `exact_ops.top_logprobs` is the reference.
+The logits are those of the model, before bans, penalties and temperature. If a chosen token is also among the most
+likely tokens, its value is the same. `exact_ops.top_logprobs` is the reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PromptTargets:
 
 
 class _AskingRows:
-    """The number of most likely tokens that each asking row wants."""
+    """The number of most likely tokens that each row requests."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_top: I64 = np.full(num_rows, NOT_ASKED)
@@ -65,7 +65,7 @@ class _AskingRows:
         self._num_asking = 0
 
     def among(self, rows: I64) -> Asked | None:
-        """Those of `rows` that ask; None if none does."""
+        """Those of `rows` that request log probabilities; None if there are none."""
         if not self._num_asking:
             return None
         num_top = self._num_top[rows]
@@ -74,7 +74,7 @@ class _AskingRows:
 
 
 class LogprobTable:
-    """The log probabilities that each open row asks for. It has no state besides RowOpen."""
+    """The log probabilities that each open row requests. All its state comes from RowOpen."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._most = min(MAX_LOGPROBS, vocab_size)
@@ -82,14 +82,14 @@ class LogprobTable:
         self._prompt = _AskingRows(num_rows)
 
     def refusal(self, item: RowOpen) -> str | None:
-        """Why the row asks for too many; None if it does not."""
+        """The error if the row requests too many log probabilities, else None."""
         for name, num_top in (("logprobs", item.logprobs), ("prompt_logprobs", item.prompt_logprobs)):
             if num_top is not None and num_top > self._most:
                 return f"{name} is {num_top}, expected at most {self._most}"
         return None
 
     def open(self, item: RowOpen) -> None:
-        """Sets what an opened row asks for, in place of what the row asked for before."""
+        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
         self._sampled.set(item.row, item.logprobs)
         self._prompt.set(item.row, item.prompt_logprobs)
 
@@ -103,7 +103,7 @@ class LogprobTable:
         self._prompt.reset()
 
     def asked(self, rows: I64) -> Asked | None:
-        """Which of the rows that sample ask for log probabilities; None if none does."""
+        """The sampling rows that request log probabilities; None if there are none."""
         return self._sampled.among(rows)
 
     def prompt_targets(self, rows: I64, positions: I64, prompt_lens: I64, tokens: U32) -> PromptTargets | None:
@@ -132,7 +132,7 @@ def to_columns(found: TopLogprobs, num_top: I64) -> LogprobColumns:
 
 
 def spread(columns: LogprobColumns, lines: I64, num_tokens: int) -> LogprobColumns:
-    """The same columns for `num_tokens` tokens, of which only those at the ascending `lines` have entries."""
+    """The columns of `num_tokens` tokens: those at `lines` (ascending) have the given entries, the others have none."""
     lens = np.zeros(num_tokens, np.uint32)
     lens[lines] = columns.lens
     return LogprobColumns(lens, columns.logprobs, columns.token_ids, columns.ranks)

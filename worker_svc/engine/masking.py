@@ -18,11 +18,11 @@ def apply_masks(
     first_id: int = 0,
     max_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> None:
-    """Sets the logits [S, vocab] of forbidden tokens to minus infinity, and one logit of rows whose grammar failed to
-    NaN.
+    """Sets the logits [S, vocab] of forbidden tokens to minus infinity. If the grammar of a row failed, sets one of its
+    logits to NaN.
 
-    `has_rules`: other processing may have excluded all tokens that a grammar allows. If the grammar also allows an end,
-    the output ends; so min_tokens cannot stop a complete output. With several ranks, each passes its part of the
+    `has_rules`: other processing may have excluded all tokens that a grammar allows. If the grammar also allows EOS,
+    EOS is sampled, even if min_tokens bans it. With several ranks, each rank passes the logits of its part of the
     vocabulary, which starts at `first_id`.
     """
     lines = torch.from_numpy(masks.lines).to(logits.device)

@@ -56,7 +56,7 @@ class FusedForward(Protocol):
         ...
 
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
-        """The same logits, `size` rows at a time. The next slice overwrites a slice."""
+        """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
         ...
 
 
@@ -171,7 +171,7 @@ class WeightLoader:
 
 
 class DecoderModel:
-    """A loaded decoder. `forward` is its only operation; `forward_in_slices` is the same for many logits."""
+    """A loaded decoder. `forward` computes a step; `forward_in_slices` does the same for many rows of logits."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class DecoderModel:
         return self._logits(*self._hidden(batch, pool))
 
     def forward_in_slices(self, batch: ForwardBatch, pool: KVCachePool, size: int) -> Iterator[torch.Tensor]:
-        """As `forward`, but returns the logits `size` rows at a time. The next slice may overwrite a slice."""
+        """As `forward`, but returns the logits `size` rows at a time. Each slice may overwrite the previous one."""
         if self._fused is not None:
             yield from self._fused.in_slices(batch, size)
             return

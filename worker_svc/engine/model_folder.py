@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model folder, read without torch: unusable folders are refused before torch is imported."""
+"""Reads files of a Hugging Face model folder without torch, to reject unusable folders before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{path} must contain a JSON object")
     return content
 
 
@@ -41,7 +41,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
     raise CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-        "only safetensors checkpoints are supported, convert the model with save_pretrained"
+        "only safetensors checkpoints are supported; convert the model with save_pretrained"
     )
 
 
@@ -80,7 +80,7 @@ def _check_file(path: Path) -> None:
     for tensor, entry in header.items():
         if tensor.endswith(".weight") and entry["dtype"] not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"tensor {tensor} is stored as {entry['dtype']}; quantized checkpoints are not supported, "
+                f"tensor {tensor} is stored as {entry['dtype']}; quantized checkpoints are not supported; "
                 "convert the model to bfloat16 or float32"
             )
 

@@ -58,8 +58,8 @@ OUT_OF_MEMORY = (
     "out of memory",
 )  # in the message of torch's RuntimeError
 NOTHING_TO_SAMPLE = (
-    "the logits hold NaN, infinity or no finite number; if the request has allowed_token_ids, banned_token_ids, "
-    "bad_words or a grammar, they may exclude all token ids"
+    "the logits contain NaN, infinity or no finite number; check that allowed_token_ids, banned_token_ids, bad_words "
+    "and the grammar of the request do not exclude all token ids"
 )
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -70,7 +70,7 @@ class Computed:
     """The results of a step."""
 
     rows: I64  # [S]
-    token_ids: U32  # [S] a beam's is void: the scheduler chooses among its candidates
+    token_ids: U32  # [S] ignored for beams: the scheduler chooses one of the candidates
     logprobs: LogprobColumns | None = None
     prompt_logprobs: PromptLogprobs | None = None
     candidates: Candidates = NO_CANDIDATES
@@ -196,7 +196,7 @@ class ModelRunner:
         self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
 
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:
-        """A step with applied changes writes only to slots of its own rows, so only these fail if memory runs out."""
+        """Runs a step whose changes are applied. If memory runs out, only its rows fail: it writes to no others."""
         try:
             plan = self._planner.plan(batch, errors)
             found = self._run(plan, errors) if len(plan.rows) else NOTHING
@@ -213,7 +213,7 @@ class ModelRunner:
         return NOTHING
 
     def _run(self, plan: StepPlan, errors: RowErrors) -> Computed:
-        """Computes and samples."""
+        """Runs the forward pass, then samples and scores."""
         heads, logits_index = plan.sources, None
         if plan.has_forks:
             heads, logits_index = np.unique(plan.sources, return_inverse=True)
@@ -241,7 +241,7 @@ class ModelRunner:
         return found if prompts is None else replace(found, prompt_logprobs=prompts.prompt_logprobs)
 
     def _score_prompts(self, forward: ForwardBatch, targets: PromptTargets, errors: RowErrors) -> ScoredPrompts:
-        """Runs the forward pass; scores the prompt tokens after all computed tokens of the rows that ask."""
+        """Runs the forward pass and scores the prompt tokens that follow computed tokens, for rows that ask."""
         heads = forward.head_tokens
         forward = replace(forward, head_tokens=heads_with_prompts(heads, targets))
         slices = self._model.forward_in_slices(forward, self._pool, LOGITS_AT_ONCE)

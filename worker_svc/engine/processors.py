@@ -1,16 +1,16 @@
 """Processing of logits before sampling, only for rows that ask for it. `process_logits` is the specification.
 
 The processing of a row is a function of its logits, its RowOpen and its tokens, so a row that is opened again with the
-same tokens, prompt and output, gets the same logits. In this order, all in float32:
+same prompt and output gets the same logits. The steps in this order, all in float32:
 
     1. allowed_token_ids   all other ids get minus infinity
     2. banned_token_ids    minus infinity
     3. bad_words           the last id of a sequence gets minus infinity if the output ends with the ids before it
     4. banned_ids          minus infinity at output positions below `banned_before` (min_tokens)
     5. logit_bias          added
-    6. repetition_penalty  for each id in prompt or output: a positive logit is divided by it, another multiplied
+    6. repetition_penalty  for each id in prompt or output: divides a positive logit, multiplies others
     7. frequency_penalty   for each id in the output: penalty * number of occurrences is subtracted
-    8. presence_penalty    for each id in the output: subtracted
+    8. presence_penalty    for each id in the output: penalty is subtracted once
 
 Sampling (noise.py) follows.
 """
@@ -60,7 +60,7 @@ class RowProcessing:
 
     sampling: SamplingParams
     rules: TokenRules
-    early_banned: U32  # not sampled at output positions below `banned_before`
+    early_banned: U32  # banned at output positions below `banned_before`
     banned_before: int
 
     @property
@@ -70,7 +70,7 @@ class RowProcessing:
 
     @property
     def asks_before(self) -> int:
-        """The first output position from which the row needs no processing; 0 if it never does."""
+        """The first output position from which the row needs no processing; 0 if it never needs any."""
         rules = self.rules
         is_ruled = len(rules.allowed_ids) or len(rules.banned_ids) or rules.bad_words or len(rules.bias_ids)
         if is_ruled or self.has_penalty:
@@ -126,18 +126,18 @@ class ProcessedRows:
 
 
 class ProcessorTable:
-    """The processing that each open row asks for. It has no state besides RowOpen and the row's tokens."""
+    """The processing that each open row requests. All its state comes from RowOpen and the row's tokens."""
 
     def __init__(self, tokens: U32, vocab_size: int) -> None:
         """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
         self._tokens = tokens
         self._vocab_size = vocab_size
-        self._asked: dict[int, tuple[RowProcessing, object]] = {}  # and the arrays that its record refers to
+        self._asked: dict[int, tuple[RowProcessing, object]] = {}  # with the arrays of its record
         self._asks_before: I64 = np.zeros(len(tokens), np.int64)
         self.records = np.zeros(len(tokens), RECORD)
 
     def refusal(self, item: RowOpen) -> str | None:
-        """Why the rules of a row are invalid; None if they are valid."""
+        """The error in the rules of a row; None if they are valid."""
         rules = item.rules
         if len(rules.bias_ids) != len(rules.biases):
             return f"logit_bias has {len(rules.bias_ids)} ids and {len(rules.biases)} values"
@@ -168,7 +168,7 @@ class ProcessorTable:
         return None
 
     def open(self, item: RowOpen) -> None:
-        """Sets what an opened row asks for, in place of what the row asked for before."""
+        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
         if self._asked.pop(item.row, None) is not None:
             self._asks_before[item.row] = 0
         asked = RowProcessing(item.sampling, item.rules, item.banned_ids, item.banned_before)

@@ -68,7 +68,7 @@ class RowTable:
         *,
         serves_beams: bool = True,
     ) -> None:
-        """`compiled` None: rows with a grammar are refused."""
+        """Without `compiled`, rows with a grammar are rejected."""
         self._serves_beams = serves_beams
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -257,7 +257,7 @@ class RowTable:
         is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._vocab_size)
         for row in rows[~is_good].tolist():
             self._fail(
-                row, "the row or its parent is no open beam, or the beam's token is not in the vocabulary", errors
+                row, "the row or its parent is not an open beam, or the beam's token is not in the vocabulary", errors
             )
         targets, sources = rows[is_good].astype(np.int64), parents[is_good].astype(np.int64)
         ends = self._num_computed[sources]
@@ -365,8 +365,8 @@ class RowTable:
         return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
 
     def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
-        """The rows whose logits are processed before the token at sequence position `positions` of each is sampled;
-        None if there are none."""
+        """The rows whose logits are processed before they sample the tokens at these sequence positions; None if there
+        are none."""
         if not self._processors.has_rows:
             return None
         return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
@@ -390,11 +390,11 @@ class RowTable:
         return tokens[:prompt_len], tokens[prompt_len : self._num_tokens[row]]
 
     def asked_logprobs(self, rows: I64) -> Asked | None:
-        """Which of the rows that sample ask for log probabilities; None if none does."""
+        """The sampling rows that request log probabilities; None if there are none."""
         return self._logprobs.asked(rows)
 
     def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
-        """The prompt tokens that follow the computed tokens at (row, position) and need scores; None: none do."""
+        """The prompt tokens to score, which follow the computed tokens at (row, position); None if there are none."""
         return self._logprobs.prompt_targets(rows, positions, self._prompt_lens, self._tokens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:

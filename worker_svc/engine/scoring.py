@@ -1,4 +1,4 @@
-"""Log probabilities in a step of the CPU engine: of the sampled tokens, and of prompt tokens in slices of logits."""
+"""Log probabilities in the CPU engine. Prompt tokens are scored in slices of logits, to limit memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from worker_svc.engine.backend import I64, U32, Backend
 from worker_svc.engine.batch import Bools, LogprobColumns, PromptLogprobs
 from worker_svc.engine.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
 
-LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB with 150,000 float32
+LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB if vocab is 150,000
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompts:
-    """The logits of the rows that sample, and the log probabilities of the prompt tokens of all other logits."""
+    """The logits of the rows that sample, and the log probabilities of prompt tokens."""
 
     logits: torch.Tensor  # [S, vocab]
     prompt_logprobs: PromptLogprobs
@@ -25,14 +25,14 @@ class ScoredPrompts:
 
 
 def heads_with_prompts(heads: I64, targets: PromptTargets) -> I64:
-    """The tokens that need logits, ascending: `heads`, which sample, and those before a prompt token to score."""
+    """The tokens that need logits, ascending: `heads`, which sample, and each token before a prompt token to score."""
     return np.union1d(heads, targets.tokens)
 
 
 def score_prompts(
     backend: Backend, slices: Iterator[torch.Tensor], heads: I64, targets: PromptTargets
 ) -> ScoredPrompts:
-    """Reads the logits of `heads_with_prompts` slice by slice and keeps only those of `heads`."""
+    """Scores prompt tokens from the slices of the logits of `heads_with_prompts`. Keeps the logits of `heads`."""
     tokens, first, logits = heads_with_prompts(heads, targets), 0, torch.empty(0)
     parts: list[LogprobColumns] = []
     is_bad: list[Bools] = []
