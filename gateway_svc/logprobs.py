@@ -82,6 +82,10 @@ class LogprobJournal:
         self._top.extend(entries.logprobs[1:])
         return True
 
+    def total(self, num_tokens: int) -> float:
+        """The sum of the log probabilities of the first tokens, added in order."""
+        return sum(self._chosen[:num_tokens], 0.0)
+
     def take(self, num_tokens: int) -> TakenLogprobs:
         """Remove and return the log probabilities of the first tokens."""
         num_top = num_tokens * self.num_top

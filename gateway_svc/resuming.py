@@ -79,7 +79,11 @@ async def recorded(
     record_id = request.request_id
     stored = [len(output) for output in resumed.record.outputs] if resumed else [0] * len(request.samples)
     output = content.request.output
-    is_function_of_tokens = not (output.HasField("logprobs") or output.HasField("prompt_logprobs"))
+    is_function_of_tokens = not (
+        output.HasField("logprobs")
+        or output.HasField("prompt_logprobs")
+        or content.request.sampling.HasField("best_of")  # the sums of all samples decide which are sent
+    )
     recording = recorder.recording(record_id, request.samples, stored, keeps_output=is_function_of_tokens)
     follower = None
     if resumed is None:

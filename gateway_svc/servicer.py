@@ -16,6 +16,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
 from gateway_svc.api_keys import current_caller, scoped
+from gateway_svc.best_of import source_of
 from gateway_svc.chat_request import call_grammar
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
@@ -237,7 +238,7 @@ class InferenceServicer(InferenceServiceServicer):
                     stream.set_request(scheduler_request)
                     if resumed is None or not resumed.follows:
                         submit()
-                    async for event in generation.events(scheduler_request, meter, recording):
+                    async for event in generation.events(source_of(scheduler_request, plan), meter, recording):
                         yield event
             finally:
                 scheduler_request.release()
@@ -248,7 +249,7 @@ class InferenceServicer(InferenceServiceServicer):
         """Count the request against the limits of its key. Tokens before a resume are not counted again."""
         before = scheduler_request.num_output_tokens
         num_prompt = len(plan.prompt_ids) if is_new else 0
-        most = num_prompt + len(plan.outputs) * plan.stop.max_tokens - before
+        most = num_prompt + len(scheduler_request.samples) * plan.stop.max_tokens - before
         return self._limits.admitted(
             current_caller.get(),
             scheduler_request.request_id,
@@ -311,8 +312,7 @@ class InferenceServicer(InferenceServiceServicer):
         submit = submit_from_plan(plan, request_id=scoped_id)
         scheduler_request = SchedulerRequest(
             submit,
-            plan.outputs,
-            plan.finished,
+            *plan.computed,
             resumes=resumes,
             deadline=deadline,
             pacer=self._pacer,

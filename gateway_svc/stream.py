@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
 
 import xxhash
 from quire.internal.v1 import scheduler_pb2
@@ -18,10 +19,10 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer_stream import AnswerStream
-from gateway_svc.logprobs import PromptLogprobStream, TakenLogprobs
+from gateway_svc.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
 from gateway_svc.metrics import RequestMeter
 from gateway_svc.records.recorder import Recording
-from gateway_svc.scheduler_request import SampleJournal, SchedulerRequest
+from gateway_svc.scheduler_request import SampleJournal
 from gateway_svc.text.answer import Part
 from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
@@ -216,8 +217,10 @@ class SampleStream:
             finished.message = ""
         elif finish.HasField("stop_token_id"):
             finished.stop_token_id = finish.stop_token_id
+        if finish.HasField("cumulative_logprob"):
+            finished.cumulative_logprob = finish.cumulative_logprob
         if finish.HasField("score"):
-            finished.score, finished.cumulative_logprob = finish.score, finish.beam_logprob
+            finished.score = finish.score
         self.reason = finished.reason
         return finished
 
@@ -241,12 +244,31 @@ def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:
     return finish.reason == types.FINISH_REASON_EOS or finish.HasField("stop_token_id")
 
 
+class Source(Protocol):
+    """A request with one journal per sample that is sent: a SchedulerRequest, or a BestSamples in front of one."""
+
+    @property
+    def samples(self) -> Sequence[SampleJournal]: ...
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobJournal | None: ...
+
+    @property
+    def is_resumed(self) -> bool: ...
+
+    async def wait_accepted(self) -> None: ...
+
+    async def wait(self) -> list[int]: ...
+
+    def close_sample(self, index: int) -> None: ...
+
+
 class GenerationStream:
     """All samples of one request. The constructor replays the continuation, which takes time if it is long."""
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
-        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(_new_texts(plan))]
+        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(new_texts(plan, plan.sampling.n))]
         self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
         self._prompt = PromptLogprobStream(
             plan.prompt_ids, plan.num_prompt_logprobs, plan.model.text.tokenizer if plan.wants_text else None
@@ -254,7 +276,7 @@ class GenerationStream:
         self._event_seq = 0
 
     async def events(
-        self, request: SchedulerRequest, meter: RequestMeter, recording: Recording | None = None
+        self, request: Source, meter: RequestMeter, recording: Recording | None = None
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Yields Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
         loop = asyncio.get_running_loop()
@@ -300,12 +322,12 @@ class GenerationStream:
         return event
 
 
-def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
+def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:
     """A SampleText per sample; None if neither the client nor a stop string needs text."""
     tokenizer = plan.model.text.tokenizer
     needs_text = plan.wants_text or bool(plan.stop.stop)
     if tokenizer is None or not needs_text:
-        return [None] * plan.sampling.n
+        return [None] * num_samples
     stops = StopStrings(plan.stop.stop) if plan.stop.stop else None
     include_stop = plan.stop.include_stop_in_output
     visible = frozenset(() if plan.answer is None else plan.answer.format.markers)
@@ -315,5 +337,5 @@ def _new_texts(plan: GenerationPlan) -> list[SampleText | None]:
             None if stops is None else stops.new_matcher(include_stop=include_stop),
             first_stop=plan.stop_condition.min_tokens,
         )
-        for _ in range(plan.sampling.n)
+        for _ in range(num_samples)
     ]

@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
@@ -45,6 +45,14 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class BestOf:
+    """More samples are computed than sent. A continuation says nothing about the others, so all are computed again."""
+
+    num_computed: int  # samples that a scheduler computes
+    known: tuple[array[int], ...]  # [n] output of the best samples that the client has
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationPlan:
     """A request that passed every check, with all defaults applied."""
 
@@ -68,6 +76,15 @@ class GenerationPlan:
     prompt_logprobs: int | None = None  # the same for prompt tokens
     cumulative_logprobs: tuple[float, ...] = ()  # [n] sums over `outputs`
     num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities the client has, the first token included
+    best_of: BestOf | None = None  # None: all computed samples are sent
+
+    @property
+    def computed(self) -> tuple[Sequence[array[int]], Sequence[bool]]:
+        """Per sample that a scheduler computes: its output so far, and whether it has ended."""
+        if self.best_of is None:
+            return self.outputs, self.finished
+        num = self.best_of.num_computed
+        return [array("I") for _ in range(num)], [all(self.finished)] * num
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
@@ -188,10 +205,7 @@ def plan_generation(
     sampling = resolve_sampling(request.sampling, model, drawn_seed=drawn_seed)
     if grammar is not None:
         _set_grammar(sampling, grammar)
-    if sampling.n > model.info.max_num_seqs:
-        raise _invalid(
-            "sampling.n", f"is {sampling.n}; a worker of this model runs at most {model.info.max_num_seqs} at once"
-        )
+    _check_num_samples(sampling, model)
     if sampling.beam_width > model.info.max_num_seqs:
         words = (
             f"is {sampling.beam_width}; must be at most max_num_seqs of the model's workers, {model.info.max_num_seqs}"
@@ -219,7 +233,7 @@ def plan_generation(
     output = request.output
     _check_num_top(output, model)
     wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
-    return GenerationPlan(
+    plan = GenerationPlan(
         request_id=request_id,
         model=model,
         prompt_ids=array("I", prompt_ids),
@@ -240,6 +254,35 @@ def plan_generation(
         num_prompt_logprobs=_num_prompt_logprobs(request.continuation, len(prompt_ids)),
         beams=beams,
     )
+    return _as_best_of(plan) if sampling.HasField("best_of") else plan
+
+
+def _as_best_of(plan: GenerationPlan) -> GenerationPlan:
+    """All samples are computed from their first token. The best are sent from the position that the client has."""
+    n = len(plan.outputs)
+    return replace(
+        plan,
+        outputs=tuple(array("I") for _ in range(n)),
+        replay=Replay(tuple(map(len, plan.outputs)), (None,) * n),
+        cumulative_logprobs=(0.0,) * n,
+        best_of=BestOf(plan.sampling.best_of, plan.outputs),
+    )
+
+
+def _check_num_samples(sampling: types.SamplingParams, model: ServedModel) -> None:
+    """Check n and best_of. Removes a best_of that has no effect."""
+    most = model.info.max_num_seqs
+    if sampling.n > most:
+        raise _invalid("sampling.n", f"is {sampling.n}; a worker of this model runs at most {most} at once")
+    if not sampling.HasField("best_of"):
+        return
+    if sampling.best_of < sampling.n:
+        raise _invalid("sampling.best_of", f"is {sampling.best_of}; must be at least sampling.n, {sampling.n}")
+    if sampling.best_of > most:
+        words = f"is {sampling.best_of}; a worker of this model runs at most {most} samples at once"
+        raise _invalid("sampling.best_of", words)
+    if sampling.best_of == sampling.n:
+        sampling.ClearField("best_of")
 
 
 def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:

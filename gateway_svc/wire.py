@@ -60,13 +60,13 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     return pb.Submit(
         request_id=request_id,
         prompt_token_ids=u32_to_bytes(plan.prompt_ids),
-        sampling=_without_bad_words(plan.sampling),
+        sampling=_for_scheduler(plan),
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
         tenant_id=current_caller.get() or plan.scheduling.tenant_id,
-        logprobs=plan.logprobs,
+        logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
         prompt_logprobs=plan.prompt_logprobs,
     )
 
@@ -80,12 +80,16 @@ def _without_strings(stop: types.StopParams) -> types.StopParams:
     return kept
 
 
-def _without_bad_words(sampling: types.SamplingParams) -> types.SamplingParams:
-    if not sampling.bad_words:
-        return sampling
+def _for_scheduler(plan: GenerationPlan) -> types.SamplingParams:
+    """The sampling parameters without bad_words, which are sent as ids, and with the number of samples to compute."""
+    if not plan.sampling.bad_words and plan.best_of is None:
+        return plan.sampling
     kept = types.SamplingParams()
-    kept.CopyFrom(sampling)
+    kept.CopyFrom(plan.sampling)
     kept.ClearField("bad_words")
+    if plan.best_of is not None:
+        kept.n = plan.best_of.num_computed
+        kept.ClearField("best_of")
     return kept
 
 

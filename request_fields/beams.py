@@ -38,6 +38,7 @@ NOT_WITH_BEAMS = (
     "sampling.top_p",
     "sampling.top_k",
     "sampling.min_p",
+    "sampling.best_of",
     "sampling.json_schema",
     "sampling.json_object",
     "sampling.regex",

@@ -13,6 +13,7 @@ from typing import Any
 
 MAX_UINT32 = 2**32 - 1
 MAX_BEAM_WIDTH = 64
+MAX_BEST_OF = 20  # as in OpenAI's API
 MAX_BANNED_IDS = 512  # token ids that min_tokens may ban: EOS and stop_token_ids
 MAX_ALLOWED_IDS = 1 << 16  # allowed_token_ids of one request
 MAX_RULE_IDS = 1024  # banned_token_ids of one request; also entries of logit_bias
@@ -147,6 +148,12 @@ FIELDS = (
     Field(
         "sampling.n", Kind.UINT32, "Samples of one prompt; the prompt is computed once.",
         Side.GATEWAY | Side.SCHEDULER, default=1, low=1,
+    ),
+    Field(
+        "sampling.best_of", Kind.UINT32,
+        "Compute this many samples and return the n with the highest sums of log probabilities, when all have ended. "
+        "At least n. Unset: n.",
+        Side.GATEWAY, Resume.PER_REQUEST, low=1, high=MAX_BEST_OF, has_flag=True,
     ),
     Field(
         "sampling.repetition_penalty", Kind.FLOAT,

@@ -368,5 +368,5 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
         message=finished.message,
         preemptions=finished.num_preemptions,
         score=finished.score,
-        beam_logprob=finished.logprob,
+        cumulative_logprob=finished.logprob,
     )

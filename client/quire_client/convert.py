@@ -87,6 +87,7 @@ def usage(message: types_pb2.Usage) -> Usage:
         output_tokens=message.output_tokens,
         recomputed_tokens=message.recomputed_tokens,
         reasoning_tokens=message.reasoning_tokens,
+        discarded_tokens=message.discarded_tokens,
     )
 
 

@@ -49,6 +49,7 @@ class GenerateOptions(ChatOptions, total=False):
     bad_words: str | Sequence[str]  # strings that the output does not contain
     seed: int  # the same seed gives the same tokens; default: random, returned in the result
     n: int  # samples of one prompt
+    best_of: int  # samples to compute; the n with the highest sums of log probabilities are returned; range [n, 20]
     beam_width: int  # beam search with this many beams, instead of sampling; the n best sequences are returned
     length_penalty: float  # of a beam search; range [-10, 10]
     early_stopping: bool | str  # of a beam search: False, True or "never", as in transformers

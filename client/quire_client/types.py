@@ -125,10 +125,11 @@ class Usage(Result):
     output_tokens: int = 0
     recomputed_tokens: int = 0  # recomputed after a preemption or a move to another worker
     reasoning_tokens: int = 0  # output tokens of reasoning, in a chat
+    discarded_tokens: int = 0  # with best_of: tokens of the samples that are not returned; the first sample has them
 
     @property
     def total_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + self.output_tokens + self.discarded_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Sample(Result):
     reasoning: str = ""  # in a chat
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
-    cumulative_logprob: float | None = None  # sum of all log probabilities; also set by a beam search
+    cumulative_logprob: float | None = None  # sum of all log probabilities; also with best_of and of a beam search
     score: float | None = None  # of a beam search: the score of this sample; the first sample has the best score
 
     def as_message(self) -> Message:
@@ -211,6 +212,7 @@ class GenerateResult(Result):
             output_tokens=sum(s.usage.output_tokens for s in self.samples),
             recomputed_tokens=sum(s.usage.recomputed_tokens for s in self.samples),
             reasoning_tokens=sum(s.usage.reasoning_tokens for s in self.samples),
+            discarded_tokens=first.discarded_tokens,
         )
 
 

@@ -178,7 +178,7 @@ class Answer:
         """The finish fields of a choice. Raises QuireError for a choice that failed."""
         if finished.reason not in FINISH_REASONS:
             raise QuireError(finished.message or f"the server could not finish choice {choice}; retry the request")
-        self._tally.outputs[choice] = finished.usage.output_tokens
+        self._tally.outputs[choice] = finished.usage.output_tokens + finished.usage.discarded_tokens
         if finished.index == 0:
             self._tally.cached_tokens += finished.usage.cached_tokens
         if self._tally.reasoning_tokens is not None:

@@ -106,8 +106,6 @@ def completion_generation(data: bytes) -> Generation:
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
         if asked.has_echo and request.output.HasField("logprobs"):
             request.output.prompt_logprobs = max(request.output.prompt_logprobs, request.output.logprobs)
-    if body.get("best_of") not in (None, asked.n):
-        raise invalid("best_of", f"is {shown(body['best_of'])}; it must equal n, which is {asked.n}: remove best_of")
     return asked
 
 
@@ -158,8 +156,8 @@ def _generation(
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
     returns_token_ids = flag(body, "return_token_ids", default=False)
-    if is_stream and request.output.HasField("prompt_logprobs"):
-        raise invalid("prompt_logprobs", "is set, but streams do not support it; remove it or set stream to false")
+    if is_stream:
+        _check_stream(request)
     # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
     request.output.token_ids = is_continuous or returns_token_ids
     return Generation(
@@ -174,6 +172,16 @@ def _generation(
         ignored=(*ignored_names(rows, body), *ignored),
         names=path_names(rows, body) | names,
     )
+
+
+def _check_stream(request: pb.GenerateRequest) -> None:
+    """Check that the fields of a request can be combined with `stream`."""
+    if request.output.HasField("prompt_logprobs"):
+        raise invalid("prompt_logprobs", "is set, but streams do not support it; remove it or set stream to false")
+    sampling = request.sampling
+    if sampling.best_of > max(1, sampling.n):
+        words = f"is {sampling.best_of}, more than n, which is {max(1, sampling.n)}: such choices are not streamed"
+        raise invalid("best_of", f"{words}; set stream to false or remove best_of")
 
 
 def _set_chat_logprobs(body: Mapping[str, Any], request: pb.GenerateRequest) -> None:

@@ -56,6 +56,7 @@ def test_generate_json_is_one_line(gateway, capsys):
             "output_tokens": 5,
             "recomputed_tokens": 0,
             "reasoning_tokens": 0,
+            "discarded_tokens": 0,
         },
     }
     request = gateway.requests[-1]

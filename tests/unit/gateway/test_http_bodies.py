@@ -106,6 +106,14 @@ def test_early_stopping_has_the_values_of_transformers() -> None:
     assert refusal(early_stopping="maybe")[1] == "early_stopping is 'maybe'; must be false, true or \"never\""
 
 
+def test_choices_of_best_of_are_not_streamed() -> None:
+    for make in (chat, completion):
+        assert make(best_of=2, n=2, stream=True).is_stream
+        with pytest.raises(InvalidRequestError, match="best_of is 2, more than n, which is 1") as caught:
+            make(best_of=2, stream=True)
+        assert caught.value.field == "best_of"
+
+
 def test_use_beam_search_takes_n_as_the_number_of_beams() -> None:
     sampling = completion(use_beam_search=True, n=3, temperature=0).requests[0].sampling
     assert (sampling.beam_width, sampling.n, sampling.HasField("temperature")) == (3, 3, False)
