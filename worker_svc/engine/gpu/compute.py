@@ -156,9 +156,9 @@ class StepCompute:
         mask: Mask | None = None,
         wanted: WantedScores | None = None,
     ) -> StepScores | None:
-        """Launches the uploaded step. `is_filtered` as in a Bucket, also for a step that ends at logits. `mask` changes
-        the processed logits of such a step; it is called when the forward pass is launched. `wanted`: the log
-        probabilities that such a step computes.
+        """Launches the uploaded step. `is_filtered` is as in Bucket, for every step. For a step that ends at logits,
+        `mask` changes the processed logits after the forward pass was launched, and `wanted` names the log
+        probabilities to compute. Returns these, or None without `wanted`.
         """
 
         def finish(logits: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ class StepCompute:
     def _run_with_prompts(
         self, bucket: Bucket, host: HostStep, targets: PromptTargets, finish: Callable[[torch.Tensor], None]
     ) -> list[HostScores]:
-        """Launches a step without a graph, and scores the prompt tokens after the tokens that it computes."""
+        """Launches a step without a graph, and scores the prompt tokens that follow the computed tokens."""
         columns = self._prepare(bucket, host)
         num_samples = len(columns.sample_tokens)
         tokens = torch.cat((columns.sample_tokens.long(), self._scorer.upload(targets.tokens)))
@@ -241,7 +241,7 @@ class StepCompute:
     def _process_and_sample(
         self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool
     ) -> None:
-        """The rest of a step that ends at logits. Kernels are launched one by one."""
+        """Ends a step that ends at logits. Launches the kernels one by one."""
         columns = self._buffer.columns(bucket)
         rows, positions = columns.sample_rows, columns.output_positions
         logits = self.processing.process(logits, rows, positions)

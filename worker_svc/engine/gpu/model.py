@@ -20,7 +20,7 @@ from worker_svc.engine.model import Layer, WeightLoader, rotary_table
 
 
 class DeviceDecoder:
-    """A loaded decoder, or one rank's shard. `forward` computes a step, `hidden` and `logits` its parts."""
+    """A loaded decoder, or one rank's shard. `forward` computes a step; `hidden` and `logits` compute its parts."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class DeviceDecoder:
     def hidden(
         self, columns: StepColumns, attention: Attention, cache: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor | None:
-        """As `forward`, but returns the hidden states [n, dim] from which the logits of these tokens [n] of the step
-        follow; None if n is 0."""
+        """As `forward`, but returns the normalized hidden states [n, dim] of `tokens`, indices [n] of tokens of the
+        step; None if n is 0."""
         x = self._embed(columns.token_ids)
         attention.begin(columns)
         residual = None

@@ -1,4 +1,4 @@
-"""A launched step of the GPU engine: what it changes, and its results once they are in host memory."""
+"""A launched step of the GPU engine: its changes to slots and rows, and its results in host memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_IDS: I64 = np.empty(0, np.int64)
 
 
 class PendingStep:
-    """A launched step. `result` waits for it; any thread may call it, and more than once."""
+    """A launched step. `result` waits for the step. Any thread may call `result`, also repeatedly."""
 
     def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
         self.staging = staging

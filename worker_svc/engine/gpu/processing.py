@@ -1,4 +1,4 @@
-"""What the open rows ask for before sampling, on the device. The kernels and tables are in kernels/process.py."""
+"""Device tables for the logits processing of the open rows. The kernels and tables are in kernels/process.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeviceProcessing:
             self._words = self._upload_words()
 
     def _set_words(self, row: int, words: tuple[U32, ...]) -> bool:
-        """Whether the words of this row change."""
+        """Sets the bad words of a row. Returns whether any table must be uploaded."""
         former = self._bad_words.pop(row, ())
         if words:
             self._bad_words[row] = words

@@ -1,7 +1,7 @@
-"""Log probabilities on the device, as `engine/logprobs.py` specifies them, and their way to the host.
+"""Log probabilities on the device, as `engine/logprobs.py` specifies them, and their copy to the host.
 
-A sum of exponentials is a sum of integers, multiples of 2^-40, so no order of additions changes it. Everything else is
-element-wise, a maximum, or a count. With tensor parallelism each rank reads its part of the vocabulary; maxima, sums
+Exponentials are added as integer multiples of 2^-40, so the order does not change the sum. All other operations are
+element-wise, maxima or counts. With tensor parallelism each rank reads its part of the vocabulary; maxima, sums
 and the best k ids of all ranks are combined.
 """
 
@@ -138,7 +138,7 @@ class Scorer:
         return logprobs.masked_fill(is_bad, torch.nan), ids, ranks, is_bad[:, 0]
 
     def _best(self, x: torch.Tensor, num_top: int) -> torch.Tensor:
-        """Keys [n, num_top] of the largest logits in falling order; of equal ones, the lowest id first."""
+        """Keys [n, num_top] of the largest logits in descending order; ties by lowest id."""
         keys = (_to_order(x) << 32) | self._ids
         best = keys.topk(min(num_top, keys.shape[1]), 1).values
         if self._group.size == 1:

@@ -125,7 +125,7 @@ def ban_bad_words(
     recent: torch.Tensor,
     first_id: int,
 ) -> None:
-    """Sets the last id of each bad word that the output of its row has begun to minus infinity.
+    """Sets the logit of a bad word's last id to minus infinity if the row's output ends with the ids before it.
 
     `words`: the range of words of each row [rows, 2], the first id of each word [words + 1], and all ids. `positions`
     are output positions. With several ranks, logits [S, vocab] are a part of the vocabulary that starts at `first_id`.
