@@ -95,7 +95,7 @@ EFFECTS: Mapping[str, Effect] = {
     "parallel_tool_calls": Effect(False, CALLING),
     "prompt": Effect("import"),
     "echo": Effect(True),
-    "best_of": Effect(3, SAMPLED),
+    "best_of": Effect(6, SAMPLED),
     "temperature": Effect(1, {"seed": 1, **LONG}),
     "top_p": Effect(0.01, SAMPLED),
     "top_k": Effect(1, SAMPLED),

@@ -161,6 +161,7 @@ GENERATE: Mapping[str, Effect] = {
         {"sampling": {"bannedTokenIds": [5]}}, sampling={"allowedTokenIds": [5, 6], "logitBias": {"5": 100}}
     ),
     "SamplingParams.bad_words": effect({"sampling": {"badWords": ["no", "account", "a", "process"]}}),
+    "SamplingParams.best_of": effect({"sampling": {"bestOf": 4}}, sampling=sampled()),
     "SamplingParams.beam_width": effect({"sampling": BEAMS}, sampling={"n": 3}),
     "SamplingParams.length_penalty": effect({"sampling": {"lengthPenalty": -5}}, sampling=BEAMS),
     "SamplingParams.early_stopping": effect(
