@@ -19,6 +19,7 @@ from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import inference_pb2 as public
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.attach_call import AttachCall, raise_if_cancelled, write
 from gateway_svc.logprobs import entries_from_columns
 from gateway_svc.models import BundleCache, ServedModel, describe_model, size_limits_of
 from gateway_svc.replicas import REQUEST_TOKENS
@@ -32,7 +33,6 @@ from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
-AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -186,7 +186,7 @@ class SchedulerClient:
             while True:
                 started = loop.time()
                 problem = await self._attach()
-                _raise_if_cancelled()
+                raise_if_cancelled()
                 self._on_detached(problem)
                 is_stable = loop.time() - started > STABLE_AFTER_S
                 backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
@@ -214,7 +214,7 @@ class SchedulerClient:
         self._timeout_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
         call = self._stub.Attach()
-        writer = asyncio.create_task(_write(call, self._outbox))
+        writer = asyncio.create_task(write(call, self._outbox))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
                 return await self._read(call)
@@ -447,19 +447,3 @@ def _too_large(size: int) -> QuireError:
         f"holds at most {MAX_SUBMIT_BYTES}; request fewer or shorter samples"
     )
     return InvalidRequestError(words, field="sampling.n")
-
-
-async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> None:
-    while True:
-        await call.write(await outbox.get())
-
-
-def _raise_if_cancelled() -> None:
-    """Raise a CancelledError that grpc.aio has swallowed.
-
-    grpc.aio passes the cancellation of a reading task on to its call. If the call ends by itself at the same moment,
-    the task gets the call's error instead, which looks like a broken connection.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

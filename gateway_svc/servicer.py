@@ -24,6 +24,7 @@ from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
+from gateway_svc.open_stream import OpenStream
 from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize, tokenize
@@ -38,7 +39,6 @@ from svc_common.errors import (
     AlreadyExistsError,
     NotConfiguredError,
     OverloadedError,
-    QuireError,
     TakenOverError,
     UnavailableError,
 )
@@ -66,38 +66,6 @@ def _release_at_end(context: Context) -> Callable[[SchedulerRequest], None]:
         context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
 
     return on_open
-
-
-class OpenStream:
-    """One Generate call in progress; `request` is None until the prompt is tokenized."""
-
-    def __init__(self, scoped_id: str, num_bytes: int) -> None:
-        self.scoped_id = scoped_id
-        self.num_bytes = num_bytes
-        self.request: SchedulerRequest | None = None
-        self.is_aborted = False
-        self._error: QuireError | None = None
-
-    def set_request(self, request: SchedulerRequest) -> None:
-        """Attach the request. Raises the error of `end` if that was called before."""
-        if self._error is not None:
-            raise self._error
-        self.request = request
-        if self.is_aborted:
-            request.abort()
-
-    def end(self, error: QuireError) -> None:
-        """Cancel the request now, and end the stream with this error after the tokens received so far."""
-        self._error = error
-        if self.request is not None:
-            self.request.fail(error)
-            self.request.release()
-
-    def abort(self) -> None:
-        """End the stream with ABORTED."""
-        self.is_aborted = True
-        if self.request is not None:
-            self.request.abort()
 
 
 class InferenceServicer(InferenceServiceServicer):

@@ -13,19 +13,20 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from quire.internal.v1 import worker_pb2
 
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
-from worker_svc.engine.batch import U32, BadBatchError, StepBatch, StepOutput
+from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import StepMeter
 from worker_svc.row_log import RowLog
+from worker_svc.runner import Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto, step_output_to_proto
 
@@ -42,32 +43,6 @@ EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
 class StepOrderError(StaleEpochError):
     """The step is neither the next one nor a retry of a step whose answer is still kept."""
-
-
-class Runner(Protocol):
-    """The methods of `worker_svc.engine.model_runner.ModelRunner` that the shell uses."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-    def execute(self, batch: StepBatch) -> StepOutput: ...
-    def committed_blocks(self) -> Iterable[tuple[U32, list[bytes], U32]]: ...
-    def reset_rows(self) -> None: ...
-    def rows_used(self) -> int: ...
-
-
-class Launched(Protocol):
-    """A started step."""
-
-    def result(self) -> StepOutput:
-        """Waits for its output, in any thread."""
-        ...
-
-
-@runtime_checkable
-class PipelinedRunner(Runner, Protocol):
-    """A runner that starts a step on its device while the previous one still runs."""
-
-    def launch(self, batch: StepBatch) -> Launched: ...
 
 
 def end_process(error: BaseException) -> None:

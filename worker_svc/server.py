@@ -25,11 +25,12 @@ from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.executor import Runner, StepExecutor
+from worker_svc.executor import StepExecutor
 from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
 from worker_svc.registration import Registration
+from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.sim_executor import SimRunner
 from worker_svc.wire import capacity_to_proto

@@ -26,8 +26,9 @@ from worker_svc.engine.batch import (
     StepOutput,
 )
 from worker_svc.engine.config import EngineInfo
-from worker_svc.executor import Runner, StepExecutor
+from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
+from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.wire import u32_from_bytes, u32_to_bytes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from worker_svc import server
 from worker_svc.engine.batch import RowError, RowErrorCode, StepBatch, StepOutput
-from worker_svc.executor import Runner
+from worker_svc.runner import Runner
 
 FAULTS = ("launch", "result", "nan", "memory")
 STEPS_BEFORE = 10
