@@ -103,7 +103,7 @@ async def test_missing_entries_fail_the_request(gateway: TestGateway, scheduler:
         scheduler.send(handle, [10])
     error = await refused(call)
     assert error.code() is grpc.StatusCode.INTERNAL
-    assert "no log probabilities, or too few, of output position 0" in error.details()
+    assert "no or too few log probabilities for output position 0" in error.details()
 
 
 async def test_a_continuation_continues_the_sum(gateway: TestGateway, scheduler: FakeScheduler) -> None:

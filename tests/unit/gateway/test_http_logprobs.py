@@ -169,7 +169,7 @@ def test_prompt_logprobs() -> None:
     (choice,) = whole(completion(prompt_logprobs=2))["choices"]
     assert choice["prompt_logprobs"] == expected
     assert whole(chat(prompt_logprobs=2), answers.CHAT)["prompt_logprobs"] == expected
-    with pytest.raises(InvalidRequestError, match="streams do not have it"):
+    with pytest.raises(InvalidRequestError, match="streams do not support it"):
         completion(prompt_logprobs=2, stream=True)
 
 
