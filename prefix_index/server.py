@@ -24,19 +24,20 @@ def connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
 
 
 class Availability:
-    """Tracks whether the server answers. Logs each change once. `effect` is logged when it answers."""
+    """Tracks whether the server answers. Logs each change once: `effect` if it answers, `loss` if it does not."""
 
-    def __init__(self, effect: str) -> None:
+    def __init__(self, effect: str, loss: str = "serving continues without it") -> None:
         self.is_up = False
         self.num_errors = 0  # calls that the server did not answer
         self._effect = effect
+        self._loss = loss
         self._has_warned = False
 
     def went_down(self, error: BaseException) -> None:
         """Record a failed call."""
         self.num_errors += 1
         if self.is_up or not self._has_warned:
-            log.warning("redis does not answer (%s); serving continues without it", str(error) or type(error).__name__)
+            log.warning("redis does not answer (%s); %s", str(error) or type(error).__name__, self._loss)
         self.is_up, self._has_warned = False, True
 
     def came_up(self) -> None:

@@ -9,7 +9,7 @@ A peer proves its role (gateway, scheduler or worker) by a certificate, by a tok
     certificate   signed by the CA of --internal-tls-ca-file; its name gives the role (--internal-tls-name)
     token         a line of --token-file; safe only where other hosts cannot read the traffic
 
-Files are read again when they change: certificates at each new connection, tokens after `REREAD_S`,
+Files are read again when they change: certificates at each new connection, tokens every 5 s,
 also for channels that are open.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import ipaddress
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -29,12 +28,10 @@ from typing import Any
 import grpc
 
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
+from svc_common.reread import Reread
 from svc_common.serve import CHANNEL_OPTIONS, OpenChannel, open_channel
 from svc_common.tls import TlsFiles, TlsFlags, read_files, server_credentials, tls_files
 
-log = logging.getLogger(__name__)
-
-REREAD_S = 5.0
 SCHEME = "Bearer "
 DIGEST = "sha256:"
 ROLES = ("gateway", "scheduler", "worker")
@@ -112,41 +109,26 @@ def is_loopback(address: str) -> bool:
 
 
 class Tokens:
-    """The tokens of a file, by role. Read again after `REREAD_S`; if the file is invalid, the previous tokens stay."""
+    """The tokens of a file, by role. If the file becomes invalid, the previous tokens stay."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._clock = clock
-        self._read_at = clock()
-        self._last_error = ""
-        self._roles, self._own = _read_tokens(path)
+        self._file = Reread(lambda: _read_tokens(path), "tokens", clock)
 
     def check_has(self, role: str) -> None:
         """Raise TrustError if there is no token to send."""
-        if role not in self._own:
+        if not self.own(role):
             raise TrustError(f"--token-file {self._path}: no line `{role} TOKEN`; this service must send one")
 
     def own(self, role: str) -> str:
-        """The token that a service of this role sends."""
-        self._reread()
-        return self._own.get(role, "")
+        """The token that a service of this role sends; empty if there is none."""
+        _, own = self._file()
+        return own.get(role, "")
 
     def role_of(self, token: str) -> str | None:
         """The role of a token; None if it is not accepted. Tokens are compared by digest."""
-        self._reread()
-        return self._roles.get(_digest(token))
-
-    def _reread(self) -> None:
-        if self._clock() - self._read_at < REREAD_S:
-            return
-        self._read_at = self._clock()
-        try:
-            self._roles, self._own = _read_tokens(self._path)
-            self._last_error = ""
-        except TrustError as error:
-            if str(error) != self._last_error:
-                log.error("keeping the previous tokens: %s", error)
-            self._last_error = str(error)
+        roles, _ = self._file()
+        return roles.get(_digest(token))
 
 
 def _read_tokens(path: Path) -> tuple[dict[str, str], dict[str, str]]:

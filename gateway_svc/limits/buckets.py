@@ -8,7 +8,6 @@ request larger than a bucket still runs. Generic cell rate algorithm: a bucket i
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,9 +17,7 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from gateway_svc.limits.settings import Limits
-from prefix_index.server import connect
-
-log = logging.getLogger(__name__)
+from prefix_index.server import Availability, connect
 
 REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0
@@ -164,7 +161,10 @@ class RedisBuckets:
         self._timeout_s = timeout_s
         self._prefix = f"{namespace}:limits:"
         self._local = LocalBuckets()
-        self._is_up = True
+        self._server = Availability(
+            "limits of API keys hold for all gateways together",
+            loss="limits of API keys are counted by each gateway process",
+        )
 
     async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
         # This process counts too, so that its counts are not empty when Redis stops.
@@ -214,11 +214,7 @@ class RedisBuckets:
             async with asyncio.timeout(self._timeout_s):
                 result = await answer
         except (RedisError, OSError, TimeoutError) as error:
-            if self._is_up:
-                log.warning("limits of API keys are counted by each gateway process: Redis does not answer: %s", error)
-            self._is_up = False
+            self._server.went_down(error)
             return None
-        if not self._is_up:
-            log.info("limits of API keys are counted in Redis again")
-        self._is_up = True
+        self._server.came_up()
         return result

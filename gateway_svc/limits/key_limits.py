@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from gateway_svc.limits.buckets import ADMITTED, STREAM_TTL_S, Buckets, Take
+from gateway_svc.limits.buckets import STREAM_TTL_S, Buckets, Take
 from gateway_svc.limits.settings import NO_LIMITS, Limits, LimitsFile
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.tasks import cancel
@@ -63,7 +63,7 @@ class KeyLimits:
             yield
             return
         verdict = await self._buckets.take(owner, limits, Take(stream_id, num_tokens))
-        if verdict is not ADMITTED and verdict.limit:
+        if verdict.limit:
             raise OverloadedError(
                 f"the limit of this API key is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
                 f"retry in {verdict.retry_after_s:.1f} s",

@@ -15,7 +15,6 @@ A limit that is not set does not apply.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import tomllib
@@ -24,9 +23,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
-
-REREAD_S = 5.0
+from svc_common.reread import Reread
 
 
 class LimitsError(ValueError):
@@ -63,26 +60,11 @@ class LimitsFile:
     """The limits of each owner. An invalid new version is logged, and the previous limits stay in force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._clock = clock
-        self._read_at = clock()
-        self._last_error = ""
-        self._default, self._owners = read_limits(path)
+        self._file = Reread(lambda: read_limits(path), "limits", clock)
 
     def of(self, owner: str) -> Limits:
-        if self._clock() - self._read_at >= REREAD_S:
-            self._reread()
-        return self._owners.get(owner, self._default)
-
-    def _reread(self) -> None:
-        self._read_at = self._clock()
-        try:
-            self._default, self._owners = read_limits(self._path)
-            self._last_error = ""
-        except LimitsError as error:
-            if str(error) != self._last_error:
-                log.error("keeping the previous limits: %s", error)
-            self._last_error = str(error)
+        default, owners = self._file()
+        return owners.get(owner, default)
 
 
 def read_limits(path: Path) -> tuple[Limits, dict[str, Limits]]:

@@ -11,7 +11,8 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 
 from scheduler_svc import server as scheduler_server
 from svc_common.config import make_parser, parse
-from svc_common.trust import REREAD_S, Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
+from svc_common.reread import REREAD_S
+from svc_common.trust import Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
 from worker_svc import server as worker_server
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"

@@ -11,8 +11,9 @@ import pytest
 
 from gateway_svc.limits.buckets import Buckets, LocalBuckets, RedisBuckets, Take
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import REREAD_S, Limits, LimitsError, LimitsFile, read_limits
+from gateway_svc.limits.settings import Limits, LimitsError, LimitsFile, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
+from svc_common.reread import REREAD_S
 from tests.processes.redis_server import RedisServer
 
 FILE = """
