@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-ABI_VERSION = 8
+ABI_VERSION = 9
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order, and a multiply-add is fused only where the source says so: results must not depend on how a
@@ -38,6 +38,7 @@ STRICT_FLAGS = (
     "-pthread",
     "-w",
 )
+NO_TILES = "-DQUIRE_NO_TILES"
 
 
 class KernelBuildError(RuntimeError):
@@ -49,11 +50,21 @@ def load_kernels() -> ctypes.CDLL:
 
     Raises KernelBuildError when there is no compiler or it fails.
     """
+    if os.environ.get("QUIRE_DISABLE_AMX", "") not in ("", "0"):
+        return _load_fastest(NO_TILES)
+    library = _load_fastest()
+    if error := library.quire_permit_tiles():
+        logger.warning("AMX is not used: the system does not permit it to this process (%s)", os.strerror(error))
+        return _load_fastest(NO_TILES)
+    return library
+
+
+def _load_fastest(*added: str) -> ctypes.CDLL:
     compiler = _find_compiler()
     failures = []
     for flags in _flag_sets():
         try:
-            return _load(_build(compiler, flags))
+            return _load(_build(compiler, (*flags, *added)))
         except KernelBuildError as error:
             failures.append(f"{' '.join(flags)}: {error}")
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))

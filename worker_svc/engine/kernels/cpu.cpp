@@ -160,7 +160,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_
 
 extern "C" {
 
-int quire_abi_version() { return 8; }
+int quire_abi_version() { return 9; }
 
 // The instructions that this build computes with, as words. The first two affect results, vector widths do not.
 const char* quire_arithmetic() {
