@@ -137,9 +137,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-keys",
         type=Path,
         metavar="DIR",
-        help="folder of accepted API keys: a file per owner, a key per line, read again when a file changes. Health "
-        "and reflection need no key. The owner is the tenant of its requests, and only its keys abort or resume "
-        "them. Unset: no API key is needed, and any client that knows the id of a request can end it",
+        help="folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read again "
+        "when a file changes (docs/keys.md). Health and reflection need no key. The owner is the tenant of its "
+        "requests, and only its keys abort or resume them. Unset: no API key is needed, and any client that knows the "
+        "id of a request can end it",
     )
     parser.add_argument(
         "--key-limits",

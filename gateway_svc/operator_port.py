@@ -15,7 +15,8 @@ import grpc
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
-from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys
+from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from svc_common import config
 from svc_common.errors import PermissionDeniedError
 from svc_common.serve import GrpcServer
@@ -64,7 +65,7 @@ def add_admin_service(
         listen=args.admin_listen,
         service_names=[SERVICE_NAME],
         credentials=credentials,
-        interceptors=[] if keys is None else [ApiKeyInterceptor(keys)],
+        interceptors=[] if keys is None else [CallerInterceptor(Authenticator(keys))],
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)
     add_AdminServiceServicer_to_server(Elsewhere(), public.grpc)

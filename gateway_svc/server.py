@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
-from gateway_svc.api_keys import ApiKeyInterceptor, ApiKeys, ApiKeysError
+from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
+from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
@@ -150,7 +151,7 @@ async def serve(
     reader, recorder, limits = make_reader(args), make_recorder(args), make_limits(args)
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
-    keys = None if args.api_keys is None else ApiKeys(args.api_keys)
+    authenticator = None if args.api_keys is None else Authenticator(ApiKeys(args.api_keys))
     credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
         listen=args.listen,
@@ -160,7 +161,7 @@ async def serve(
         max_connection_age_s=args.max_connection_age_s,
         max_receive_bytes=MAX_RECEIVE_BYTES,
         accepts_compression=True,
-        interceptors=[] if keys is None else [ApiKeyInterceptor(keys)],
+        interceptors=[] if authenticator is None else [CallerInterceptor(authenticator)],
     )
     changed = asyncio.Event()
     bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
@@ -196,7 +197,7 @@ async def serve(
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)
-    http = make_http(args, servicer, directory, prompts, server, keys, tls, shares_port=shares_port)
+    http = make_http(args, servicer, directory, prompts, server, authenticator, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     operations = add_admin_service(args, AdminServicer(directory), server, credentials)
     await admin.start()
@@ -249,7 +250,7 @@ def make_http(
     directory: ModelDirectory,
     prompts: PromptReader,
     server: GrpcServer,
-    keys: ApiKeys | None,
+    authenticator: Authenticator | None,
     tls: TlsFiles | None,
     *,
     shares_port: bool,
@@ -262,7 +263,7 @@ def make_http(
     from gateway_svc.http.server import HttpServer
 
     handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
-    app = with_cors(HttpApp(handlers.routes(), keys=keys, stats=server.rpc), args.http_allow_origin)
+    app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=server.rpc), args.http_allow_origin)
     context = None if tls is None else ssl_context(tls)
     return HttpServer(
         app, args.http_listen, max_connections=args.http_max_connections, shares_port=shares_port, tls=context

@@ -15,8 +15,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
-from gateway_svc.api_keys import current_caller, scoped
 from gateway_svc.best_of import source_of
+from gateway_svc.callers.caller import current_caller, scoped
 from gateway_svc.chat_request import call_grammar
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
@@ -179,7 +179,7 @@ class InferenceServicer(InferenceServiceServicer):
         grammar = validation.grammar_of(request.sampling)
         validation.check_logprobs(request.output, self._max_logprobs)
         model = self._directory.find(request.model, request.continuation.revision)
-        self._limits.check(current_caller.get(), model.name, request.scheduling.priority)
+        self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
         with (
             self._open_stream(request) as (request_id, stream),
             self._metrics.request(stream.scoped_id, model.name) as meter,
@@ -219,7 +219,7 @@ class InferenceServicer(InferenceServiceServicer):
         num_prompt = len(plan.prompt_ids) if is_new else 0
         most = num_prompt + len(scheduler_request.samples) * plan.stop.max_tokens - before
         return self._limits.admitted(
-            current_caller.get(),
+            current_caller.get().owner,
             scheduler_request.request_id,
             most,
             lambda: num_prompt + scheduler_request.num_output_tokens - before,

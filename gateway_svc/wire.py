@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.api_keys import current_caller
+from gateway_svc.callers.caller import current_caller
 from gateway_svc.validation import GenerationPlan
 from request_fields.fields import Side, served
 from svc_common.errors import QuireError, error_from_code
@@ -65,7 +65,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.scheduling.cache_salt,
-        tenant_id=current_caller.get() or plan.scheduling.tenant_id,
+        tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
         prompt_logprobs=plan.prompt_logprobs,
     )

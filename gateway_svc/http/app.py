@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway_svc.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http.answers import encode
 from gateway_svc.http.errors import (
     BodyTimeoutError,
@@ -60,9 +60,9 @@ class ClientGoneError(Exception):
 class HttpApp:
     """Calls the routes. When a client disconnects, its request is cancelled, also on the scheduler."""
 
-    def __init__(self, routes: Sequence[BaseRoute], *, keys: ApiKeys | None, stats: RpcStats) -> None:
+    def __init__(self, routes: Sequence[BaseRoute], *, authenticator: Authenticator | None, stats: RpcStats) -> None:
         self._router = Router(routes)
-        self._keys = keys
+        self._authenticator = authenticator
         self._stats = stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +71,7 @@ class HttpApp:
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
         scope["request_id"] = answer.request_id
         try:
-            self._check_key(scope["path"], headers)
+            await self._authenticate(scope["path"], headers)
             body = await _read_body(receive)
             await _until_hang_up(self._router(scope, _replay(body), answer), receive)
         except ClientGoneError:
@@ -81,10 +81,10 @@ class HttpApp:
         except Exception as error:
             await self._answer_error(scope, error, answer)
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if self._keys is None or path in OPEN_PATHS:
+    async def _authenticate(self, path: str, headers: Headers) -> None:
+        if self._authenticator is None or path in OPEN_PATHS:
             return
-        self._keys.authenticate(headers.get("authorization"))
+        await self._authenticator.authenticate(headers.get("authorization"))
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
         """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""

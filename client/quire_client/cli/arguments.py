@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import quire_client
@@ -60,6 +61,13 @@ examples:
   quire completion fish > ~/.config/fish/completions/quire.fish
 """
 
+KEY_EXAMPLES = """\
+examples:
+  quire key new team-a                       a key, and the line for the file team-a in the folder of --api-keys
+  quire key new team-a --dir keys            also adds the line to keys/team-a
+  quire key hash < old-key.txt               the line of a key that exists
+"""
+
 CHAT_EXAMPLES = """\
 examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
@@ -81,6 +89,7 @@ def make_parser() -> Parser:
     _add_abort(commands)
     _add_drain(commands)
     _add_doctor(commands)
+    _add_key(commands)
     _add_batch(commands)
     _add_bench(commands)
     _add_completion(commands, parser)
@@ -304,6 +313,19 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     doctor.add_argument("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(doctor)
+
+
+def _add_key(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "make API keys for the gateways, which store only digests"
+    key = _command(commands, "key", "key", "run", summary, KEY_EXAMPLES)
+    key.add_argument(
+        "action", choices=("new", "hash"), help="new: make a key; hash: print the line of a key from stdin"
+    )
+    key.add_argument("owner", nargs="?", metavar="OWNER", help="owner of the new key: its tenant, and the file's name")
+    key.add_argument(
+        "--dir", type=Path, metavar="DIR", help="add the line to DIR/OWNER; DIR is the folder of --api-keys"
+    )
+    key.add_argument("--json", action="store_true", help="one JSON line")
 
 
 def _add_batch(commands: argparse._SubParsersAction[Parser]) -> None:

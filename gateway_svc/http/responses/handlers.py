@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.api_keys import scoped
+from gateway_svc.callers.caller import scoped
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http.answers import encode
 from gateway_svc.http.fields import invalid

@@ -12,6 +12,8 @@ from quire_client import cli
 from quire_client.cli import show
 from quire_client.testing import FakeGateway
 
+from gateway_svc.callers.api_keys import ApiKeys
+
 
 @pytest.fixture
 def gateway(monkeypatch):
@@ -433,3 +435,51 @@ def test_doctor_names_an_invalid_redis_url(gateway, capsys):
 def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "workers use plain torch" in run(capsys, "doctor")[1]
+
+
+def test_a_new_key_is_accepted_by_its_line(capsys, tmp_path):
+    code, out, err = run(capsys, "key", "new", "team-a", "--dir", str(tmp_path / "keys"))
+    key, line = (row.split()[1] for row in out.splitlines())
+    assert (code, key[:3], len(key)) == (0, "qk-", 46)
+    assert f"added to {tmp_path}/keys/team-a" in err
+    assert key not in err
+    file = tmp_path / "keys" / "team-a"
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (f"{line}\n", 0o600)
+    second = json.loads(run(capsys, "key", "new", "team-a", "--dir", str(tmp_path / "keys"), "--json")[1])
+    assert file.read_text() == f"{line}\n{second['line']}\n"
+    assert second["key"] != key
+    found = ApiKeys(tmp_path / "keys").find(key)
+    assert found is not None
+    assert found.owner == "team-a"
+
+
+def test_the_line_of_a_key_that_exists(capsys, monkeypatch):
+    made = json.loads(run(capsys, "key", "new", "me", "--json")[1])
+    type_in(monkeypatch, f"{made['key']}\n")
+    assert run(capsys, "key", "hash") == (0, f"{made['line']}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "words"),
+    [
+        (["new"], "", "the owner is None"),
+        (["new", "team a"], "", "the owner is 'team a'; give 1 to 64 characters"),
+        (["new", ".hidden"], "", "the owner is '.hidden'"),
+        (["hash"], "short", "stdin has no key"),
+        (["hash"], "two keys of some length", "stdin has no key"),
+        (["hash", "team-a"], "", "takes no owner"),
+    ],
+)
+def test_mistakes_with_keys(capsys, monkeypatch, argv, stdin, words):
+    type_in(monkeypatch, stdin)
+    code, out, err = run(capsys, "key", *argv)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "keys of some length" not in err
+
+
+def test_a_folder_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    code, out, err = run(capsys, "key", "new", "me", "--dir", str(tmp_path / "file"))
+    assert (code, out) == (1, "")
+    assert "cannot write" in err

@@ -1,13 +1,17 @@
 """API keys: accepted and refused clients, and changes of the key files."""
 
+import hashlib
 import re
 
 import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.api_keys import REREAD_S, ApiKeyInterceptor, ApiKeys, ApiKeysError
+from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
+from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.caller import Caller
 from gateway_svc.flags import make_parser, min_priority
+from svc_common.reread import REREAD_S
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 
 NO_MESSAGE = b"\xff\xff\xff"
@@ -23,25 +27,80 @@ def folder(tmp_path):
     return tmp_path
 
 
+def owner_of(keys, key):
+    caller = keys.find(key)
+    return caller and caller.owner
+
+
+def hashed(key):
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_a_key_may_be_stored_as_its_digest(tmp_path, caplog):
+    (tmp_path / "team-a").write_text(f"{hashed('new').upper().replace('SHA', 'sha')}\n")
+    keys = ApiKeys(tmp_path)
+    assert keys.find("new") == Caller("team-a", f"key:{hashed('new')[7:19]}")
+    assert [owner_of(keys, key) for key in ("", hashed("new"), hashed("new")[7:], "new ")] == [None] * 4
+    assert "plaintext" not in caplog.text
+    (tmp_path / "team-b").write_text("old")
+    ApiKeys(tmp_path)
+    assert "1 keys are stored in plaintext; `quire key hash` prints the line to store" in caplog.text
+
+
+def test_no_key_is_kept_in_memory(folder):
+    """A comparison with a key, whose time would reveal its first characters, needs the key."""
+    keys = ApiKeys(folder)
+    assert owner_of(keys, "key-a") == "team-a"
+    assert "key-a" not in repr(keys._keys())
+
+
+@pytest.mark.parametrize("line", ["sha256:", "sha256:12", "sha256:" + "g" * 64, hashed("x") + "0"])
+def test_an_invalid_digest_stops_the_start_and_is_not_shown(folder, line):
+    (folder / "team-b").write_text(f"key-b\n\n{line}\n")
+    with pytest.raises(ApiKeysError, match="team-b, line 3: not sha256: and 64 hexadecimal digits") as caught:
+        ApiKeys(folder)
+    assert line not in str(caught.value) or line == "sha256:"
+
+
+def test_an_invalid_digest_leaves_the_previous_keys_in_force(folder, caplog):
+    now = 0.0
+    keys = ApiKeys(folder, clock=lambda: now)
+    (folder / "team-b").write_text("sha256:12")
+    now = REREAD_S
+    assert [owner_of(keys, key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
+    assert "keeping the previous API keys: --api-keys" in caplog.text
+
+
+def test_the_last_key_can_be_revoked(folder):
+    now = 0.0
+    keys = ApiKeys(folder, clock=lambda: now)
+    for name in ("team-a", "team-b"):
+        (folder / name).unlink()
+    now = REREAD_S
+    assert owner_of(keys, "key-a") is None
+
+
 def test_each_file_is_a_key(folder):
     keys = ApiKeys(folder)
-    assert [keys.owner_of(key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
-    assert [keys.owner_of(key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
+    assert [owner_of(keys, key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
+    assert [owner_of(keys, key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
 
 
 def test_an_owner_may_have_several_keys_and_any_file_name(tmp_path):
     (tmp_path / "team-a").write_text("old\n\n  new  \n")
     (tmp_path / "team/b\n".replace("/", " ")).write_text("other")
     keys = ApiKeys(tmp_path)
-    assert [keys.owner_of(key) for key in ("old", "new", "old\n\nnew")] == ["team-a", "team-a", None]
-    assert re.fullmatch("[0-9a-f]{32}", keys.owner_of("other"))
+    assert [owner_of(keys, key) for key in ("old", "new", "old\n\nnew")] == ["team-a", "team-a", None]
+    assert re.fullmatch("[0-9a-f]{32}", owner_of(keys, "other"))
 
 
 async def test_a_request_is_aborted_and_resumed_only_with_a_key_of_its_owner(scheduler, folder):
     def bearer(key):
         return {"metadata": (("authorization", f"Bearer {key}"),), "timeout": 60}
 
-    async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
+    async with TestGateway(
+        [scheduler.address], interceptors=[CallerInterceptor(Authenticator(ApiKeys(folder)))]
+    ) as gateway:
         await gateway.ready()
         request = pb.GenerateRequest(request_id="mine", prompt={"tokens": {"ids": [5, 6]}})
         own = gateway.stub.Generate(request, **bearer("key-a"))
@@ -68,9 +127,9 @@ def test_added_and_removed_files_take_effect(folder):
     keys = ApiKeys(folder, clock=lambda: now)
     (folder / "team-a").unlink()
     (folder / "team-c").write_text("key-c")
-    assert [keys.owner_of(key) for key in ("key-a", "key-c")] == ["team-a", None]
+    assert [owner_of(keys, key) for key in ("key-a", "key-c")] == ["team-a", None]
     now = REREAD_S
-    assert [keys.owner_of(key) for key in ("key-a", "key-c")] == [None, "team-c"]
+    assert [owner_of(keys, key) for key in ("key-a", "key-c")] == [None, "team-c"]
 
 
 def test_keys_stay_valid_when_the_folder_is_gone(folder, caplog):
@@ -78,8 +137,8 @@ def test_keys_stay_valid_when_the_folder_is_gone(folder, caplog):
     keys = ApiKeys(folder, clock=lambda: now)
     folder.rename(folder.with_name("elsewhere"))
     now = REREAD_S
-    assert keys.owner_of("key-a") == "team-a"
-    assert "cannot read API keys, keeping the previous ones" in caplog.text
+    assert owner_of(keys, "key-a") == "team-a"
+    assert "keeping the previous API keys: --api-keys" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "words"), [("none", "No such file"), ("", "the folder holds no key")])
@@ -92,7 +151,9 @@ def test_a_folder_without_keys_fails_the_start(tmp_path, name, words):
 async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
     """The body is undecodable, so the status code shows whether the gateway tried to decode it."""
     metadata = (("authorization", f"Bearer {key}"),)
-    async with TestGateway([scheduler.address], interceptors=[ApiKeyInterceptor(ApiKeys(folder))]) as gateway:
+    async with TestGateway(
+        [scheduler.address], interceptors=[CallerInterceptor(Authenticator(ApiKeys(folder)))]
+    ) as gateway:
         stream = gateway.channel.unary_stream("/quire.v1.InferenceService/Generate")
         assert (await refused(stream(NO_MESSAGE, metadata=metadata))).code().name == code
         call = gateway.channel.unary_unary("/quire.v1.InferenceService/Tokenize")
@@ -103,7 +164,7 @@ async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
 
 async def test_the_owner_of_the_key_is_the_tenant(scheduler, folder):
     scheduler.play([5])
-    interceptor = ApiKeyInterceptor(ApiKeys(folder))
+    interceptor = CallerInterceptor(Authenticator(ApiKeys(folder)))
     async with TestGateway([scheduler.address], interceptors=[interceptor]) as gateway:
         await gateway.ready()
         request = pb.GenerateRequest(prompt={"tokens": {"ids": [5, 6]}}, scheduling={"tenant_id": "another"})

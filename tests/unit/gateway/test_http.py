@@ -15,7 +15,8 @@ import pytest
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.api_keys import ApiKeys
+from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp, with_cors
 from gateway_svc.http.fields import ENDPOINTS
@@ -45,7 +46,9 @@ class HttpGateway:
         self.is_serving = True
         self.stats = RpcStats()
         handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
-        app = with_cors(HttpApp(handlers.routes(), keys=keys, stats=self.stats), origins)
+        app = with_cors(
+            HttpApp(handlers.routes(), authenticator=keys and Authenticator(keys), stats=self.stats), origins
+        )
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
     async def __aenter__(self) -> HttpGateway:
@@ -437,6 +440,6 @@ async def test_stopping_closes_idle_connections(gateway: TestGateway) -> None:
 
 async def test_a_port_that_is_in_use(http: HttpGateway) -> None:
     host, port = http.server.address
-    second = HttpServer(HttpApp([], keys=None, stats=RpcStats()), f"{host}:{port}")
+    second = HttpServer(HttpApp([], authenticator=None, stats=RpcStats()), f"{host}:{port}")
     with pytest.raises(BindError, match="cannot listen on"):
         await second.start()

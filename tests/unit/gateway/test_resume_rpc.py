@@ -10,7 +10,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.api_keys import current_caller, scoped
+from gateway_svc.callers.caller import Caller, current_caller, scoped
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
@@ -289,6 +289,6 @@ async def test_a_running_answer_continues_while_redis_is_lost(first: Recorded, r
 async def test_records_belong_to_the_owner_of_the_key(first: Recorded) -> None:
     await finished_at(first, IDS)
     assert await first.recorder.records.load(scoped("r")) is not None
-    token = current_caller.set("team-a")
+    token = current_caller.set(Caller("team-a"))
     assert await first.recorder.records.load(scoped("r")) is None
     current_caller.reset(token)

@@ -1,0 +1,1 @@
+"""Callers of the gateway: who sent a request, by API key or JSON web token."""

@@ -1,0 +1,38 @@
+"""The caller of the current call, and the ids of its requests inside the services."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+OWNER = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The result of a check of credentials. `credential` identifies them in the audit log and is not a secret."""
+
+    owner: str = ""  # owns request ids and records, has limits, is the tenant; empty: callers are not identified
+    credential: str = ""
+
+
+ANONYMOUS = Caller()
+
+# The caller of the current call. Tasks that a call starts inherit it.
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANONYMOUS)
+
+
+def scoped(request_id: str) -> str:
+    """The id of a request inside the services: `OWNER/request_id`, so that no other owner can abort or resume it.
+
+    A client's request id cannot contain `/`.
+    """
+    owner = current_caller.get().owner
+    return f"{owner}/{request_id}" if owner else request_id
+
+
+def owner_name(name: str) -> str:
+    """The name, or its digest if it cannot be part of a request id."""
+    return name if OWNER.fullmatch(name) else hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
