@@ -10,6 +10,7 @@ from gateway_svc.operator_port import add_admin_flags
 from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS, MIN_PRIORITY
 from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
+from svc_common.redis_server import add_flags as add_redis_flags
 from svc_common.trust import add_flags
 
 EPILOG = """example:
@@ -95,14 +96,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="limit on the total size of Tokenize and Detokenize calls in progress; further ones are refused with "
         "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
     )
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://[:password@]host:port/db or unix:///path, the same as for the schedulers. With it, the gateway "
-        "prefers replicas that have the prompt's prefix cached, and keeps records of resumable requests",
-    )
-    parser.add_argument(
-        "--redis-namespace", default="quire", help="prefix of all Redis keys, the same as for the schedulers"
+    add_redis_flags(
+        parser,
+        "the gateway prefers replicas that have the prompt's prefix cached, keeps records of resumable requests, and "
+        "counts the limits of API keys for all gateways together",
     )
     records = parser.add_argument_group("records of resumable requests and stored answers, in Redis (docs/resume.md)")
     records.add_argument(

@@ -41,6 +41,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.redis_server import RedisServer, RedisSettingsError, redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
@@ -57,13 +58,9 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 MAX_RECEIVE_BYTES = 16 << 20
 
 
-class RedisUrlError(ValueError):
-    """--redis is not a valid Redis URL."""
-
-
 START_ERRORS = (
     BindError,
-    RedisUrlError,
+    RedisSettingsError,
     RecordKeyError,
     TlsError,
     TrustError,
@@ -98,47 +95,36 @@ def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_wi
         sys.exit(f"quire-gateway: {error}")
 
 
-def make_reader(args: argparse.Namespace) -> RedisPrefixReader | None:
-    """The reader of the prefix index; None without --redis. Raises RedisUrlError."""
-    if not args.redis:
-        return None
-    try:
-        return RedisPrefixReader(args.redis, namespace=args.redis_namespace)
-    except ValueError:
-        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
+def make_reader(args: argparse.Namespace, redis: RedisServer | None) -> RedisPrefixReader | None:
+    """The reader of the prefix index; None without Redis."""
+    return None if redis is None else RedisPrefixReader(redis, namespace=args.redis_namespace)
 
 
-def make_recorder(args: argparse.Namespace) -> Recorder | None:
-    """The records of resumable requests; None without --redis. Raises RedisUrlError or RecordKeyError."""
+def make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> Recorder | None:
+    """The records of resumable requests; None without Redis. Raises RecordKeyError."""
     cipher = make_cipher(args.record_key_file)
-    if not args.redis:
+    if redis is None:
         return None
-    try:
-        records = RecordStore(
-            args.redis,
+    return Recorder(
+        RecordStore(
+            redis,
             namespace=args.redis_namespace,
             ttl_s=args.record_ttl_s,
             max_bytes=args.max_record_bytes,
             cipher=cipher,
         )
-    except ValueError:
-        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
-    return Recorder(records)
+    )
 
 
-def make_limits(args: argparse.Namespace) -> KeyLimits:
-    """The limits of API keys. Raises LimitsError or RedisUrlError."""
+def make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimits:
+    """The limits of API keys. Raises LimitsError."""
     if args.key_limits is None:
         return KeyLimits()
     if args.api_keys is None:
         raise LimitsError("--key-limits needs --api-keys: limits apply to the owners of keys")
     file = LimitsFile(args.key_limits)
-    if not args.redis:
-        return KeyLimits(file, LocalBuckets())
-    try:
-        return KeyLimits(file, RedisBuckets(args.redis, namespace=args.redis_namespace))
-    except ValueError:
-        raise RedisUrlError(config.bad_redis_url(args.redis)) from None
+    buckets = LocalBuckets() if redis is None else RedisBuckets(redis, namespace=args.redis_namespace)
+    return KeyLimits(file, buckets)
 
 
 async def serve(
@@ -148,7 +134,8 @@ async def serve(
 
     `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
     """
-    reader, recorder, limits = make_reader(args), make_recorder(args), make_limits(args)
+    redis = redis_server(args)
+    reader, recorder, limits = make_reader(args, redis), make_recorder(args, redis), make_limits(args, redis)
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
     authenticator = None if args.api_keys is None else Authenticator(ApiKeys(args.api_keys))

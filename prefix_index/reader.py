@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redis.exceptions import RedisError
 
 from prefix_index.search import PrefixSearch
-from prefix_index.server import Availability, connect
+from svc_common.redis_server import Availability, RedisServer, connect
 
 PING_TIMEOUT_S = 1.0
 
@@ -21,8 +21,15 @@ class RedisPrefixReader:
     malformed URL.
     """
 
-    def __init__(self, url: str, *, namespace: str = "quire", timeout_s: float = 0.02, pause_s: float = 1.0) -> None:
-        self._redis = connect(url, PING_TIMEOUT_S)
+    def __init__(
+        self,
+        server: RedisServer | str,
+        *,
+        namespace: str = "quire",
+        timeout_s: float = 0.02,
+        pause_s: float = 1.0,
+    ) -> None:
+        self._redis = connect(server, PING_TIMEOUT_S)
         self._server = Availability("replicas are chosen by cached prefixes")
         self._search = PrefixSearch(self._redis, namespace)
         self._timeout_s = timeout_s

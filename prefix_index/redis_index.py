@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.keys import MAX_SCHEDULER_EPOCH, entry_key, epoch_key, generation_key, member_of, worker_key
-from prefix_index.server import Availability, connect
+from svc_common.redis_server import Availability, RedisServer, connect
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RedisPrefixIndex:
 
     def __init__(
         self,
-        url: str,
+        server: RedisServer | str,
         *,
         owner: str,
         snapshot: Callable[[], Iterable[PrefixChanges]],
@@ -65,7 +65,7 @@ class RedisPrefixIndex:
         batch_size: int = 512,
         max_backoff_s: float = 2.0,
     ) -> None:
-        self._redis = connect(url, timeout_s)
+        self._redis = connect(server, timeout_s)
         self._server = Availability("the prefix index is shared")
         self._owner = owner
         self._snapshot = snapshot

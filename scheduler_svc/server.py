@@ -29,10 +29,12 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
 from svc_common.admin import AdminServer
-from svc_common.config import address, bad_redis_url, in_range, make_parser, parse
+from svc_common.config import address, in_range, make_parser, parse
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.redis_server import add_flags as add_redis_flags
+from svc_common.redis_server import redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tls import TlsError
 from svc_common.trust import Trust, add_flags, check_reach, make_trust
@@ -152,12 +154,7 @@ def make_arguments() -> argparse.ArgumentParser:
     """All flags of the scheduler."""
     parser = make_parser("scheduler", DESCRIPTION, EPILOG)
     parser.add_argument("--listen", type=address, default="127.0.0.1:50052", help="host:port to serve on")
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        help="Redis for cached prefixes and epochs: redis://[:password@]host:port/db or unix:///path",
-    )
-    parser.add_argument("--redis-namespace", default="quire", help="prefix of every Redis key; use one per deployment")
+    add_redis_flags(parser, "cached prefixes and the counter of leases")
     parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: host name")
     parser.add_argument(
         "--max-waiting",
@@ -266,13 +263,11 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
 
 
 def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
-    """The prefix index, in Redis if --redis is set. Raises ValueError for a malformed URL."""
-    if not args.redis:
+    """The prefix index, in Redis if --redis is set. Raises RedisSettingsError."""
+    server = redis_server(args)
+    if server is None:
         return NoPrefixIndex()
-    try:
-        return RedisPrefixIndex(args.redis, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
-    except ValueError:
-        raise ValueError(bad_redis_url(args.redis)) from None
+    return RedisPrefixIndex(server, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
 
 
 async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:

@@ -275,14 +275,6 @@ def without_password(value: Any) -> Any:
     return f"{scheme}://{'***@' if at else ''}{place}"
 
 
-def bad_redis_url(url: str) -> str:
-    """The error for a malformed --redis. The URL parser's own message may quote part of the password."""
-    return (
-        f"--redis {without_password(url)!r} is not the URL of a Redis server; write redis://[:password@]host:port/db "
-        "or unix:///path; in the password write %2F for /, %3F for ?, %40 for @"
-    )
-
-
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         flat = [part for item in value for part in (item if isinstance(item, list) else [item])]

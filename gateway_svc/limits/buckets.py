@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from gateway_svc.limits.settings import Limits
-from prefix_index.server import Availability, connect
+from svc_common.redis_server import Availability, RedisServer, connect
 
 REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0
@@ -156,8 +156,8 @@ class RedisBuckets:
     Raises ValueError for a malformed URL.
     """
 
-    def __init__(self, url: str, *, namespace: str = "quire", timeout_s: float = 0.25) -> None:
-        self._redis = connect(url, timeout_s)
+    def __init__(self, server: RedisServer | str, *, namespace: str = "quire", timeout_s: float = 0.25) -> None:
+        self._redis = connect(server, timeout_s)
         self._timeout_s = timeout_s
         self._prefix = f"{namespace}:limits:"
         self._local = LocalBuckets()

@@ -26,8 +26,8 @@ from redis.exceptions import RedisError
 
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
 from gateway_svc.wire import u32_from_bytes
-from prefix_index.server import Availability, connect
 from svc_common.errors import InvalidRequestError, UnavailableError
+from svc_common.redis_server import Availability, RedisServer, connect
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class RecordStore:
 
     def __init__(
         self,
-        url: str,
+        server: RedisServer | str,
         *,
         namespace: str = "quire",
         ttl_s: float = 3600.0,
@@ -118,7 +118,7 @@ class RecordStore:
         timeout_s: float = 1.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        self._redis = connect(url, timeout_s)
+        self._redis = connect(server, timeout_s)
         self._server = Availability("request records are kept")
         self._prefix = f"{namespace}:record:"
         self._ttl_ms = int(ttl_s * 1000)

@@ -25,9 +25,10 @@ from tests.chaos.cluster import BUG_WORDS
 from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad
 from tests.chart.chart import CHART, NAMESPACE, Objects, Values, read_values, render, render_upgrade
-from tests.chart.cluster import Cluster, PortProxy
+from tests.chart.cluster import Cluster
 from tests.chart.kubelet import Node, Pod
 from tests.chart.test_values import merged
+from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.promql import History, merge, read_scrape
@@ -273,15 +274,22 @@ def scrape(url: str) -> str:
 
 async def test_schedulers_use_a_redis_with_password_and_tls(tmp_path: Path) -> None:
     authority = trustme.CA()
-    release = render(read_values(CHART / "ci" / "external-redis-values.yaml") | {"ports": PORTS})
+    values = merged(read_values(CHART / "ci" / "external-redis-values.yaml"), {"ports": PORTS})
+    port = free_port()
+    release = render(merged(values, {"redis": {"external": {"url": f"rediss://127.0.0.1:{port}/0"}}}))
     schedulers = tuple(m for m in release.manifests if "scheduler" in m["metadata"]["name"])
     with RedisServer(tmp_path) as redis:
         with redis.client() as client:
             client.config_set("requirepass", PASSWORD)
-        async with tls_in_front_of(redis, authority) as port:
+        client = authority.issue_cert("quire-scheduler")
+        async with tls_in_front_of(redis, authority, port):
             secrets = {
-                "quire-redis": {"url": f"rediss://:{PASSWORD}@127.0.0.1:{port}/0"},
+                "redis-password": {"password": PASSWORD},
                 "redis-ca": {"ca.crt": authority.cert_pem.bytes().decode()},
+                "redis-client": {
+                    "tls.crt": b"".join(part.bytes() for part in client.cert_chain_pems).decode(),
+                    "tls.key": client.private_key_pem.bytes().decode(),
+                },
             }
             async with Cluster(tmp_path, secrets) as cluster:
                 await cluster.apply(Objects(schedulers, ""))
@@ -291,15 +299,16 @@ async def test_schedulers_use_a_redis_with_password_and_tls(tmp_path: Path) -> N
 
 
 @contextlib.asynccontextmanager
-async def tls_in_front_of(redis: RedisServer, authority: trustme.CA) -> AsyncIterator[int]:
-    """A TLS port of Redis with a certificate signed by this CA."""
+async def tls_in_front_of(redis: RedisServer, authority: trustme.CA, port: int) -> AsyncIterator[None]:
+    """A TLS port of Redis. It and its clients have certificates of this CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
     proxy = PortProxy(lambda: asyncio.open_connection("127.0.0.1", redis.port))
-    port = free_port()
     await proxy.start("127.0.0.1", port, ssl=context)
     try:
-        yield port
+        yield
     finally:
         await proxy.close()
 

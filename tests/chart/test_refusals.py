@@ -88,8 +88,16 @@ COMBINATIONS = [
         "does not begin with rediss://",
     ),
     (
+        {"redis": {"enabled": False, "external": {"certSecret": "s", "url": "redis://h:1"}}},
+        "redis.external.certSecret is set, but redis.external.url does not begin with rediss://",
+    ),
+    (
+        {"redis": {"enabled": False, "external": {"passwordSecret": "s"}}},
+        "redis.external.passwordSecret is set without an external Redis",
+    ),
+    (
         {"redis": {"enabled": False, "external": {"url": "redis://:pw@h:1"}}},
-        "contains a password: put the URL into a secret",
+        "contains a password: put the password into a secret",
     ),
     ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "set maxReplicas to 9 or more"),
     (

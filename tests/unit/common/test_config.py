@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from svc_common.config import address, bad_redis_url, in_range, make_parser, parse, size_bytes, without_password
+from svc_common.config import address, in_range, make_parser, parse, size_bytes, without_password
+from svc_common.redis_server import bad_url
 
 
 def make() -> argparse.ArgumentParser:
@@ -174,7 +175,7 @@ def test_a_port_can_be_off(monkeypatch: pytest.MonkeyPatch, listen: str) -> None
 )
 def test_no_url_shows_its_password(url: str, shown: str) -> None:
     assert without_password(url) == shown
-    assert f"--redis {shown!r} is not the URL" in bad_redis_url(url)
+    assert f"--redis {shown!r} is not the URL" in bad_url(url)
 
 
 def test_print_config_hides_a_password_that_is_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,9 +121,19 @@ readinessProbe:
 - name: QUIRE_REDIS_NAMESPACE
   value: {{ $redis.namespace | quote }}
 {{- end }}
-{{- if $redis.external.caSecret }}
-- name: SSL_CERT_FILE
+{{- with $redis.external.passwordSecret }}
+- name: QUIRE_REDIS_PASSWORD_FILE
+  value: /etc/quire/redis-password/{{ $redis.external.passwordKey }}
+{{- end }}
+{{- with $redis.external.caSecret }}
+- name: QUIRE_REDIS_TLS_CA_FILE
   value: /etc/quire/redis-ca/{{ $redis.external.caKey }}
+{{- end }}
+{{- with $redis.external.certSecret }}
+- name: QUIRE_REDIS_TLS_CERT_FILE
+  value: /etc/quire/redis-cert/tls.crt
+- name: QUIRE_REDIS_TLS_KEY_FILE
+  value: /etc/quire/redis-cert/tls.key
 {{- end }}
 {{- end -}}
 
@@ -131,12 +141,22 @@ readinessProbe:
 {{- if or .Values.redis.enabled .Values.redis.external.url .Values.redis.external.existingSecret }}true{{ end -}}
 {{- end -}}
 
+{{/* The Secrets of an external Redis that pods mount, by folder. Files follow a change of a Secret, variables do not. */}}
+{{- define "quire.redisSecrets" -}}
+{{- $external := .Values.redis.external -}}
+{{- $secrets := dict -}}
+{{- with $external.caSecret }}{{ $_ := set $secrets "ca" . }}{{ end -}}
+{{- with $external.certSecret }}{{ $_ := set $secrets "cert" . }}{{ end -}}
+{{- with $external.passwordSecret }}{{ $_ := set $secrets "password" . }}{{ end -}}
+{{ $secrets | toJson }}
+{{- end -}}
+
 {{- define "quire.redisMounts" -}}
 - name: tmp
   mountPath: /tmp
-{{- if .Values.redis.external.caSecret }}
-- name: redis-ca
-  mountPath: /etc/quire/redis-ca
+{{- range $name, $_ := include "quire.redisSecrets" . | fromJson }}
+- name: redis-{{ $name }}
+  mountPath: /etc/quire/redis-{{ $name }}
   readOnly: true
 {{- end }}
 {{- end -}}
@@ -144,10 +164,10 @@ readinessProbe:
 {{- define "quire.redisVolumes" -}}
 - name: tmp
   emptyDir: {}
-{{- with .Values.redis.external.caSecret }}
-- name: redis-ca
+{{- range $name, $secret := include "quire.redisSecrets" . | fromJson }}
+- name: redis-{{ $name }}
   secret:
-    secretName: {{ . | quote }}
+    secretName: {{ $secret | quote }}
 {{- end }}
 {{- end -}}
 

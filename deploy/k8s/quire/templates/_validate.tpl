@@ -158,16 +158,20 @@
 {{- fail "redis.external.url and redis.external.existingSecret are both set: set only one; the secret contains the whole URL" -}}
 {{- end -}}
 {{- if and .Values.redis.auth.existingSecret (not .Values.redis.enabled) -}}
-{{- fail "redis.auth is for the bundled Redis, but redis.enabled is false: put the password of the external Redis into the URL in redis.external.existingSecret" -}}
+{{- fail "redis.auth is for the bundled Redis, but redis.enabled is false: set redis.external.passwordSecret to the password of the external Redis" -}}
 {{- end -}}
-{{- if and $external.caSecret (not (or $external.url $external.existingSecret)) -}}
-{{- fail "redis.external.caSecret is set without an external Redis: set redis.external.url or redis.external.existingSecret" -}}
+{{- range list "caSecret" "certSecret" "passwordSecret" -}}
+{{- if and (get $external .) (not (or $external.url $external.existingSecret)) -}}
+{{- fail (printf "redis.external.%s is set without an external Redis: set redis.external.url or redis.external.existingSecret" .) -}}
 {{- end -}}
-{{- if and $external.caSecret $external.url (not (hasPrefix "rediss://" $external.url)) -}}
-{{- fail "redis.external.caSecret is set, but redis.external.url does not begin with rediss://: use a rediss:// URL, or remove caSecret" -}}
 {{- end -}}
-{{- if regexMatch "^rediss?://[^/]*@" $external.url -}}
-{{- fail "redis.external.url contains a password: put the URL into a secret and set redis.external.existingSecret" -}}
+{{- range list "caSecret" "certSecret" -}}
+{{- if and (get $external .) $external.url (not (hasPrefix "rediss://" $external.url)) -}}
+{{- fail (printf "redis.external.%s is set, but redis.external.url does not begin with rediss://: use a rediss:// URL, or remove %s" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- if regexMatch "^rediss?://[^/]*:[^/]*@" $external.url -}}
+{{- fail "redis.external.url contains a password: put the password into a secret and set redis.external.passwordSecret" -}}
 {{- end -}}
 {{- end -}}
 
