@@ -36,33 +36,47 @@ template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const s
   });
 }
 
+// Appends the tasks of `count` tokens of a row, starting with its token `first`.
+void add_tasks(const AttentionRows& rows, const QkvShape& shape, int32_t row, int64_t first, int64_t count,
+               std::vector<Task>& tasks) {
+  const int64_t group = shape.q_heads / shape.kv_heads, end = (first + count) * group;
+  for (int64_t i = first * group; i < end; i += kQueryTile) {
+    const int64_t queries = std::min<int64_t>(kQueryTile, end - i);
+    const int64_t num_keys = rows.context_lens[row] + (i + queries - 1) / group + 1;
+    for (int32_t h = 0; h < shape.kv_heads; h++) tasks.push_back({row, h, int32_t(i), int32_t(queries), num_keys});
+  }
+}
+
 }  // namespace
 
-std::vector<AttentionTask> attention_tasks(const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows,
-                                           int64_t q_heads, int64_t kv_heads) {
-  const int64_t group = q_heads / kv_heads;
-  std::vector<AttentionTask> tasks;
-  for (int32_t b = 0; b < num_rows; b++) {
-    const int64_t queries = (query_starts[b + 1] - query_starts[b]) * group;
-    for (int64_t first = 0; first < queries; first += kQueryTile) {
-      const int64_t count = std::min<int64_t>(kQueryTile, queries - first);
-      const int64_t num_keys = context_lens[b] + (first + count - 1) / group + 1;
-      for (int32_t h = 0; h < kv_heads; h++) tasks.push_back({b, h, int32_t(first), int32_t(count), num_keys});
-    }
+std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape) {
+  std::vector<Task> tasks;
+  for (int32_t b = 0; b < rows.count; b++)
+    add_tasks(rows, shape, b, 0, rows.query_starts[b + 1] - rows.query_starts[b], tasks);
+  return tasks;
+}
+
+std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape, const int64_t* tokens,
+                                           int64_t num_tokens) {
+  std::vector<Task> tasks;
+  int32_t row = 0;
+  for (int64_t i = 0, next; i < num_tokens; i = next) {
+    while (rows.query_starts[row + 1] <= tokens[i]) row++;
+    for (next = i + 1; next < num_tokens && tokens[next] == tokens[next - 1] + 1; next++)
+      if (tokens[next] == rows.query_starts[row + 1]) break;
+    add_tasks(rows, shape, row, tokens[i] - rows.query_starts[row], next - i, tasks);
   }
   return tasks;
 }
 
-void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const void* q,
-                     const void* k_cache, const void* v_cache, void* out, const int32_t* tables, int64_t table_stride,
-                     const int32_t* rows, const int32_t* query_starts, const int32_t* context_lens,
-                     const QkvShape& shape, float scale) {
+void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const AttentionRows& rows,
+                     const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
+                     float scale) {
   auto run = [&](auto type) {
     typedef decltype(type) T;
-    const AttentionArgs<T> args{(const T*)q,    (const T*)k_cache, (const T*)v_cache, (T*)out,
-                                tables,         table_stride,      rows,              query_starts,
-                                context_lens,   shape.q_heads,     shape.kv_heads,    shape.head_dim,
-                                __builtin_ctzll(uint64_t(shape.block_size)), scale};
+    const int64_t block_shift = __builtin_ctzll(uint64_t(shape.block_size));
+    const AttentionArgs<T> args{(const T*)q,   (const T*)k_cache, (const T*)v_cache, (T*)out,     rows,
+                                shape.q_heads, shape.kv_heads,    shape.head_dim,    block_shift, scale};
     attend(pass, args, tasks);
   };
   is_bf16 ? run(uint16_t()) : run(float());
@@ -80,8 +94,8 @@ void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, cons
                            const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows, int64_t q_heads,
                            int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, int threads) {
   Pass pass(threads);
-  paged_attention(pass, is_bf16, attention_tasks(query_starts, context_lens, num_rows, q_heads, kv_heads), q, k_cache,
-                  v_cache, out, tables, table_stride, rows, query_starts, context_lens,
-                  {q_heads, kv_heads, head_dim, block_size}, scale);
+  const AttentionRows all{tables, table_stride, rows, query_starts, context_lens, num_rows};
+  const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
+  paged_attention(pass, is_bf16, attention_tasks(all, shape), all, shape, q, k_cache, v_cache, out, scale);
 }
 }

@@ -11,9 +11,7 @@ constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head)
 template <typename T> struct AttentionArgs {
   const T *q, *k_cache, *v_cache;
   T* out;
-  const int32_t* tables;  // [rows, table_stride]
-  int64_t table_stride;
-  const int32_t *rows, *query_starts, *context_lens;  // [B], [B + 1], [B]
+  AttentionRows rows;
   int64_t q_heads, kv_heads, head_dim, block_shift;
   float scale;
 };

@@ -174,10 +174,10 @@ INLINE void softmax_row(float* scores, int64_t visible, int groups, float& row_m
 
 template <typename T>
 void attention_task(const AttentionArgs<T>& a, const Task& task, int64_t padded_dim, Scratch<T>& scratch) {
-  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.context_lens[task.row];
-  const int64_t head = task.head, first = task.first, start = a.query_starts[task.row];
+  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.rows.context_lens[task.row];
+  const int64_t head = task.head, first = task.first, start = a.rows.query_starts[task.row];
   const int queries = task.queries;
-  const int32_t* table = a.tables + a.rows[task.row] * a.table_stride;
+  const int32_t* table = a.rows.table(task.row);
   float *q = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
   auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + head * group + i % group) * dim; };
   for (int r = 0; r < queries; r++) {

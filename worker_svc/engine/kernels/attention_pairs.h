@@ -253,14 +253,13 @@ void attend_tile(const PairedArgs& a, const Task& task, int64_t shift, int64_t p
 }
 
 void paired_task(const PairedArgs& a, const Task& task, const Task& following, int64_t padded_dim, PairedScratch& s) {
-  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.context_lens[task.row];
-  const int64_t start = a.query_starts[task.row];
+  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.rows.context_lens[task.row];
+  const int64_t start = a.rows.query_starts[task.row];
   const bool in_place = is_paired<uint16_t>(int64_t(1) << a.block_shift) && padded_dim == dim;
-  auto table_of = [&](const Task& t) { return a.tables + a.rows[t.row] * a.table_stride; };
   auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + task.head * group + i % group) * dim; };
   auto gather = [&](const Task& t, int64_t key, PairedTile& tile) {
     const int count = int(std::min<int64_t>(kKeyTile, t.num_keys - key));
-    gather_pairs(a, table_of(t), t.head, key, count, padded_dim, s, tile);
+    gather_pairs(a, a.rows.table(t.row), t.head, key, count, padded_dim, s, tile);
     return count;
   };
   for (int r = 0; r < task.queries; r++) {

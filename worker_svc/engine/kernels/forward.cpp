@@ -59,7 +59,8 @@ struct Forward {
   const Batch& b;
   const Parts p;
   const QkvShape shape;
-  const std::vector<AttentionTask> tasks;
+  const AttentionRows rows;
+  const std::vector<AttentionTask> tasks, head_tasks;  // of all tokens, and of those that need logits
   Pass pass;
 
   Forward(const Model& m, const Batch& b, char* workspace)
@@ -67,7 +68,9 @@ struct Forward {
         b(b),
         p(m, b.num_tokens, workspace),
         shape{m.q_heads, m.kv_heads, m.head_dim, m.block_size},
-        tasks(attention_tasks(b.query_starts, b.context_lens, b.num_rows, m.q_heads, m.kv_heads)),
+        rows{b.tables, b.table_stride, b.rows, b.query_starts, b.context_lens, b.num_rows},
+        tasks(attention_tasks(rows, shape)),
+        head_tasks(attention_tasks(rows, shape, b.heads, b.num_heads)),
         pass(int(m.threads)) {}
 
   void embed() {
@@ -77,13 +80,12 @@ struct Forward {
   }
 
   // `added`: the residual of the previous layer, to be added to x; null: none.
-  void attend(const Layer& layer, const void* added) {
+  void attend(const Layer& layer, const void* added, const std::vector<AttentionTask>& tasks) {
     const int is_bf16 = int(m.is_bf16);
     linear_of_norm(pass, is_bf16, layer.qkv, {p.x, added, layer.input_norm, m.eps}, p.qkv, b.num_tokens);
     qk_norm_rope_store(pass, is_bf16, p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, b.positions, b.slots,
                        layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape, m.eps);
-    paged_attention(pass, is_bf16, tasks, p.q, layer.k_cache, layer.v_cache, p.attended, b.tables, b.table_stride,
-                    b.rows, b.query_starts, b.context_lens, shape, m.scale);
+    paged_attention(pass, is_bf16, tasks, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended, m.scale);
   }
 
   void feed_forward(const Layer& layer, int64_t n) {
@@ -99,7 +101,7 @@ struct Forward {
     embed();
     for (int64_t i = 0; i < m.num_layers; i++) {
       const bool is_last = i == m.num_layers - 1;
-      attend(m.layers[i], i ? p.residual : nullptr);
+      attend(m.layers[i], i ? p.residual : nullptr, is_last ? head_tasks : tasks);
       if (is_last) {
         keep_heads(p.x, m.hidden * element);
         keep_heads(p.attended, m.q_heads * m.head_dim * element);

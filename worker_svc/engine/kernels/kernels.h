@@ -29,6 +29,16 @@ struct QkvShape {
   int64_t q_heads, kv_heads, head_dim, block_size;
 };
 
+// The rows of a batch and their blocks.
+struct AttentionRows {
+  const int32_t* tables;  // [.., table_stride]
+  int64_t table_stride;
+  const int32_t *rows, *query_starts, *context_lens;  // [count] lines of `tables`, [count + 1], [count]
+  int64_t count;
+
+  const int32_t* table(int64_t row) const { return tables + rows[row] * table_stride; }
+};
+
 // Query vectors of one row and one KV head.
 struct AttentionTask {
   int32_t row, head, first;  // the first query vector
@@ -48,10 +58,12 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_
                         const float* cos, const float* sin, const int32_t* positions, const int64_t* slots,
                         void* k_cache, void* v_cache, void* q_out, int64_t n, const QkvShape& shape, float eps);
 
-std::vector<AttentionTask> attention_tasks(const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows,
-                                           int64_t q_heads, int64_t kv_heads);
+// The tasks of all tokens, or of `tokens`, which are ascending.
+std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape);
+std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape, const int64_t* tokens,
+                                           int64_t num_tokens);
 
-void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const void* q,
-                     const void* k_cache, const void* v_cache, void* out, const int32_t* tables, int64_t table_stride,
-                     const int32_t* rows, const int32_t* query_starts, const int32_t* context_lens,
-                     const QkvShape& shape, float scale);
+// Writes the outputs of the tokens of `tasks` only.
+void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const AttentionRows& rows,
+                     const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
+                     float scale);
