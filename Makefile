@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-worker bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ bench-http: $(STAMP)  ## streaming over HTTP compared with gRPC; memory of 1,000
 
 bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
+
+bench-attention: $(STAMP)  ## attention of the CPU engine by shape, compared with torch
+	$(BIN)/python bench/attention.py $(BENCH_FLAGS)
 
 bench-structured: $(STAMP)  ## the cost of masks, and of rows with a grammar compared with rows without
 	$(BIN)/python bench/structured.py
