@@ -46,5 +46,5 @@ def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def has_amx() -> bool:
-    """Whether the processor has AMX for bfloat16. Our kernels do not use it; oneDNN does."""
+    """Whether the processor has AMX for bfloat16."""
     return "amx_bf16" in instruction_sets()

@@ -33,6 +33,11 @@ def rewrite_config():
 BUILDS = {
     "native": ((), ()),
     "avx512": (("-march=x86-64-v4", "-O1"), ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
+    "avx512bf16": (
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-O1"),
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_bf16", "avx512_vnni"),
+    ),
+    "tiles": (("-mavx2", "-mfma", "-O1", "-DQUIRE_EMULATED_TILES"), ("avx2", "fma")),
     "avx2": (("-mavx2", "-mfma", "-O1"), ("avx2", "fma")),
     "generic": (("-O1",), ()),
 }

@@ -167,6 +167,8 @@ def assert_rows_do_not_depend_on_their_number(linear, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out_size", "in_size"), SHAPES)
 def test_linear_rows_do_not_depend_on_their_number(kernel_build, out_size, in_size, dtype, quantize):
+    if kernel_build == "tiles" and out_size * in_size > 4096:
+        pytest.skip("tiles in software take too long; test_tiles.py has smaller layers")
     weight, bias, x = make_layer(out_size, in_size, dtype)
     results = []
     for threads in (1, 2):

@@ -31,13 +31,13 @@ def test_kinds_of_processors_differ_by_their_instruction_sets(tmp_path):
 def test_kernels_compiled_for_less_announce_another_kind(tmp_path, kernel_builds, monkeypatch):
     folder = make_model(tmp_path, "qwen3", num_hidden_layers=1)
     infos = []
-    for name in ("native", "avx2", "generic"):
+    for name in ("native", "tiles", "avx2", "generic"):
         kernels = kernel_builds(name)
         monkeypatch.setattr(cpu_backend, "load_kernels", lambda kernels=kernels: kernels)
         infos.append(info_of(folder))
-    assert [info.numerics.split(", ")[-1] for info in infos][1:] == ["fma avx2", "generic"]
+    assert [info.numerics.split(", ")[-1] for info in infos][1:] == ["fma tiles avx2", "fma avx2", "generic"]
     if "avx512f" in instruction_sets():
-        assert len({info.numerics for info in infos}) == len({info.revision for info in infos}) == 3
+        assert len({info.numerics for info in infos}) == len({info.revision for info in infos}) == 4
 
 
 def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):

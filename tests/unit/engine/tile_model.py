@@ -22,6 +22,27 @@ def bfloat16_product(rows: U16, weights: U16, sums: F32) -> F32:
     return _rounded_sum(_widen_flushed(sums), _rounded_sum(chains[0], chains[1])).astype(np.float32)
 
 
+def bfloat16_linear(x: F32, weight: F32) -> F32:
+    """x [n, in] times weight [out, in], both of bfloat16 values, as one chain of products per output: [n, out]."""
+    n, out = len(x), len(weight)
+    width = -(-x.shape[1] // 32) * 32
+    rows, columns = _bits(x, -(-n // 16) * 16, width), _bits(weight, -(-out // 16) * 16, width)
+    y = np.zeros((len(rows), len(columns)), np.float32)
+    for r in range(0, len(rows), 16):
+        for c in range(0, len(columns), 16):
+            for i in range(0, width, 32):
+                weights = columns[c : c + 16, i : i + 32].reshape(16, GROUPS, 2).swapaxes(0, 1)
+                sums = y[r : r + 16, c : c + 16]
+                y[r : r + 16, c : c + 16] = bfloat16_product(rows[r : r + 16, i : i + 32], weights, sums)
+    return y[:n, :out]
+
+
+def _bits(values: F32, rows: int, width: int) -> U16:
+    padded = np.zeros((rows, width), np.float32)
+    padded[: values.shape[0], : values.shape[1]] = values
+    return (padded.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def _widen(bits: U16) -> F64:
     return _widen_flushed((bits.astype(np.uint32) << 16).view(np.float32))
 

@@ -94,10 +94,15 @@ def _find_compiler() -> str:
     raise KernelBuildError(f"no C++ compiler found ({looked_for}); install one, e.g. `apt-get install g++`")
 
 
+def native_flags() -> tuple[str, ...]:
+    """Compiler flags for the processor at hand."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
+
+
 def _flag_sets() -> list[tuple[str, ...]]:
     """Sets of compiler flags, the fastest first. If a compiler rejects a set, the next one is used."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    native = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
+    native = native_flags()
     return list(dict.fromkeys([(*STRICT_FLAGS, *native), (*STRICT_FLAGS, *native[:1]), STRICT_FLAGS]))
 
 

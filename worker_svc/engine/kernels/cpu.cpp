@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "rows.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace {
@@ -162,7 +163,7 @@ extern "C" {
 
 int quire_abi_version() { return 9; }
 
-// The instructions that this build computes with, as words. The first two affect results, vector widths do not.
+// The instructions that this build computes with, as words. The first three affect results, vector widths do not.
 const char* quire_arithmetic() {
   return ""
 #if defined(__FMA__) || defined(__ARM_NEON)
@@ -170,6 +171,9 @@ const char* quire_arithmetic() {
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
          " bfloat16-pairs"
+#endif
+#if QUIRE_HAS_TILES
+         " tiles"
 #endif
 #if defined(__AVX512F__)
          " avx512f"

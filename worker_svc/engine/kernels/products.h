@@ -179,7 +179,8 @@ struct Int8 {
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : max_lanes(tops);
   }
 
-  template <typename T> static RowScale pack_row(const T* x, int64_t in, int64_t stride, int32_t* packed) {
+  // Calls store(i, values) with 16 rounded inputs from i on; those beyond `in` are 0.
+  template <typename T, typename Store> static RowScale quantize_row(const T* x, int64_t in, const Store& store) {
     const int64_t whole = in / kLanes * kLanes;
     float rest[kLanes] = {};
     for (int64_t i = whole; i < in; i++) rest[i - whole] = to_float(x[i]);
@@ -193,14 +194,20 @@ struct Int8 {
       total += q;
       typedef int8_t b16 __attribute__((vector_size(16)));
       const b16 narrow = __builtin_convertvector(q, b16);
-      int8_t quads[kLanes];
-      memcpy(quads, &narrow, sizeof quads);
-      const int64_t groups = std::min<int64_t>(kLanes / 4, ceil_div(in - i, 4));
-      for (int64_t g = 0; g < groups; g++) store_group(quads + 4 * g, packed + (i / 4 + g) * stride);
+      int8_t values[kLanes];
+      memcpy(values, &narrow, sizeof values);
+      store(i, values);
     }
     int32_t sum = 0;
     for (int lane = 0; lane < kLanes; lane++) sum += total[lane];
     return {top / kInt8Max, 128 * sum};
+  }
+
+  template <typename T> static RowScale pack_row(const T* x, int64_t in, int64_t stride, int32_t* packed) {
+    return quantize_row(x, in, [&](int64_t i, const int8_t* values) {
+      const int64_t groups = std::min<int64_t>(kLanes / 4, ceil_div(in - i, 4));
+      for (int64_t g = 0; g < groups; g++) store_group(values + 4 * g, packed + (i / 4 + g) * stride);
+    });
   }
 
   static INLINE v16 finish(const int32_t* sums, RowScale row, const float* scales) {

@@ -1,0 +1,150 @@
+"""All linear layers of a step on one core: our kernels on tiles and on vectors, and oneDNN, by number of rows.
+
+    python bench/linear.py                                 # both models; a few minutes
+    python bench/linear.py --models small --rows 1,36,256  # half a minute
+    python bench/linear.py --layers                        # every layer by itself
+
+Milliseconds of thread CPU time, the least of several rounds in which all implementations take turns. Each layer has
+several copies of its weights, which take turns too, so that weights come from where they would in a model. The
+vocabulary head is counted for at most 64 rows. Columns of tiles are left out on processors without AMX. oneDNN is
+called as torch calls it, which takes some microseconds a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.workloads import QWEN3_06B, SMALL, Model
+from worker_svc.engine.cpu_backend import declare
+from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
+from worker_svc.engine.kernels.build import NO_TILES, load_kernels, load_kernels_built_with, native_flags
+from worker_svc.engine.linear import PackedLinear
+
+MODELS: dict[str, tuple[Model, int]] = {"small": (SMALL, 8 << 20), "qwen3-0.6b": (QWEN3_06B, 128 << 20)}
+ROWS = (1, 4, 16, 36, 64, 256, 1024)
+MAX_HEAD_ROWS = 64
+ROUND_S = 2e-3
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+Maker = Callable[[torch.Tensor], Call]
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    out_features: int
+    in_features: int
+    count: int  # in the model
+
+
+def layers_of(model: Model) -> list[Layer]:
+    hidden, inner, count = model["hidden_size"], model["intermediate_size"], model["num_hidden_layers"]
+    q_size = model["num_attention_heads"] * model["head_dim"]
+    kv_size = model["num_key_value_heads"] * model["head_dim"]
+    return [
+        Layer("qkv", q_size + 2 * kv_size, hidden, count),
+        Layer("o", hidden, q_size, count),
+        Layer("gate_up", 2 * inner, hidden, count),
+        Layer("down", hidden, inner, count),
+        Layer("head", model["vocab_size"], hidden, 1),
+    ]
+
+
+def implementations() -> dict[str, Maker]:
+    """Constructors by name."""
+    builds = {"vectors": declare(load_kernels_built_with(*native_flags(), NO_TILES))}
+    fastest = declare(load_kernels())
+    if "tiles" in fastest.quire_arithmetic().decode().split():
+        builds = {"tiles": fastest, **builds}
+    makers: dict[str, Maker] = {}
+    for name, build in builds.items():
+        makers[name] = partial(_kernel_linear, build, BFLOAT16)
+        makers[f"{name} int8"] = partial(_kernel_linear, build, INT8)
+    makers["oneDNN"] = partial(PackedLinear, bias=None)
+    return makers
+
+
+def _kernel_linear(kernels: ctypes.CDLL, kind: int, weight: torch.Tensor) -> Call:
+    return KernelLinear(kernels, kind, weight, None, 1)
+
+
+def thread_seconds(copies: list[Call], x: torch.Tensor) -> float:
+    """Seconds of one call, the mean of a round of calls."""
+    calls = 0
+    started = time.thread_time()
+    while True:
+        for copy in copies:
+            copy(x)
+        calls += len(copies)
+        spent = time.thread_time() - started
+        if spent > ROUND_S:
+            return spent / calls
+
+
+def measure(
+    layer: Layer, rows: tuple[int, ...], working_set: int, rounds: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """The least milliseconds of one call by implementation, for each number of rows."""
+    weight = (torch.randn(layer.out_features, layer.in_features) / layer.in_features**0.5).bfloat16()
+    num_copies = max(1, working_set // (weight.numel() * weight.element_size()))
+    copies = {name: [make(weight) for _ in range(num_copies)] for name, make in implementations().items()}
+    for n in rows:
+        if layer.name == "head" and n > MAX_HEAD_ROWS:
+            continue
+        x = torch.randn(n, layer.in_features).bfloat16()
+        best = dict.fromkeys(copies, float("inf"))
+        for _ in range(rounds):
+            for name, calls in copies.items():
+                best[name] = min(best[name], 1e3 * thread_seconds(calls, x))
+        yield n, best
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def print_rows(title: str, times: dict[int, dict[str, float]]) -> None:
+    names = list(next(iter(times.values())))
+    print(f"\n| {title} | " + " | ".join(names) + " |\n|" + " --- |" * (1 + len(names)))
+    for n, best in times.items():
+        print(f"| {n} | " + " | ".join(f"{best[name]:.3g}" for name in names) + " |", flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: " + ", ".join(MODELS))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated numbers of rows")
+    parser.add_argument("--rounds", type=int, default=12, help="the least of this many rounds counts (default 12)")
+    parser.add_argument("--layers", action="store_true", help="print every layer too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = tuple(int(n) for n in args.rows.split(","))
+    print(f"{processor()}; milliseconds of one thread, bfloat16 except where noted")
+    for name in args.models.split(","):
+        model, working_set = MODELS[name]
+        total: dict[int, dict[str, float]] = {}
+        for layer in layers_of(model):
+            times = dict(measure(layer, rows, working_set, args.rounds))
+            gc.collect()
+            if args.layers:
+                print_rows(f"{name} {layer.name} {layer.out_features} x {layer.in_features}: rows", times)
+            for n, best in times.items():
+                sums = total.setdefault(n, dict.fromkeys(best, 0.0))
+                for key, value in best.items():
+                    sums[key] += layer.count * value
+        print_rows(f"{name}: rows", total)
+
+
+if __name__ == "__main__":
+    main()

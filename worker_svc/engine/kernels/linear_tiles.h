@@ -1,0 +1,174 @@
+// Linear layers on tiles (tiles.h), in bfloat16 and int8. An output is one chain: from 0, one product per step of 16
+// groups, steps strictly in order. Nothing else takes part in it: neither the number of rows nor the place in a tile.
+//
+// Packed rows: [tile][step][16 rows][16 groups]. Rows beyond those of the tile hold anything; their sums are not stored.
+// 16 groups of half a panel are a weight tile, whose rows are a whole panel apart.
+#pragma once
+#include "linear.h"
+#include "tiles.h"
+
+#if QUIRE_HAS_TILES
+namespace {
+
+constexpr int kTileWords = tiles::kBytes / 4;
+constexpr int kStepBytes = 2 * tiles::kBytes;                // of a panel
+constexpr int kPanelStride = kPanel * kGroupBytes;           // between the rows of a weight tile
+constexpr int kSumTile = tiles::kRows * kPanel;              // sums of a row tile and a panel
+constexpr int64_t kChunk = 8;  // steps of a panel that stay in the first-level cache while all rows use them
+
+// The 16 groups of a row and a step.
+INLINE int32_t* step_of_row(int32_t* row, int64_t step) { return row + step * kTileWords; }
+
+struct TiledBfloat16 {
+  static constexpr int kGroup = 2;
+  static RowScale pack(const uint16_t* x, int64_t in, int64_t steps, int32_t* row) {
+    constexpr int64_t kInputs = kGroup * tiles::kGroups;
+    const int64_t whole = in / kInputs;
+    for (int64_t s = 0; s < whole; s++) memcpy(step_of_row(row, s), x + s * kInputs, tiles::kRowBytes);
+    if (whole == steps) return {1.f, 0};
+    uint16_t last[kInputs] = {};
+    memcpy(last, x + whole * kInputs, (in - whole * kInputs) * sizeof(uint16_t));
+    memcpy(step_of_row(row, whole), last, tiles::kRowBytes);
+    return {1.f, 0};
+  }
+  template <int kSum, int kRow, int kWeight> static INLINE void multiply() {
+    tiles::multiply_bf16<kSum, kRow, kWeight>();
+  }
+  static INLINE v16 finish(const int32_t* sums, RowScale scale, const float* scales) {
+    return Bfloat16::finish(sums, scale, scales);
+  }
+};
+
+struct TiledInt8 {
+  static constexpr int kGroup = 4;
+  template <typename T> static RowScale pack(const T* x, int64_t in, int64_t steps, int32_t* row) {
+    constexpr int64_t kInputs = kGroup * tiles::kGroups;
+    memset(step_of_row(row, steps - 1), 0, tiles::kRowBytes);
+    return Int8::quantize_row(x, in, [&](int64_t i, const int8_t* values) {
+      memcpy((char*)step_of_row(row, i / kInputs) + i % kInputs, values, kLanes);
+    });
+  }
+  template <int kSum, int kRow, int kWeight> static INLINE void multiply() {
+    tiles::multiply_int8<kSum, kRow, kWeight>();
+  }
+  static INLINE v16 finish(const int32_t* sums, RowScale scale, const float* scales) {
+    return Int8::finish(sums, scale, scales);
+  }
+};
+
+// K: one of the two above.
+template <typename K> struct OnTiles : K {
+  static constexpr int kTileRows = tiles::kRows;
+  typedef tiles::Scope Scope;
+
+  static int64_t steps(int64_t in) { return ceil_div(in, K::kGroup * tiles::kGroups); }
+  static int64_t words_per_row(int64_t in) { return steps(in) * tiles::kGroups; }
+  static int64_t packed_rows(const RowTiles& tiles) { return tiles.count * kTileRows; }
+
+  template <typename T>
+  static RowScale pack_row(const T* x, int64_t in, const RowTiles&, int64_t tile, int row, int32_t* packed) {
+    return K::pack(x, in, steps(in), packed + tile * steps(in) * kTileWords + row * tiles::kGroups);
+  }
+};
+
+template <typename K, int R> INLINE void multiply_tiles() {
+  K::template multiply<0, 4, 6>();
+  K::template multiply<1, 4, 7>();
+  if constexpr (R == 2) {
+    K::template multiply<2, 5, 6>();
+    K::template multiply<3, 5, 7>();
+  }
+}
+
+template <int R> INLINE void load_sums(const int32_t* sums) {
+  constexpr int64_t stride = kPanel * sizeof(int32_t);
+  tiles::load<0>(sums, stride);
+  tiles::load<1>(sums + tiles::kColumns, stride);
+  if constexpr (R == 2) {
+    tiles::load<2>(sums + kSumTile, stride);
+    tiles::load<3>(sums + kSumTile + tiles::kColumns, stride);
+  }
+}
+
+template <int R> INLINE void zero_sums() {
+  tiles::zero<0>();
+  tiles::zero<1>();
+  if constexpr (R == 2) {
+    tiles::zero<2>();
+    tiles::zero<3>();
+  }
+}
+
+template <int R> INLINE void store_sums(int32_t* sums) {
+  constexpr int64_t stride = kPanel * sizeof(int32_t);
+  tiles::store<0>(sums, stride);
+  tiles::store<1>(sums + tiles::kColumns, stride);
+  if constexpr (R == 2) {
+    tiles::store<2>(sums + kSumTile, stride);
+    tiles::store<3>(sums + kSumTile + tiles::kColumns, stride);
+  }
+}
+
+// Some steps of one panel, or of R row tiles which are `stride` words apart.
+struct Steps {
+  const int32_t* x;
+  int64_t stride;
+  const char *w, *ahead;
+  int64_t count;
+  bool is_first;
+};
+
+// R row tiles times a panel, added to sums [R][16][kPanel]. kFetched bytes per step are fetched from `ahead`.
+template <typename K, int R, int kFetched> void multiply_steps(Steps s, int32_t* sums) {
+  s.is_first ? zero_sums<R>() : load_sums<R>(sums);
+  for (int64_t i = 0; i < s.count; i++) {
+    tiles::load<4>(s.x, tiles::kRowBytes);
+    if constexpr (R == 2) tiles::load<5>(s.x + s.stride, tiles::kRowBytes);
+    tiles::load<6>(s.w, kPanelStride);
+    tiles::load<7>(s.w + tiles::kRowBytes, kPanelStride);
+    for (int line = 0; line < kFetched; line += tiles::kRowBytes) __builtin_prefetch(s.ahead + line, 0, 2);
+    multiply_tiles<K, R>();
+    s.x += kTileWords;
+    s.w += kStepBytes;
+    s.ahead += kStepBytes;
+  }
+  store_sums<R>(sums);
+}
+
+// The row tiles `tile` and, if R is 2, the next one. The first two passes over a panel each fetch half of the next panel;
+// a single pass fetches all of it.
+template <typename K, int R> void multiply_pair(Steps s, int64_t tile, int64_t tiles, int32_t* sums) {
+  if (tiles <= 2) return multiply_steps<K, R, kStepBytes>(s, sums);
+  if (tile >= 4) return multiply_steps<K, R, 0>(s, sums);
+  s.ahead += tile / 2 * (kStepBytes / 2);
+  multiply_steps<K, R, kStepBytes / 2>(s, sums);
+}
+
+// Rows of [first_tile, last_tile) times one panel. With more than two row tiles the panel is cut into chunks; storing
+// and loading sums between them changes nothing.
+template <typename K, typename T>
+void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t first_tile, int64_t last_tile,
+                    Panels panels, const Target<T>& target) {
+  const int64_t steps = OnTiles<K>::steps(c.in), count = last_tile - first_tile, stride = steps * kTileWords;
+  const char *w = c.weight + panels.panel * steps * kStepBytes, *ahead = c.weight + panels.following * steps * kStepBytes;
+  const int64_t chunk = count > 2 ? kChunk : steps;
+  alignas(64) int32_t sums[kBlockTiles * kSumTile];
+  for (int64_t first = 0; first < steps; first += chunk)
+    for (int64_t t = 0; t < count; t += 2) {
+      const Steps part{packed.x + (first_tile + t) * stride + first * kTileWords, stride,
+                       w + first * kStepBytes, ahead + first * kStepBytes,
+                       std::min(chunk, steps - first), first == 0};
+      if (t + 1 < count)
+        multiply_pair<K, 2>(part, t, count, sums + t * kSumTile);
+      else
+        multiply_pair<K, 1>(part, t, count, sums + t * kSumTile);
+    }
+  for (int64_t t = 0; t < count; t++) {
+    const int64_t tile = first_tile + t;
+    store_tile<K>(c, target, sums + t * kSumTile, packed.scales, packed.tiles.start(tile), packed.tiles.rows(tile),
+                  panels.panel * kPanel);
+  }
+}
+
+}  // namespace
+#endif
