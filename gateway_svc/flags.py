@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gateway_svc.callers.flags import add_caller_flags
 from gateway_svc.chat_flags import add_chat_flags
 from gateway_svc.operator_port import add_admin_flags
-from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS, MIN_PRIORITY
+from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
 from svc_common.redis_server import add_flags as add_redis_flags
@@ -130,29 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="age at which a connection is closed, plus or minus 10 percent, so that clients also connect to new "
         "gateways. Open streams finish on the old connection. 0: never",
     )
-    parser.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="DIR",
-        help="folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read again "
-        "when a file changes (docs/keys.md). Health and reflection need no key. The owner is the tenant of its "
-        "requests, and only its keys abort or resume them. Unset: no API key is needed, and any client that knows the "
-        "id of a request can end it",
-    )
-    parser.add_argument(
-        "--key-limits",
-        type=Path,
-        metavar="FILE",
-        help="TOML file with limits per owner of API keys (docs/limits.md): rates of requests and tokens, open "
-        "streams, models, priorities; read again when it changes. With --redis they apply to all "
-        "gateways together, else to each gateway process",
-    )
-    parser.add_argument(
-        "--min-priority",
-        type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
-        metavar="N",
-        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys, else -1000",
-    )
+    add_caller_flags(parser)
     parser.add_argument(
         "--max-logprobs",
         type=config.in_range(int, 0, MAX_LOGPROBS),
@@ -187,10 +166,3 @@ def make_parser() -> argparse.ArgumentParser:
         "them through another gateway",
     )
     return parser
-
-
-def min_priority(args: argparse.Namespace) -> int:
-    """The lowest priority of a request. With API keys it is 0 by default, because clients do not trust each other."""
-    if args.min_priority is not None:
-        return int(args.min_priority)
-    return MIN_PRIORITY if args.api_keys is None else 0

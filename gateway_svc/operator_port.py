@@ -1,22 +1,25 @@
-"""The port for operators: AdminService, separate from inference, with its own keys.
+"""The port for operators: AdminService and the whole GetStatus, separate from inference, with its own keys.
 
---admin-listen set       AdminService is served there; on --listen it refuses every call
-unset, with --api-keys   it refuses every call: a key for inference does not permit operations
-unset, without keys      it is served on --listen, for trusted networks
+--admin-listen set                they are served there; on --listen AdminService refuses calls, GetStatus is a summary
+unset, clients need credentials   the same on --listen: a key for inference does not permit operations
+unset, clients need none          they are served on --listen, for trusted networks
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
+from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.flags import identifies_callers
 from svc_common import config
 from svc_common.errors import PermissionDeniedError
 from svc_common.serve import GrpcServer
@@ -33,8 +36,8 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
         type=config.address_or_off,
         default=config.OFF,
         metavar="HOST:PORT",
-        help="address of AdminService, with the TLS files of --listen. off: it is served at --listen without "
-        "--api-keys; with --api-keys it is not served",
+        help="address of AdminService and of the whole GetStatus, with the TLS files of --listen. off: they are served "
+        "at --listen, but not if clients need credentials",
     )
     group.add_argument(
         "--admin-keys",
@@ -44,16 +47,27 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def is_public_for_operators(args: argparse.Namespace) -> bool:
+    """Whether the port for inference also serves operators."""
+    return args.admin_listen == config.OFF and not identifies_callers(args)
+
+
 def add_admin_service(
-    args: argparse.Namespace, servicer: AdminServicer, public: GrpcServer, credentials: grpc.ServerCredentials | None
+    args: argparse.Namespace,
+    servicer: AdminServicer,
+    status: Callable[[], Awaitable[pb.GetStatusResponse]],
+    public: GrpcServer,
+    credentials: grpc.ServerCredentials | None,
 ) -> GrpcServer | None:
     """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
 
-    Raises ApiKeysError or TrustError.
+    The new server also serves GetStatus, with the result of `status`.
+
+    Raises CallersError or TrustError.
     """
+    is_public = is_public_for_operators(args)
+    add_AdminServiceServicer_to_server(servicer if is_public else Elsewhere(), public.grpc)
     if args.admin_listen == config.OFF:
-        is_open = args.api_keys is None
-        add_AdminServiceServicer_to_server(servicer if is_open else Elsewhere(), public.grpc)
         return None
     keys = None if args.admin_keys is None else ApiKeys(args.admin_keys, flag="--admin-keys")
     if keys is None and not is_loopback(args.admin_listen) and not args.insecure:
@@ -68,8 +82,22 @@ def add_admin_service(
         interceptors=[] if keys is None else [CallerInterceptor(Authenticator(keys))],
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)
-    add_AdminServiceServicer_to_server(Elsewhere(), public.grpc)
+    server.grpc.add_generic_rpc_handlers((_status_only(status),))
     return server
+
+
+def _status_only(status: Callable[[], Awaitable[pb.GetStatusResponse]]) -> grpc.GenericRpcHandler:
+    """GetStatus, without the other methods of its service."""
+
+    async def get_status(request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return await status()
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        get_status,
+        request_deserializer=pb.GetStatusRequest.FromString,
+        response_serializer=pb.GetStatusResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("quire.v1.InferenceService", {"GetStatus": handler})
 
 
 class Elsewhere(AdminServiceServicer):

@@ -37,6 +37,6 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
     digests: list[bytes] = []
     if info.block_size:
         salt = model_salt(info.revision, info.dtype, info.determinism)
-        root = root_digest(salt, info.block_size, plan.scheduling.cache_salt.encode())
+        root = root_digest(salt, info.block_size, plan.cache_salt.encode())
         extend_digests(digests, root, plan.prompt_ids, info.block_size)
     return digests

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
-from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.caller import CallersError
+from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make_authenticator, min_priority
 from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
-from gateway_svc.flags import make_parser, min_priority
+from gateway_svc.flags import make_parser
 from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
-from gateway_svc.operator_port import add_admin_service
+from gateway_svc.operator_port import add_admin_service, is_public_for_operators
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
@@ -64,7 +65,7 @@ START_ERRORS = (
     RecordKeyError,
     TlsError,
     TrustError,
-    ApiKeysError,
+    CallersError,
     LimitsError,
     TemplateFileError,
     ParserNameError,
@@ -120,7 +121,7 @@ def make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimit
     """The limits of API keys. Raises LimitsError."""
     if args.key_limits is None:
         return KeyLimits()
-    if args.api_keys is None:
+    if not identifies_callers(args):
         raise LimitsError("--key-limits needs --api-keys: limits apply to the owners of keys")
     file = LimitsFile(args.key_limits)
     buckets = LocalBuckets() if redis is None else RedisBuckets(redis, namespace=args.redis_namespace)
@@ -138,7 +139,7 @@ async def serve(
     reader, recorder, limits = make_reader(args, redis), make_recorder(args, redis), make_limits(args, redis)
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
-    authenticator = None if args.api_keys is None else Authenticator(ApiKeys(args.api_keys))
+    authenticator = make_authenticator(args)
     credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
         listen=args.listen,
@@ -181,12 +182,14 @@ async def serve(
         chunk_interval_s=chunk_interval_s,
         recorder=recorder,
         limits=limits,
+        isolates_tenants=isolates_tenants(args),
+        shows_workers=is_public_for_operators(args),
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
     admin = make_admin(args, server, read)
     http = make_http(args, servicer, directory, prompts, server, authenticator, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    operations = add_admin_service(args, AdminServicer(directory), server, credentials)
+    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, credentials)
     await admin.start()
     if reader is not None:
         reader.start()

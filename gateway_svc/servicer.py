@@ -17,6 +17,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 from gateway_svc import validation
 from gateway_svc.best_of import source_of
 from gateway_svc.callers.caller import current_caller, scoped
+from gateway_svc.callers.isolation import tenant_salt
 from gateway_svc.chat_request import call_grammar
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher, Hints
@@ -47,7 +48,6 @@ from svc_common.logs import current_request_id
 log = logging.getLogger(__name__)
 
 RETRY_DRAINING_S = 1.0
-MIN_PRIORITY = -1000  # lower limit of the request field
 DEFAULT_MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -81,12 +81,14 @@ class InferenceServicer(InferenceServiceServicer):
         *,
         max_streams: int,
         max_request_bytes: int,
-        min_priority: int = MIN_PRIORITY,
+        min_priority: int = -1000,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         metrics: GatewayMetrics | None = None,
         chunk_interval_s: float = 0.0,
         recorder: Recorder | None = None,
         limits: KeyLimits | None = None,
+        isolates_tenants: bool = False,
+        shows_workers: bool = True,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -101,6 +103,8 @@ class InferenceServicer(InferenceServiceServicer):
         self._pacer = WakePacer(chunk_interval_s)
         self._recorder = recorder
         self._limits = limits or KeyLimits()
+        self._isolates_tenants = isolates_tenants
+        self._shows_workers = shows_workers
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
@@ -266,11 +270,17 @@ class InferenceServicer(InferenceServiceServicer):
             request_id=request_id,
             drawn_seed=secrets.randbits(64),
             grammar=grammar,
+            cache_salt=self._cache_salt(request),
         )
         if resumed is None:
             return plan
         num_prompt_logprobs = len(plan.prompt_ids) if any(resumed.sent) else 0
         return replace(plan, replay=resumed.replay, num_prompt_logprobs=num_prompt_logprobs)
+
+    def _cache_salt(self, request: pb.GenerateRequest) -> str:
+        """A record keeps the salt of the request, so a resumed request gets the same salt again."""
+        salt = request.scheduling.cache_salt
+        return tenant_salt(current_caller.get().owner, salt) if self._isolates_tenants else salt
 
     async def _prepare(
         self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
@@ -414,6 +424,17 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """The state of every scheduler; a summary where clients are not operators."""
+        if self._shows_workers:
+            return await self.full_status()
+        summary = pb.GetStatusResponse(is_summary=True)
+        for client in self._directory.clients:
+            summary.schedulers.add(
+                model="" if client.model is None else client.model.name, connected=client.is_connected
+            )
+        return summary
+
+    async def full_status(self) -> pb.GetStatusResponse:
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
         return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self._streams))

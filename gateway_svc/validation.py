@@ -64,6 +64,7 @@ class GenerationPlan:
     stop: types.StopParams  # max_tokens set
     stop_condition: StopCondition  # the part of `stop` that depends on token ids only
     scheduling: pb.SchedulingParams
+    cache_salt: str  # that of `scheduling`, or one that also depends on the tenant
     wants_text: bool
     answer: AnswerPlan | None  # how the text is parsed; None: it is sent unchanged
     wants_token_ids: bool
@@ -196,9 +197,10 @@ def plan_generation(
     request_id: str,
     drawn_seed: int,
     grammar: Grammar | None = None,
+    cache_salt: str = "",
 ) -> GenerationPlan:
     """Check a request against its model and apply defaults. `drawn_seed` is used if the request has no seed. `grammar`
-    is the request's grammar after its check.
+    is the request's grammar after its check, `cache_salt` the salt of its cached blocks.
 
     Raises InvalidRequestError with the invalid field.
     """
@@ -242,6 +244,7 @@ def plan_generation(
         stop=stop,
         stop_condition=condition,
         scheduling=request.scheduling,
+        cache_salt=cache_salt,
         wants_text=wants_text,
         answer=answer_plan(request, model, prompt_ids) if wants_text else None,
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,

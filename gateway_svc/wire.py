@@ -64,7 +64,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
-        cache_salt=plan.scheduling.cache_salt,
+        cache_salt=plan.cache_salt,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
         prompt_logprobs=plan.prompt_logprobs,

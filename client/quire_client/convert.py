@@ -125,7 +125,7 @@ def models(response: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
 
 
 def status(response: pb.GetStatusResponse) -> Status:
-    return Status(tuple(scheduler_status(s) for s in response.schedulers), response.open_streams)
+    return Status(tuple(scheduler_status(s) for s in response.schedulers), response.open_streams, response.is_summary)
 
 
 def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:

@@ -285,6 +285,7 @@ class Status(Result):
 
     schedulers: tuple[SchedulerStatus, ...]
     open_streams: int
+    is_summary: bool = False  # only `model` and `connected` of each scheduler are known
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway_svc.callers.caller import Caller, owner_name
+from gateway_svc.callers.caller import Caller, CallersError, owner_name
 from svc_common.reread import Reread
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ INDEX_BYTES = 8
 KEY_ID_CHARS = 12  # of the digest, in the audit log
 
 
-class ApiKeysError(ValueError):
+class ApiKeysError(CallersError):
     """The folder cannot be read, a line is invalid, or there is no key at start."""
 
 

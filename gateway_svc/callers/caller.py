@@ -10,6 +10,10 @@ from dataclasses import dataclass
 OWNER = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
+class CallersError(ValueError):
+    """A setting about callers cannot be used; the message names the flag and says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The result of a check of credentials. `credential` identifies them in the audit log and is not a secret."""

@@ -210,7 +210,7 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.mark.parametrize("words", commands("quire"))
-def test_quire_commands_of_the_guides_succeed(words: list[str], variables: dict[str, str]) -> None:
+def test_quire_commands_of_the_guides_succeed(words: list[str], variables: dict[str, str], tmp_path: Path) -> None:
     if words[1] == "up":
         return  # run by the fixture
     # Only the worker's name and the load are changed.
@@ -218,7 +218,8 @@ def test_quire_commands_of_the_guides_succeed(words: list[str], variables: dict[
     words = [QUICK.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[1] == "chat":
         words += ["--max-tokens", "4"]
-    done = subprocess.run([program("quire"), *words[1:]], env=variables, capture_output=True, text=True, timeout=120)
+    command = [program("quire"), *words[1:]]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

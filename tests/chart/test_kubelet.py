@@ -222,8 +222,7 @@ async def until_ready(client: AsyncClient, num_workers: int) -> None:
     """Waits until the schedulers together lease this number of workers."""
     async with asyncio.timeout(60.0):
         while True:
-            workers = [w for s in (await client.status()).schedulers for w in s.workers if w.state == "ready"]
-            if len(workers) == num_workers:
+            if sum(model.ready_workers for model in await client.models()) == num_workers:
                 return
             await asyncio.sleep(0.1)
 

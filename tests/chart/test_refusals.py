@@ -159,6 +159,7 @@ COMBINATIONS = [
         merged(KEYS, {"gateway": {"keyLimits": {"toml": "[default]", "existingConfigMap": "c"}}}),
         "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set",
     ),
+    ({"gateway": {"isolation": "tenant"}}, "set gateway.apiKeys.existingSecret too"),
     ({"gateway": {"keyLimits": {"toml": "[default]"}}}, "set gateway.apiKeys.existingSecret too"),
     (
         {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}

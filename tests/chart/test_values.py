@@ -240,6 +240,8 @@ OPERATORS = [
     ),
     Case("gateway.admin.existingSecret", "s", GATEWAY, "arg --admin-keys", "/etc/quire/admin-keys", ADMIN),
     Case("gateway.admin.existingSecret", "s", GATEWAY, "volume admin-keys", {"secret": {"secretName": "s"}}, ADMIN),
+    Case("gateway.isolation", "none", GATEWAY, "arg --isolation", "none", KEYS),
+    Case("gateway.isolation", "", GATEWAY, "arg --isolation", None, KEYS),
     Case("gateway.keyLimits.toml", LIMITS, GATEWAY, "arg --key-limits", "/etc/quire/key-limits/limits.toml", KEYS),
     Case("gateway.keyLimits.toml", LIMITS, "ConfigMap gateway-key-limits", "data", {"limits.toml": LIMITS}, KEYS),
     Case(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_client import Client, QuireError
+from quire_client import Client, QuireError, Status
 
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
@@ -63,6 +63,32 @@ def test_each_port_accepts_its_own_keys_only(ports: tuple[str, str]) -> None:
     with Client.connect(admin, api_key=OPERATOR) as client, pytest.raises(QuireError) as refused:
         client.generate(token_ids=[1], max_tokens=1)
     assert refused.value.code.name == "UNIMPLEMENTED", "no inference on the port for operations"
+
+
+def status_of(address: str, key: str | None) -> Status:
+    with Client.connect(address, api_key=key) as client:
+        return client.status()
+
+
+def test_only_operators_see_addresses(ports: tuple[str, str]) -> None:
+    public, admin = ports
+    summary = status_of(public, USER)
+    assert summary.is_summary
+    assert [(s.address, s.connected) for s in summary.schedulers] == [("", False)]
+    whole = status_of(admin, OPERATOR)
+    assert not whole.is_summary
+    assert [s.address for s in whole.schedulers] == [NO_SCHEDULER.address]
+
+
+@pytest.mark.parametrize("flag", ["--api-keys", "--admin-listen", None])
+def test_the_port_for_inference_shows_workers_only_where_it_is_the_port_of_operators(
+    tmp_path: Path, folders: dict[str, Path], flag: str | None
+) -> None:
+    values = {"--api-keys": str(folders["users"]), "--admin-listen": f"127.0.0.1:{free_port()}"}
+    with Stack(tmp_path) as stack:
+        gateway = stack.start_gateway(NO_SCHEDULER, flags=() if flag is None else (flag, values[flag]))
+        wait_for(gateway, "listens on")
+        assert status_of(gateway.address, USER).is_summary is (flag is not None)
 
 
 def test_keys_for_inference_are_never_keys_for_operations(tmp_path: Path, folders: dict[str, Path]) -> None:

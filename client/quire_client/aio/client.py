@@ -250,7 +250,7 @@ class AsyncClient:
         return convert.model_info(response.model)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
-        """Schedulers, workers, rows, blocks, queues and cache hits behind this gateway."""
+        """Schedulers, workers, rows, blocks, queues and cache hits behind this gateway, or a summary (`is_summary`)."""
         response = await self._unary(lambda gateway: gateway.stub.GetStatus, pb.GetStatusRequest(), timeout_s)
         return convert.status(response)
 

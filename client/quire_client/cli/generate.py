@@ -84,7 +84,7 @@ def _is_served(models: Sequence[ModelInfo], name: str) -> bool:
 def _workers_text(status: Status) -> str:
     workers = [worker for scheduler in status.schedulers for worker in scheduler.workers]
     if not workers:
-        return "no worker has registered yet"
+        return "no worker is ready yet" if status.is_summary else "no worker has registered yet"
     return ", ".join(f"{worker.worker_id} is {worker.state}" for worker in workers)
 
 

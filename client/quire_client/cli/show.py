@@ -12,6 +12,10 @@ from quire_client.tables import table
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
 WATCH_INTERVAL_S = 1.0
+OPERATORS_ONLY = (
+    "workers, queues and cache hits are for operators: --target must be the address of the gateway's --admin-listen, "
+    "and --api-key a key of its --admin-keys"
+)
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -80,8 +84,18 @@ def tokenize(args: argparse.Namespace) -> int:
 
 def status_text(status: Status) -> str:
     """The status of the schedulers and workers behind a gateway, as text."""
+    if status.is_summary:
+        return summary_text(status)
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
     return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
+
+
+def summary_text(status: Status) -> str:
+    """The status that a gateway shows to clients."""
+    states = (
+        f"{s.model or 'no model yet'}  {'connected' if s.connected else 'NOT CONNECTED'}" for s in status.schedulers
+    )
+    return "\n".join([*states, OPERATORS_ONLY])
 
 
 def scheduler_text(scheduler: SchedulerStatus) -> str:

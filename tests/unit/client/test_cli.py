@@ -195,6 +195,14 @@ def test_status_of_a_lost_scheduler():
     assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
 
 
+def test_status_of_a_gateway_that_shows_a_summary():
+    replica = show.SchedulerStatus("", "m", True, 0, 0, 0, 0, 0, 0, "", 0, ())
+    lost = show.SchedulerStatus("", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())
+    text = show.status_text(show.Status((replica, lost), 0, is_summary=True))
+    assert text.splitlines()[:2] == ["m  connected", "no model yet  NOT CONNECTED"]
+    assert "--target must be the address of the gateway's --admin-listen" in text
+
+
 def test_status_shows_pending_tokens(gateway, capsys):
     assert "tokens  0 pending, 0 refused for their deadline" in run(capsys, "status")[1]
     replica = show.SchedulerStatus("host:1", "m", True, 0, 9, 0, 0, 0, 0, "redis", 0, (), 70, 500, 3)
@@ -463,7 +471,7 @@ def test_the_line_of_a_key_that_exists(capsys, monkeypatch):
     ("argv", "stdin", "words"),
     [
         (["new"], "", "the owner is None"),
-        (["new", "team a"], "", "the owner is 'team a'; give 1 to 64 characters"),
+        (["new", "team a"], "", "the owner is 'team a'; give 1 to 64 of the characters"),
         (["new", ".hidden"], "", "the owner is '.hidden'"),
         (["hash"], "short", "stdin has no key"),
         (["hash"], "two keys of some length", "stdin has no key"),

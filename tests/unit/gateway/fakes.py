@@ -274,6 +274,7 @@ class TestGateway:
         reader: Any = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         recorder: Any = None,
+        isolates_tenants: bool = False,
     ) -> None:
         bundles = BundleCache()
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
@@ -291,6 +292,7 @@ class TestGateway:
             max_request_bytes=max_request_bytes,
             min_priority=min_priority,
             recorder=recorder,
+            isolates_tenants=isolates_tenants,
         )
         self._server = GrpcServer(
             listen="127.0.0.1:0",

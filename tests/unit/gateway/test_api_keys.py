@@ -10,7 +10,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import Caller
-from gateway_svc.flags import make_parser, min_priority
+from gateway_svc.callers.flags import min_priority
+from gateway_svc.flags import make_parser
 from svc_common.reread import REREAD_S
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 

@@ -38,7 +38,7 @@ class HttpGateway:
     def __init__(
         self,
         gateway: TestGateway,
-        keys: ApiKeys | None = None,
+        authenticator: Authenticator | None = None,
         *,
         origins: Sequence[str] = (),
         max_connections: int = MAX_CONNECTIONS,
@@ -46,9 +46,7 @@ class HttpGateway:
         self.is_serving = True
         self.stats = RpcStats()
         handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
-        app = with_cors(
-            HttpApp(handlers.routes(), authenticator=keys and Authenticator(keys), stats=self.stats), origins
-        )
+        app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats), origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
     async def __aenter__(self) -> HttpGateway:
@@ -361,7 +359,7 @@ async def test_an_invalid_request_id_is_replaced(http: HttpGateway) -> None:
 
 async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
     (tmp_path / "me").write_text("secret")
-    async with HttpGateway(gateway, ApiKeys(tmp_path)) as http:
+    async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http:
         assert (await http.get("/health"))[0] == 200
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}):
             status, _, answer = await http.get("/v1/models", headers=headers)
@@ -375,7 +373,7 @@ async def test_requests_belong_to_the_owner_of_the_key(
 ) -> None:
     (tmp_path / "team").write_text("secret")
     scheduler.play(ids_of("hi"))
-    async with HttpGateway(gateway, ApiKeys(tmp_path)) as http:
+    async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http:
         key = {"authorization": "Bearer secret"}
         _, _, answer = await http.post(COMPLETIONS, {"prompt": prompts}, headers=key)
     assert len(scheduler.submits) == len(prompts)

@@ -292,6 +292,9 @@
 {{- end -}}
 
 {{- define "quire.validateKeyLimits" -}}
+{{- if and (eq .Values.gateway.isolation "tenant") (not .Values.gateway.apiKeys.existingSecret) -}}
+{{- fail "gateway.isolation is tenant, but requests have no owners: set gateway.apiKeys.existingSecret too" -}}
+{{- end -}}
 {{- $limits := .Values.gateway.keyLimits -}}
 {{- if and $limits.toml $limits.existingConfigMap -}}
 {{- fail "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set: set only one of them" -}}
