@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ bench-gateway: $(STAMP)  ## streamed tokens per second of one gateway process wi
 
 bench-http: $(STAMP)  ## streaming over HTTP compared with gRPC; memory of 1,000 idle streams
 	$(BIN)/python bench/sse.py
+
+bench-requests: $(STAMP)  ## short requests: rate, cost in each process, time to the first token, compared with bare gRPC
+	$(BIN)/python bench/short_requests.py
 
 bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
