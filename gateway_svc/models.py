@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -28,19 +30,21 @@ def size_limits_of(info: types.ModelInfo) -> SizeLimits:
     return SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size or info.max_model_len)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """One model as announced by its scheduler, with the tokenizer of its bundle."""
 
     info: types.ModelInfo
     text: ModelText
     parsers: ParserNames = field(default=DETECTED)
+    # Results of gateway_svc/parameters.py, which adds and removes them.
+    parameters: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.info.model
 
-    @property
+    @cached_property
     def limits(self) -> SizeLimits:
         """Size limits of one sequence."""
         return size_limits_of(self.info)

@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc import validation
 from gateway_svc.chat_request import chat_token_ids
 from gateway_svc.models import ServedModel
+from gateway_svc.parameters import check_token_ids
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 P = ParamSpec("P")
@@ -78,7 +79,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResp
     """Token ids of a prompt. Raises InvalidRequestError."""
     adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
     ids = prompt_token_ids(request.prompt, model, add_special_tokens=adds_special)
-    validation.check_token_ids("prompt", ids, model)
+    check_token_ids("prompt", ids, model)
     strings = model.require_tokenizer("token_strings").token_strings(ids) if request.token_strings else ()
     return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len, token_strings=strings)
 
@@ -86,7 +87,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResp
 def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
     """Text of token ids. Raises InvalidRequestError."""
     tokenizer = model.require_tokenizer("ids")
-    validation.check_token_ids("ids", request.ids, model)
+    check_token_ids("ids", request.ids, model)
     return pb.DetokenizeResponse(text=tokenizer.decode(request.ids, skip_special_tokens=request.skip_special_tokens))
 
 

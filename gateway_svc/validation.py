@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.internal.v1 import scheduler_pb2
@@ -19,13 +18,13 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
+from gateway_svc.parameters import check_token_ids, field_errors, invalid, parameters_of
 from request_fields import checks
-from request_fields.beams import BeamParams, beam_params
-from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
+from request_fields.beams import BeamParams
+from request_fields.fields import StopCondition
 from request_fields.grammar import Grammar
 from request_fields.grammar import grammar_of as read_grammar
-from request_fields.sizes import LengthError
-from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
+from svc_common.errors import ContextLengthError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 MAX_CONTINUATION_IDS = 4 << 20  # number of output ids of all samples together
@@ -92,20 +91,20 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """All checks that do not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
-    with _field_errors():
+    with field_errors():
         checks.check_fields(request)
 
 
 def check_combinations(request: pb.GenerateRequest) -> None:
     """Check that the fields of a client's request can be combined. Not for a record, which sets every field."""
-    with _field_errors():
+    with field_errors():
         checks.check_beams(request)
 
 
 def check_priority(priority: int, min_priority: int) -> None:
     """Check that the request is not more urgent than this gateway allows."""
     if priority < min_priority:
-        raise _invalid(
+        raise invalid(
             "scheduling.priority",
             f"is {priority}; must be at least {min_priority} on this gateway (--min-priority); lower is more urgent",
         )
@@ -115,7 +114,7 @@ def check_logprobs(output: pb.OutputParams, max_logprobs: int) -> None:
     """Check that the request asks for no more log probabilities per token than this gateway allows."""
     for name, num_top in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
         if num_top > max_logprobs:
-            raise _invalid(
+            raise invalid(
                 f"output.{name}", f"is {num_top}; must be at most {max_logprobs} on this gateway (--max-logprobs)"
             )
 
@@ -132,7 +131,7 @@ def check_resume(request: pb.ResumeRequest) -> None:
     seen: set[int] = set()
     for i, position in enumerate(request.after):
         if position.index in seen:
-            raise _invalid(f"after[{i}].index", f"is {position.index}, the index of an earlier entry; remove one")
+            raise invalid(f"after[{i}].index", f"is {position.index}, the index of an earlier entry; remove one")
         seen.add(position.index)
 
 
@@ -140,7 +139,7 @@ def sent_tokens(after: Sequence[pb.ResumePosition], n: int) -> tuple[int, ...]:
     """Per sample, the number of output tokens that the client of a Resume has."""
     for i, position in enumerate(after):
         if position.index >= n:
-            raise _invalid(f"after[{i}].index", f"is {position.index}; must be from 0 to {n - 1}")
+            raise invalid(f"after[{i}].index", f"is {position.index}; must be from 0 to {n - 1}")
     have = {position.index: position.num_tokens for position in after}
     return tuple(have.get(index, 0) for index in range(n))
 
@@ -149,7 +148,7 @@ def check_abort(request_ids: Sequence[str]) -> None:
     """Check the ids of an Abort."""
     if len(request_ids) > MAX_ABORT_IDS:
         words = f"has {len(request_ids)} ids; at most {MAX_ABORT_IDS} are allowed: send them in parts"
-        raise _invalid("request_ids", words)
+        raise invalid("request_ids", words)
     for i, request_id in enumerate(request_ids):
         _check_id(f"request_ids[{i}]", request_id)
 
@@ -158,14 +157,14 @@ def check_tokenize(prompt: pb.Prompt) -> None:
     """Check the size and the form of a Tokenize prompt."""
     size = prompt.ByteSize()
     if size > MAX_TOKENIZE_BYTES:
-        raise _invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
+        raise invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
     check_prompt(prompt)
 
 
 def check_detokenize(ids: Sequence[int]) -> None:
     """Check the number of ids of a Detokenize."""
     if len(ids) > MAX_DETOKENIZE_IDS:
-        raise _invalid(
+        raise invalid(
             "ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts"
         )
 
@@ -174,18 +173,18 @@ def check_prompt(prompt: pb.Prompt) -> None:
     """Check the form of an input: one kind, not empty, known roles."""
     kind = prompt.WhichOneof("kind")
     if kind is None:
-        raise _invalid("prompt", "is not set; send prompt.text, prompt.tokens or prompt.chat")
+        raise invalid("prompt", "is not set; send prompt.text, prompt.tokens or prompt.chat")
     if kind == "text" and not prompt.text:
-        raise _invalid("prompt.text", "is empty; send at least one character")
+        raise invalid("prompt.text", "is empty; send at least one character")
     if kind == "tokens" and not prompt.tokens.ids:
-        raise _invalid("prompt.tokens.ids", "is empty; send at least one token id")
+        raise invalid("prompt.tokens.ids", "is empty; send at least one token id")
     if kind == "chat":
         check_chat(prompt.chat)
 
 
 def grammar_of(sampling: types.SamplingParams) -> Grammar | None:
     """The grammar of a request, not compiled. Raises InvalidRequestError if there are several."""
-    with _field_errors():
+    with field_errors():
         return read_grammar(sampling)
 
 
@@ -204,34 +203,13 @@ def plan_generation(
 
     Raises InvalidRequestError with the invalid field.
     """
-    sampling = resolve_sampling(request.sampling, model, drawn_seed=drawn_seed)
-    if grammar is not None:
-        _set_grammar(sampling, grammar)
-    _check_num_samples(sampling, model)
-    if sampling.beam_width > model.info.max_num_seqs:
-        words = (
-            f"is {sampling.beam_width}; must be at most max_num_seqs of the model's workers, {model.info.max_num_seqs}"
-        )
-        raise _invalid("sampling.beam_width", words)
-    _check_determinism(request.scheduling.determinism, model)
     if request.HasField("truncate_prompt_tokens"):
         prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
     check_token_ids("prompt", prompt_ids, model)
-    check_token_ids("stop.stop_token_ids", request.stop.stop_token_ids, model)
-    if request.stop.stop:
-        model.require_tokenizer("stop.stop")
-    stop = types.StopParams()
-    stop.CopyFrom(request.stop)
-    stop.max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
-    with _field_errors():
-        condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
-        beams = beam_params(checks.values_set(sampling), condition.max_tokens)
-    bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
-    with _field_errors():
-        checks.check_sampled_ids(sampling, model.info.vocab_size)
-        early_banned = condition.banned_ids(model.info.eos_token_ids)
-        checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
-    outputs, finished = _read_continuation(request, model, sampling, stop.max_tokens)
+    _check_determinism(request.scheduling.determinism, model)
+    given = parameters_of(request, model, resolve_max_tokens(request.stop, len(prompt_ids), model), grammar)
+    sampling = given.sampling_with(request.sampling.seed if request.sampling.HasField("seed") else drawn_seed)
+    outputs, finished = _read_continuation(request, model, sampling, given.condition.max_tokens)
     output = request.output
     _check_num_top(output, model)
     wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
@@ -240,9 +218,9 @@ def plan_generation(
         model=model,
         prompt_ids=array("I", prompt_ids),
         sampling=sampling,
-        bad_words_ids=bad_words_ids,
-        stop=stop,
-        stop_condition=condition,
+        bad_words_ids=given.bad_words_ids,
+        stop=given.stop,
+        stop_condition=given.condition,
         scheduling=request.scheduling,
         cache_salt=cache_salt,
         wants_text=wants_text,
@@ -255,7 +233,7 @@ def plan_generation(
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         cumulative_logprobs=_sums_of(request.continuation, sampling.n),
         num_prompt_logprobs=_num_prompt_logprobs(request.continuation, len(prompt_ids)),
-        beams=beams,
+        beams=given.beams,
     )
     return _as_best_of(plan) if sampling.HasField("best_of") else plan
 
@@ -272,66 +250,10 @@ def _as_best_of(plan: GenerationPlan) -> GenerationPlan:
     )
 
 
-def _check_num_samples(sampling: types.SamplingParams, model: ServedModel) -> None:
-    """Check n and best_of. Removes a best_of that has no effect."""
-    most = model.info.max_num_seqs
-    if sampling.n > most:
-        raise _invalid("sampling.n", f"is {sampling.n}; a worker of this model runs at most {most} at once")
-    if not sampling.HasField("best_of"):
-        return
-    if sampling.best_of < sampling.n:
-        raise _invalid("sampling.best_of", f"is {sampling.best_of}; must be at least sampling.n, {sampling.n}")
-    if sampling.best_of > most:
-        words = f"is {sampling.best_of}; a worker of this model runs at most {most} samples at once"
-        raise _invalid("sampling.best_of", words)
-    if sampling.best_of == sampling.n:
-        sampling.ClearField("best_of")
-
-
-def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
-    """Every supported field: the request's value, else the model's, else the default."""
-    return types.SamplingParams(
-        **checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed),
-    )
-
-
-def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each string without and with a leading space, because most tokenizers have other tokens for the
-    start of a word within a text."""
-    if not bad_words:
-        return ()
-    tokenizer = model.require_tokenizer("sampling.bad_words")
-    found: dict[tuple[int, ...], None] = {}  # in order, without repetition
-    for i, text in enumerate(bad_words):
-        bare = text.lstrip(" ") or text
-        for variant in (bare, " " + bare):
-            ids = tuple(tokenizer.encode(variant, add_special_tokens=False))
-            if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
-                words = f"has {len(ids)} tokens; must have 1 to {MAX_BAD_WORD_IDS}"
-                raise _invalid(f"sampling.bad_words[{i}]", words)
-            found[ids] = None
-    return tuple(found)
-
-
-def _set_grammar(sampling: types.SamplingParams, grammar: Grammar) -> None:
-    for name in GRAMMAR_FIELDS:
-        sampling.ClearField(name)  # type: ignore[arg-type]
-    setattr(sampling, grammar.kind.value, grammar.text)
-
-
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
     """The limit on output tokens, checked against the model's length and the pool."""
-    with _field_errors():
+    with field_errors():
         return model.limits.resolve(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
-
-
-def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
-    """Check that all ids are below vocab_size."""
-    vocab_size = model.info.vocab_size
-    if len(ids) == 0 or max(ids) < vocab_size:
-        return
-    position = next(i for i, id_ in enumerate(ids) if id_ >= vocab_size)
-    raise _invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
 
 
 def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
@@ -340,7 +262,7 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
     if request.HasField("truncate_prompt_tokens"):
         if (size := prompt.ByteSize()) > MAX_TOKENIZE_BYTES:
             words = f"has {size} bytes; with truncate_prompt_tokens at most {MAX_TOKENIZE_BYTES} are allowed: send less"
-            raise _invalid("prompt", words)
+            raise invalid("prompt", words)
         return
     kind = prompt.WhichOneof("kind")
     if kind == "tokens":
@@ -359,31 +281,15 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
         )
 
 
-@contextmanager
-def _field_errors() -> Iterator[None]:
-    """Converts a FieldError to the error that the client gets."""
-    try:
-        yield
-    except LengthError as error:
-        raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
-    except FieldError as error:
-        kind = UnimplementedError if error.is_unserved else InvalidRequestError
-        raise kind(str(error), field=error.field) from None
-
-
-def _invalid(field: str, words: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} {words}", field=field)
-
-
 def _check_id(field: str, request_id: str) -> None:
     if not REQUEST_ID.fullmatch(request_id):
         shown = request_id[:MAX_ID_CHARS_SHOWN]
-        raise _invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
+        raise invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
 
 
 def _check_determinism(asked: int, model: ServedModel) -> None:
     if asked == types.DETERMINISM_EXACT and model.info.determinism != types.DETERMINISM_EXACT:
-        raise _invalid(
+        raise invalid(
             "scheduling.determinism",
             f"is EXACT, but the workers of model {model.name!r} run BEST_EFFORT; "
             "leave the field unset, or start the workers with --determinism exact",
@@ -393,32 +299,34 @@ def _check_determinism(asked: int, model: ServedModel) -> None:
 def _read_continuation(
     request: pb.GenerateRequest, model: ServedModel, sampling: types.SamplingParams, max_tokens: int
 ) -> tuple[tuple[array[int], ...], tuple[bool, ...]]:
-    _check_continuation_size(request.continuation.samples, sampling.n)
     outputs = [array("I") for _ in range(sampling.n)]
     finished = [False] * sampling.n
+    if not request.continuation.samples:
+        return tuple(outputs), tuple(finished)
+    _check_continuation_size(request.continuation.samples, sampling.n)
     seen: set[int] = set()
     for i, sample in enumerate(request.continuation.samples):
         field = f"continuation.samples[{i}]"
         if sample.index >= sampling.n:
-            raise _invalid(f"{field}.index", f"is {sample.index}; sampling.n is {sampling.n}")
+            raise invalid(f"{field}.index", f"is {sample.index}; sampling.n is {sampling.n}")
         if sample.index in seen:
-            raise _invalid(f"{field}.index", f"is {sample.index}, the same as in an earlier entry")
+            raise invalid(f"{field}.index", f"is {sample.index}, the same as in an earlier entry")
         if len(sample.output_token_ids) > max_tokens:
             words = f"has {len(sample.output_token_ids)} ids; max_tokens is {max_tokens}"
-            raise _invalid(f"{field}.output_token_ids", words)
+            raise invalid(f"{field}.output_token_ids", words)
         check_token_ids(f"{field}.output_token_ids", sample.output_token_ids, model)
         seen.add(sample.index)
         outputs[sample.index].extend(sample.output_token_ids)
         finished[sample.index] = sample.finished
     if _has_output(outputs) and sampling.temperature > 0 and not request.sampling.HasField("seed"):
-        raise _invalid("sampling.seed", "is not set; a continuation of sampled output needs the seed from Accepted")
+        raise invalid("sampling.seed", "is not set; a continuation of sampled output needs the seed from Accepted")
     return tuple(outputs), tuple(finished)
 
 
 def _check_num_top(output: pb.OutputParams, model: ServedModel) -> None:
     for name, num_top in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
         if num_top > model.info.vocab_size:
-            raise _invalid(f"output.{name}", f"is {num_top}; must be at most vocab_size, {model.info.vocab_size}")
+            raise invalid(f"output.{name}", f"is {num_top}; must be at most vocab_size, {model.info.vocab_size}")
 
 
 def _sums_of(continuation: types.Continuation, n: int) -> tuple[float, ...]:
@@ -426,7 +334,7 @@ def _sums_of(continuation: types.Continuation, n: int) -> tuple[float, ...]:
     for i, sample in enumerate(continuation.samples):
         if not math.isfinite(sample.cumulative_logprob):
             field = f"continuation.samples[{i}].cumulative_logprob"
-            raise _invalid(field, f"is {sample.cumulative_logprob}; must be a finite number")
+            raise invalid(field, f"is {sample.cumulative_logprob}; must be a finite number")
         sums[sample.index] = sample.cumulative_logprob
     return tuple(sums)
 
@@ -437,20 +345,20 @@ def _num_prompt_logprobs(continuation: types.Continuation, num_prompt: int) -> i
         return num_prompt
     if continuation.num_prompt_logprobs > num_prompt:
         words = f"is {continuation.num_prompt_logprobs}; must be at most {num_prompt}, the length of the prompt"
-        raise _invalid("continuation.num_prompt_logprobs", words)
+        raise invalid("continuation.num_prompt_logprobs", words)
     return continuation.num_prompt_logprobs
 
 
 def _check_continuation_size(samples: Sequence[types.SampleState], n: int) -> None:
     if len(samples) > n:
-        raise _invalid("continuation.samples", f"has {len(samples)} entries; sampling.n is {n}")
+        raise invalid("continuation.samples", f"has {len(samples)} entries; sampling.n is {n}")
     num_ids = sum(len(sample.output_token_ids) for sample in samples)
     if num_ids > MAX_CONTINUATION_IDS:
         words = (
             f"have {num_ids} output_token_ids together; at most {MAX_CONTINUATION_IDS} are allowed: start the request "
             "again without a continuation"
         )
-        raise _invalid("continuation.samples", words)
+        raise invalid("continuation.samples", words)
 
 
 def _has_output(outputs: Iterable[array[int]]) -> bool:

@@ -14,6 +14,9 @@ from gateway_svc.validation import GenerationPlan
 from request_fields.fields import Side, served
 from svc_common.errors import QuireError, error_from_code
 
+# Fields of StopParams that only the gateway applies.
+NOT_SENT = [name for name, field in served("stop").items() if field.applied_by is Side.GATEWAY]
+
 
 class ProtocolError(RuntimeError):
     """The scheduler violated the protocol. The gateway closes the stream."""
@@ -74,9 +77,8 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
 def _without_strings(stop: types.StopParams) -> types.StopParams:
     kept = types.StopParams()
     kept.CopyFrom(stop)
-    for name, field in served("stop").items():
-        if field.applied_by is Side.GATEWAY:
-            kept.ClearField(name)  # type: ignore[arg-type]
+    for name in NOT_SENT:
+        kept.ClearField(name)  # type: ignore[arg-type]
     return kept
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
-from request_fields.beams import check_beam_fields
+from request_fields.beams import ONLY_WITH_BEAMS, check_beam_fields
 from request_fields.fields import (
     BY_PATH,
     FIELDS,
@@ -24,6 +25,8 @@ from request_fields.fields import (
 UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that turns it off
 MESSAGES = {field.message for field in FIELDS}
 SERVED_SAMPLING = served("sampling")
+# check_beam_fields refuses no request without one of these.
+BEAM_FIELDS = {"beam_width", *(BY_PATH[path].name for path in ONLY_WITH_BEAMS)}
 SAMPLED_IDS = [name for name, field in SERVED_SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
 
 
@@ -35,13 +38,23 @@ class Message(Protocol):
 
 def check_fields(request: Message) -> None:
     """Check every field that a GenerateRequest or Submit sets. Raises FieldError."""
-    for field, value in _fields_set(request, ""):
-        check_value(field, value)
+    _check_message(request, CHECKS)
+
+
+def _check_message(message: Message, checks: Mapping[str, Any]) -> None:
+    for descriptor, value in message.ListFields():
+        check = checks.get(descriptor.name)
+        if isinstance(check, dict):
+            _check_message(value, check)
+        elif check is not None:
+            check(value)
 
 
 def check_beams(request: Message) -> None:
     """Check the fields that a client sets in a GenerateRequest against its beam_width. Raises FieldError."""
-    check_beam_fields({field.path: value for field, value in _fields_set(request, "")})
+    for descriptor, value in request.ListFields():
+        if descriptor.name == "sampling" and not BEAM_FIELDS.isdisjoint(values_set(value)):
+            check_beam_fields({field.path: value for field, value in _fields_set(request, "")})
 
 
 def _fields_set(message: Message, prefix: str) -> Iterator[tuple[Field, Any]]:
@@ -55,17 +68,32 @@ def _fields_set(message: Message, prefix: str) -> Iterator[tuple[Field, Any]]:
 
 def check_value(field: Field, value: Any) -> None:
     """Check one value against its row. Raises FieldError."""
+    check = _check_of(field)
+    if check is not None:
+        check(value)
+
+
+def _check_of(field: Field) -> Callable[[Any], None] | None:
+    """The check of a field's values; None if all values are valid."""
     if not field.is_served:
-        if value != field.off:
-            raise FieldError(field.path, "is not served by this version; leave it unset", is_unserved=True)
-    elif field.kind in NUMBERS or field.kind is Kind.ENUM:
-        _check_number(field, value)
-    elif field.kind is Kind.BIASES:
-        _check_biases(field, value)
-    elif field.max_items is not None:
-        _check_list(field, value)
-    elif field.max_bytes is not None and len(value.encode()) > field.max_bytes:
-        raise FieldError(field.path, f"has {len(value.encode())} bytes; at most {field.max_bytes} are allowed")
+        return partial(_check_off, field)
+    if field.kind in NUMBERS or field.kind is Kind.ENUM:
+        return partial(_check_number, field)
+    if field.kind is Kind.BIASES:
+        return partial(_check_biases, field)
+    if field.max_items is not None:
+        return partial(_check_list, field)
+    return None if field.max_bytes is None else partial(_check_size, field, field.max_bytes)
+
+
+def _check_off(field: Field, value: Any) -> None:
+    if value != field.off:
+        raise FieldError(field.path, "is not served by this version; leave it unset", is_unserved=True)
+
+
+def _check_size(field: Field, max_bytes: int, text: str) -> None:
+    if (size := len(text.encode())) > max_bytes:
+        raise FieldError(field.path, f"has {size} bytes; at most {max_bytes} are allowed")
 
 
 def _check_number(field: Field, value: float) -> None:
@@ -94,6 +122,21 @@ def _check_biases(field: Field, biases: Mapping[int, float]) -> None:
     _check_list(field, tuple(biases))
     for token_id, bias in biases.items():
         _check_number(replace(field, path=f"{field.path}[{token_id}]", kind=Kind.FLOAT), bias)
+
+
+def _checks_by_name() -> dict[str, Any]:
+    """The checks of all fields by name; for a message, a dict of the checks of its fields."""
+    checks: dict[str, Any] = {}
+    for field in FIELDS:
+        *messages, name = field.path.split(".")
+        of_message = checks
+        for message in messages:
+            of_message = of_message.setdefault(message, {})
+        of_message[name] = _check_of(field)
+    return checks
+
+
+CHECKS = _checks_by_name()
 
 
 def check_sampled_ids(sampling: Any, vocab_size: int) -> None:

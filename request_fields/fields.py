@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, Flag, auto
+from functools import cache
 from typing import Any
 
 MAX_UINT32 = 2**32 - 1
@@ -308,7 +309,8 @@ FIELDS = (
 BY_PATH = {field.path: field for field in FIELDS}
 
 
-def served(message: str) -> dict[str, Field]:
+@cache
+def served(message: str) -> Mapping[str, Field]:
     """The served fields of one message of GenerateRequest, by name, in the order of the table."""
     return {field.name: field for field in FIELDS if field.is_served and field.message == message}
 
@@ -372,11 +374,14 @@ class StopCondition:
         return sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids))
 
 
+STOP_NAMES = tuple(attribute.name for attribute in fields(StopCondition))
+
+
 def stop_condition(given: Mapping[str, Any], *, is_constrained: bool = False) -> StopCondition:
     """Builds a StopCondition from values by field name. max_tokens is required; other missing fields take their
     defaults. `is_constrained`: the output has a grammar. Raises FieldError.
     """
-    values = {attribute.name: given[attribute.name] for attribute in fields(StopCondition) if attribute.name in given}
+    values = {name: given[name] for name in STOP_NAMES if name in given}
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     if is_constrained:
         values["ignore_eos"] = False

@@ -11,7 +11,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import validation
+from gateway_svc import parameters, validation
 from gateway_svc.models import ServedModel, read_bundle
 from gateway_svc.prompts import prompt_token_ids
 from gateway_svc.text.bundle import ModelText
@@ -377,7 +377,7 @@ async def test_many_ids_are_read_in_a_thread(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[threading.Thread] = []
-    check = validation.check_token_ids
+    check = parameters.check_token_ids
 
     def note(*args: Any) -> None:
         readers.append(threading.current_thread())
