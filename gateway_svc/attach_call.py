@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
@@ -10,9 +11,24 @@ from quire.internal.v1 import scheduler_pb2 as pb
 AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 
-async def write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest]) -> None:
+# A batch ends with the message that reaches this size, so a batch is at most this much larger than a single message.
+BATCH_BYTES = 256 << 10
+
+
+async def write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest], takes_batches: Callable[[], bool]) -> None:
+    """Write the messages of the outbox. Those that wait while another is written go out as one batch."""
     while True:
-        await call.write(await outbox.get())
+        message = await outbox.get()
+        await call.write(batch_of(message, outbox) if takes_batches() and not outbox.empty() else message)
+
+
+def batch_of(first: pb.AttachRequest, outbox: asyncio.Queue[pb.AttachRequest]) -> pb.AttachRequest:
+    """A batch of the first message and those that wait in the outbox."""
+    messages, size = [first], first.ByteSize()
+    while size < BATCH_BYTES and not outbox.empty():
+        messages.append(outbox.get_nowait())
+        size += messages[-1].ByteSize()
+    return pb.AttachRequest(batch=pb.AttachBatch(messages=messages))
 
 
 def raise_if_cancelled() -> None:

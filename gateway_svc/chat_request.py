@@ -209,6 +209,8 @@ def call_grammar(request: pb.GenerateRequest, model: ServedModel, prompt_ids: Se
 
     Raises InvalidRequestError.
     """
+    if not request.prompt.HasField("chat"):
+        return None
     chat = request.prompt.chat
     tools = read_tools(chat)
     if not (must_call(chat) or tools.strict):

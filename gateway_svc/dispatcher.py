@@ -179,14 +179,14 @@ class Dispatcher:
 
     def _place(self, request: SchedulerRequest, placement: Placement) -> bool:
         """Send the request to the best replica that has not refused it. False if there is none."""
-        serving = self._serving(placement.model, placement.revision)
-        clients = [client for client in serving if client not in placement.refusals]
-        clients = [client for client in clients if client.can_hold(request)] or clients
+        clients = self._serving(placement.model, placement.revision)
+        if placement.refusals:
+            clients = [client for client in clients if client not in placement.refusals]
+        if len(clients) > 1:
+            clients = [client for client in clients if client.can_hold(request)] or clients
         if not clients:
             return False
-        hits = placement.hints.cached_tokens
-        replicas = [Replica(c.address, c.load_tokens, c.ready_workers, hits.get(c.scheduler_epoch, 0)) for c in clients]
-        placement.client = clients[choose_replica(replicas, request.num_prompt_tokens, placement.hints.affinity)]
+        placement.client = clients[0] if len(clients) == 1 else _choose(clients, request, placement.hints)
         placement.client.submit(request)
         if request.is_resumed:
             log.debug("request %s resumes at scheduler %s", request.request_id, placement.client.address)
@@ -281,6 +281,12 @@ class Dispatcher:
                 if any(other.ready_workers for other in others):
                     movable.append(request)
         return movable
+
+
+def _choose(clients: Sequence[SchedulerClient], request: SchedulerRequest, hints: Hints) -> SchedulerClient:
+    hits = hints.cached_tokens
+    replicas = [Replica(c.address, c.load_tokens, c.ready_workers, hits.get(c.scheduler_epoch, 0)) for c in clients]
+    return clients[choose_replica(replicas, request.num_prompt_tokens, hints.affinity)]
 
 
 def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:

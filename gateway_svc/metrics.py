@@ -117,6 +117,8 @@ class RequestMeter:
         self._num_prompt = num_prompt
         self._times.prompt_tokens += num_prompt
         self._times.num_resumed += resumes
+        if not log.isEnabledFor(logging.DEBUG):
+            return
         waited_s = self._now() - self._started_at
         facts = {"model": self._model, "prompt_tokens": num_prompt, "seconds": round(waited_s, 4)}
         log.debug(
@@ -186,7 +188,7 @@ class GatewayMetrics:
     @contextmanager
     def request(self, request_id: str, model: str) -> Iterator[RequestMeter]:
         """Measure one generation."""
-        times = self.models.setdefault(model, ModelTimes())
+        times = self.models.get(model) or self.models.setdefault(model, ModelTimes())
         meter = RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
         try:
             yield meter

@@ -6,8 +6,7 @@ check of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
@@ -83,11 +82,11 @@ def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, gra
     stop = types.StopParams()
     stop.CopyFrom(request.stop)
     stop.max_tokens = max_tokens
-    with field_errors():
+    with FieldErrors():
         condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
         beams = beam_params(checks.values_set(sampling), condition.max_tokens)
     bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
-    with field_errors():
+    with FieldErrors():
         checks.check_sampled_ids(sampling, model.info.vocab_size)
         early_banned = condition.banned_ids(model.info.eos_token_ids)
         checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
@@ -153,16 +152,20 @@ def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
     raise invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
 
 
-@contextmanager
-def field_errors() -> Iterator[None]:
-    """Converts a FieldError to the error that the client gets."""
-    try:
-        yield
-    except LengthError as error:
-        raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
-    except FieldError as error:
-        kind = UnimplementedError if error.is_unserved else InvalidRequestError
-        raise kind(str(error), field=error.field) from None
+class FieldErrors:
+    """Converts a FieldError of its block to the error that the client gets. A class, because a request enters several
+    blocks and a generator costs more.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, LengthError):
+            raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
+        if isinstance(error, FieldError):
+            shown = UnimplementedError if error.is_unserved else InvalidRequestError
+            raise shown(str(error), field=error.field) from None
 
 
 def invalid(field: str, words: str) -> InvalidRequestError:

@@ -10,7 +10,6 @@ from typing import ParamSpec, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc import validation
 from gateway_svc.chat_request import chat_token_ids
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import check_token_ids

@@ -89,14 +89,17 @@ class SchedulerClient:
         self.address = address
         self.model: ServedModel | None = None
         self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
+        self._served: tuple[str, str] | None = None  # name and revision of `info`
         self.is_connected = False
         self.scheduler_epoch = 0
         self.ready_workers = 0
+        self._takes_batches = False
         self.problem = "not connected yet"
         self._hello = pb.Hello(
             gateway_id=gateway_id,
             protocol_version=PROTOCOL_VERSION,
             deltas_interval_ms=round(1000 * deltas_interval_s),
+            takes_queued_handles=True,
         )
         self._bundles = bundles
         self._parsers = parsers
@@ -129,7 +132,7 @@ class SchedulerClient:
 
     def serves(self, name: str, revision: str) -> bool:
         """Requests for this model can be sent now, even if its bundle is not loaded yet."""
-        return self.info is not None and (self.info.model, self.info.revision) == (name, revision)
+        return self._served == (name, revision)
 
     def can_hold(self, request: SchedulerRequest) -> bool:
         """The scheduler's largest worker has enough blocks for the request."""
@@ -214,7 +217,7 @@ class SchedulerClient:
         self._timeout_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
         self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
         call = self._stub.Attach()
-        writer = asyncio.create_task(write(call, self._outbox))
+        writer = asyncio.create_task(write(call, self._outbox, lambda: self._takes_batches))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
                 return await self._read(call)
@@ -272,6 +275,7 @@ class SchedulerClient:
         elif problem != self.problem:
             log.info("cannot reach scheduler %s yet: %s", self.address, problem)
         self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
+        self._takes_batches, self._served = False, None
         self._heartbeat, self._sent_tokens = None, 0
         self._stop_loading()
         self._by_handle.clear()
@@ -297,6 +301,9 @@ class SchedulerClient:
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
+        for handle in u32_from_bytes(deltas.queued_handles):
+            if (request := requests.get(handle)) is not None:
+                self.events.on_accepted(request)
         if deltas.prompt_positions:
             self._on_prompt_logprobs(deltas)
         if deltas.HasField("logprobs"):
@@ -350,11 +357,13 @@ class SchedulerClient:
         self.is_connected = True
         self.scheduler_epoch = welcome.scheduler_epoch
         self.ready_workers = welcome.ready_workers
+        self._takes_batches = welcome.takes_batches
         if self._watcher is None and (interval_s := welcome.heartbeat_interval_s) > 0:
             self._silence = SilenceWatch(SILENT_INTERVALS * interval_s, asyncio.get_running_loop().time())
             self._watcher = asyncio.create_task(self._watch(self._silence, interval_s))
         if welcome.HasField("info"):
             self.info = welcome.info
+            self._served = (welcome.info.model, welcome.info.revision)
             self._update_model(welcome.info)
         elif self.model is None:
             self.problem = "no worker has registered yet"

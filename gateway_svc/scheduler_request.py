@@ -191,10 +191,15 @@ class SchedulerRequest:
         self._submit.handle = handle
         self._submit.takes_over = self.is_resumed
         self._set_deadline()
-        samples = ((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
-        num_prompt_logprobs = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_received
-        self._submit.continuation.CopyFrom(continuation_from_outputs(samples, num_prompt_logprobs))
+        if self._has_output:
+            samples = ((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
+            num_prompt_logprobs = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_received
+            self._submit.continuation.CopyFrom(continuation_from_outputs(samples, num_prompt_logprobs))
         return self._submit
+
+    @property
+    def _has_output(self) -> bool:
+        return self.prompt_logprobs is not None or any(s.outputs or s.finish is not None for s in self.samples)
 
     def _set_deadline(self) -> None:
         """Set the time left until the client's deadline. A resumed request gets no deadline: a scheduler must not

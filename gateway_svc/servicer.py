@@ -219,6 +219,8 @@ class InferenceServicer(InferenceServiceServicer):
         self, scheduler_request: SchedulerRequest, plan: GenerationPlan, *, is_new: bool
     ) -> AbstractAsyncContextManager[None]:
         """Count the request against the limits of its key. Tokens before a resume are not counted again."""
+        if not self._limits.is_on:
+            return nullcontext()
         before = scheduler_request.num_output_tokens
         num_prompt = len(plan.prompt_ids) if is_new else 0
         most = num_prompt + len(scheduler_request.samples) * plan.stop.max_tokens - before

@@ -18,7 +18,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
-from gateway_svc.parameters import check_token_ids, field_errors, invalid, parameters_of
+from gateway_svc.parameters import FieldErrors, check_token_ids, invalid, parameters_of
 from request_fields import checks
 from request_fields.beams import BeamParams
 from request_fields.fields import StopCondition
@@ -91,13 +91,13 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """All checks that do not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
-    with field_errors():
+    with FieldErrors():
         checks.check_fields(request)
 
 
 def check_combinations(request: pb.GenerateRequest) -> None:
     """Check that the fields of a client's request can be combined. Not for a record, which sets every field."""
-    with field_errors():
+    with FieldErrors():
         checks.check_beams(request)
 
 
@@ -164,9 +164,7 @@ def check_tokenize(prompt: pb.Prompt) -> None:
 def check_detokenize(ids: Sequence[int]) -> None:
     """Check the number of ids of a Detokenize."""
     if len(ids) > MAX_DETOKENIZE_IDS:
-        raise invalid(
-            "ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts"
-        )
+        raise invalid("ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts")
 
 
 def check_prompt(prompt: pb.Prompt) -> None:
@@ -184,7 +182,7 @@ def check_prompt(prompt: pb.Prompt) -> None:
 
 def grammar_of(sampling: types.SamplingParams) -> Grammar | None:
     """The grammar of a request, not compiled. Raises InvalidRequestError if there are several."""
-    with field_errors():
+    with FieldErrors():
         return read_grammar(sampling)
 
 
@@ -252,7 +250,7 @@ def _as_best_of(plan: GenerationPlan) -> GenerationPlan:
 
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedModel) -> int:
     """The limit on output tokens, checked against the model's length and the pool."""
-    with field_errors():
+    with FieldErrors():
         return model.limits.resolve(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
 
 

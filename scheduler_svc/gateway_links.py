@@ -4,6 +4,9 @@ An outbox holds at most one Welcome, one heartbeat, the replies to Submits, and 
 
     Welcome (newest) | SchedulerHeartbeat (newest) | SubmitReply ... | Deltas of all updates since the last write
 
+That a request was queued is part of the Deltas, and waits for them for at most QUEUED_WAIT_S: with short steps, one
+message reports the request and its first token. Older gateways get a SubmitReply instead.
+
 A gateway that reads slowly gets fewer and larger messages, and so does a gateway that sets an interval for chunks. A
 gateway that stops reading is cut off at `MAX_PENDING_TOKENS` and its requests are aborted. So memory stays bounded, and
 no other gateway waits. A gateway whose heartbeats stop is cut off too; its clients continue through another gateway.
@@ -17,13 +20,16 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
 from scheduler_svc import wire
+from scheduler_svc.columns import u32_to_bytes
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
 from scheduler_svc.step_loop import StepLoop
+from scheduler_svc.submits import SubmitReader
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError
 from svc_common.silence import SilenceWatch
 
@@ -32,6 +38,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns; two entries of log probabilities count as a token
 MAX_PENDING_REPLIES = 1 << 16
+QUEUED_WAIT_S = 0.005
 SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
 
 
@@ -41,9 +48,11 @@ class Outbox:
     Deltas without a first token or a finish are sent at most once per `interval_s`.
     """
 
-    def __init__(self, gateway_id: str, interval_s: float = 0.0) -> None:
+    def __init__(self, gateway_id: str, interval_s: float = 0.0, *, takes_queued_handles: bool = False) -> None:
         self._gateway_id = gateway_id
         self._interval_s = interval_s
+        self._takes_queued_handles = takes_queued_handles
+        self._queued: list[int] = []  # handles of queued requests that wait for the next Deltas
         self._is_due = False  # `_deltas` may be sent
         self._next_due = 0.0  # when further tokens may be sent, in loop time
         self._timer: asyncio.TimerHandle | None = None  # fires at `_next_due`, if further tokens wait
@@ -72,11 +81,26 @@ class Outbox:
 
     def reply(self, handle: int, error: QuireError | None) -> None:
         """Reply to one Submit, before any Deltas of that handle."""
+        if error is None and self._takes_queued_handles:
+            self._note_queued(handle)
+            return
         refusal = None if error is None else wire.refusal_to_proto(error)
         self._replies.append(scheduler_pb2.SubmitReply(handle=handle, refusal=refusal))
         self._wake.set()
         if len(self._replies) > MAX_PENDING_REPLIES:
             self._overflow(f"{len(self._replies)} unread replies")
+
+    def _note_queued(self, handle: int) -> None:
+        if not self._queued:
+            asyncio.get_running_loop().call_later(QUEUED_WAIT_S, self._release_queued)
+        self._queued.append(handle)
+        if len(self._queued) > MAX_PENDING_REPLIES:
+            self._overflow(f"{len(self._queued)} unread replies")
+
+    def _release_queued(self) -> None:
+        """Send the handles of queued requests, if no Deltas have taken them along."""
+        if self._queued:
+            self._release()
 
     def deliver(self, deltas: Deltas) -> None:
         """Send new tokens and finishes, merged with the waiting ones."""
@@ -124,6 +148,7 @@ class Outbox:
         log.warning("disconnecting gateway %s: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
         self._replies.clear()
+        self._queued.clear()
         self._deltas.clear()
         self._num_tokens = 0
         self.close(error)
@@ -152,11 +177,18 @@ class Outbox:
             return scheduler_pb2.AttachResponse(heartbeat=heartbeat)
         if self._replies:
             return scheduler_pb2.AttachResponse(submit_reply=self._replies.popleft())
-        if self._deltas and self._is_due:
+        if (self._deltas or self._queued) and self._is_due:
             self._is_due = False
-            parts, self._deltas, self._num_tokens = self._deltas, [], 0
-            return scheduler_pb2.AttachResponse(deltas=wire.deltas_to_proto(parts))
+            return scheduler_pb2.AttachResponse(deltas=self._take_deltas())
         return None
+
+    def _take_deltas(self) -> scheduler_pb2.Deltas:
+        parts, self._deltas, self._num_tokens = self._deltas, [], 0
+        message = wire.deltas_to_proto(parts) if parts else scheduler_pb2.Deltas()
+        if self._queued:
+            message.queued_handles = u32_to_bytes(np.array(self._queued, np.uint32))
+            self._queued.clear()
+        return message
 
 
 @dataclass(slots=True, eq=False)
@@ -181,8 +213,9 @@ class Gateways:
         self._outboxes: dict[int, Outbox] = {}
         self._interval_s = heartbeat_interval_s
         self._is_stopping = False
+        self._reader: SubmitReader | None = None  # set with the model
         self._welcome = scheduler_pb2.Welcome(
-            scheduler_epoch=scheduler_epoch, heartbeat_interval_s=heartbeat_interval_s
+            scheduler_epoch=scheduler_epoch, heartbeat_interval_s=heartbeat_interval_s, takes_batches=True
         )
 
     @property
@@ -209,9 +242,12 @@ class Gateways:
             info=info,
             ready_workers=ready_workers,
             heartbeat_interval_s=self._interval_s,
+            takes_batches=True,
         )
         if welcome == self._welcome:
             return
+        if info != self.info:
+            self._reader = None if info is None else SubmitReader(info)
         self._welcome = welcome
         for outbox in self._outboxes.values():
             outbox.welcome(welcome)
@@ -226,7 +262,9 @@ class Gateways:
     ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
         """Serve one gateway's stream, from Hello to its end. When it ends, the gateway's requests are aborted."""
         hello = await _read_hello(requests)
-        outbox = Outbox(hello.gateway_id, hello.deltas_interval_ms / 1000)
+        outbox = Outbox(
+            hello.gateway_id, hello.deltas_interval_ms / 1000, takes_queued_handles=hello.takes_queued_handles
+        )
         silence = SilenceWatch(SILENT_INTERVALS * self._interval_s, asyncio.get_running_loop().time())
         attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, silence)
         self._outboxes[attached.owner] = outbox
@@ -290,18 +328,26 @@ class Gateways:
             cancel = request.cancel
             sample_index = cancel.sample_index if cancel.HasField("sample_index") else None
             self._step_loop.cancel(owner, cancel.handle, sample_index, wire.cancel_reason(cancel))
+        elif kind == "batch":
+            self._take_batch(request.batch, attached)
         elif kind == "heartbeat":
             attached.sends_heartbeats = True
         else:
             raise InvalidRequestError(
-                f"unexpected {kind or 'empty message'} in an Attach stream; send submit, cancel or heartbeat"
+                f"unexpected {kind or 'empty message'} in an Attach stream; send submit, cancel, heartbeat or batch"
             )
+
+    def _take_batch(self, batch: scheduler_pb2.AttachBatch, attached: Attached) -> None:
+        for message in batch.messages:
+            if message.HasField("batch"):
+                raise InvalidRequestError("a batch contains a batch; send its messages in one batch", field="batch")
+            self._take_request(message, attached)
 
     def _submit(self, submit: scheduler_pb2.Submit, attached: Attached) -> None:
         try:
-            if self.info is None:
+            if self._reader is None:
                 raise UnavailableError("no worker has registered yet; retry later", retry_after_s=RETRY_NO_WORKER_S)
-            group = wire.group_from_proto(submit, self.info, owner=attached.owner, origin=attached.gateway_id)
+            group = self._reader.group(submit, owner=attached.owner, origin=attached.gateway_id)
         except QuireError as error:
             attached.outbox.reply(submit.handle, error)
             return

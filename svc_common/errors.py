@@ -25,7 +25,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from inspect import isawaitable
 from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias
 
@@ -221,6 +220,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, stats: RpcStats | None = None) -> None:
         self.stats = stats or RpcStats()
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: the last handler, and its wrapper
 
     async def intercept_service(
         self,
@@ -231,6 +231,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method.lstrip("/")
+        last = self._wrapped.get(method)
+        if last is None or last[0] is not handler:
+            last = self._wrapped[method] = (handler, self._wrap(handler, method))
+        return last[1]
+
+    def _wrap(self, handler: Handler, method: str) -> Handler:
         deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         serializers = {
             "request_deserializer": self.stats.counting_deserializer(
@@ -263,7 +269,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if isinstance(request, _Undecodable):
                     request.refuse()
                 responses = behaviour(request, context)
-                if isawaitable(responses):
+                if not hasattr(responses, "__aiter__"):
                     await responses  # a coroutine, which writes its responses through the context
                     return
                 async for response in responses:

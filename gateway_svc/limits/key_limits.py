@@ -35,6 +35,11 @@ class KeyLimits:
         if self._buckets is not None:
             await self._buckets.close()
 
+    @property
+    def is_on(self) -> bool:
+        """Some requests may be limited."""
+        return self._buckets is not None
+
     def of(self, owner: str) -> Limits:
         return NO_LIMITS if self._file is None else self._file.of(owner)
 

@@ -118,6 +118,9 @@ class FakeScheduler(SchedulerServiceServicer):
         self.ready_workers = 2
         self.scheduler_epoch = 1
         self.num_heartbeats = 0
+        self.takes_batches = False
+        self.batch_sizes: list[int] = []
+        self.reports_queued_handles = False  # in Deltas instead of a SubmitReply each
         self.workers: list[public.WorkerInfo] = []
         self.released: list[pb.ReleaseWorkerRequest] = []
         self.asked_to_abort: list[str] = []
@@ -153,6 +156,7 @@ class FakeScheduler(SchedulerServiceServicer):
                 info=self.info,
                 ready_workers=self.ready_workers,
                 heartbeat_interval_s=self.heartbeat_interval_s,
+                takes_batches=self.takes_batches,
             )
         )
 
@@ -213,17 +217,26 @@ class FakeScheduler(SchedulerServiceServicer):
 
     async def _read(self, requests: Any) -> None:
         async for request in requests:
-            if request.HasField("submit"):
-                self._take_submit(request.submit)
-            elif request.HasField("heartbeat"):
-                self.num_heartbeats += 1
-            else:
-                self._take_cancel(request.cancel)
+            if request.HasField("batch"):
+                self.batch_sizes.append(len(request.batch.messages))
+            for message in request.batch.messages or [request]:
+                self._take(message)
+
+    def _take(self, request: pb.AttachRequest) -> None:
+        if request.HasField("submit"):
+            self._take_submit(request.submit)
+        elif request.HasField("heartbeat"):
+            self.num_heartbeats += 1
+        else:
+            self._take_cancel(request.cancel)
 
     def _take_submit(self, submit: pb.Submit) -> None:
         self.submits.append(submit)
         refusal = self.refusals.popleft() if self.refusals else None
-        self.say(submit_reply=pb.SubmitReply(handle=submit.handle, refusal=refusal))
+        if refusal is None and self.reports_queued_handles:
+            self.say(deltas=pb.Deltas(queued_handles=u32([submit.handle])))
+        else:
+            self.say(submit_reply=pb.SubmitReply(handle=submit.handle, refusal=refusal))
         if refusal is None:
             self.on_submit(submit)
 

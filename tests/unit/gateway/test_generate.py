@@ -10,6 +10,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc import attach_call
 from tests.unit.gateway.fakes import (
     ABORTED,
     EOS,
@@ -290,3 +291,40 @@ async def test_draining_ends_open_streams_at_the_timeout(gateway: TestGateway, s
     error = await refused(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "resume on another gateway" in error.details()
+
+
+async def test_a_scheduler_may_report_queued_requests_with_deltas(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    scheduler.reports_queued_handles = True
+    scheduler.play(encode("done"))
+    results = await asyncio.gather(*(gateway.collect() for _ in range(5)))
+    assert [result.text() for result in results] == ["done"] * 5
+
+
+async def test_messages_that_wait_for_the_stream_are_sent_as_one_batch(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    scheduler.takes_batches = True
+    scheduler.welcome()
+    client = gateway.clients[0]
+    await until(lambda: client._takes_batches)
+    scheduler.play(encode("done"))
+    heartbeats = [scheduler_pb2.AttachRequest(heartbeat=scheduler_pb2.GatewayHeartbeat()) for _ in range(3)]
+    for message in heartbeats:
+        client._outbox.put_nowait(message)
+    result = await gateway.collect()
+    assert result.text() == "done"
+    assert scheduler.num_heartbeats == 3
+    assert scheduler.batch_sizes[:1] == [3]
+
+
+async def test_a_batch_is_not_much_larger_than_its_last_message() -> None:
+    outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
+    submit = scheduler_pb2.Submit(prompt_token_ids=bytes(attach_call.BATCH_BYTES // 2))
+    for _ in range(5):
+        outbox.put_nowait(scheduler_pb2.AttachRequest(submit=submit))
+    sizes = []
+    while not outbox.empty():
+        sizes.append(len(attach_call.batch_of(outbox.get_nowait(), outbox).batch.messages))
+    assert sizes == [2, 2, 1]

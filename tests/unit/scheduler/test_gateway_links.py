@@ -87,6 +87,68 @@ async def test_outbox_sends_first_tokens_and_ends_at_once() -> None:
     assert offsets_of(await reader) == [3]
 
 
+def queued_in(message: scheduler_pb2.AttachResponse) -> list[int]:
+    return [int(handle) for handle in np.frombuffer(message.deltas.queued_handles, dtype="<u4")]
+
+
+async def test_outbox_reports_queued_requests_with_the_next_tokens() -> None:
+    outbox = Outbox("g", takes_queued_handles=True)
+    messages = outbox.messages()
+    outbox.reply(4, None)
+    outbox.reply(5, None)
+    outbox.reply(6, OverloadedError("full"))
+    outbox.deliver(deltas(0))
+    refused, told = await anext(messages), await anext(messages)
+    assert refused.submit_reply.handle == 6
+    assert (queued_in(told), offsets_of(told)) == ([4, 5], [0])
+    outbox.deliver(deltas(1))
+    assert queued_in(await anext(messages)) == []
+
+
+async def test_outbox_reports_queued_requests_soon_without_tokens() -> None:
+    outbox = Outbox("g", interval_s=1000.0, takes_queued_handles=True)
+    outbox.reply(4, None)
+    async with asyncio.timeout(5.0):
+        message = await anext(outbox.messages())
+    assert (queued_in(message), offsets_of(message)) == ([4], [])
+
+
+async def test_outbox_bounds_queued_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_links, "MAX_PENDING_REPLIES", 10)
+    outbox = Outbox("g", takes_queued_handles=True)
+    for handle in range(11):
+        outbox.reply(handle, None)
+    with pytest.raises(OverloadedError, match="11 unread replies"):
+        await anext(outbox.messages())
+
+
+async def test_a_batch_has_the_effect_of_its_messages(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
+    assert gateway.welcomes[-1].takes_batches
+    submits = [scheduler_pb2.AttachRequest(submit=make_submit(handle, [handle], max_tokens=20)) for handle in (1, 2)]
+    cancel = scheduler_pb2.AttachRequest(cancel=scheduler_pb2.Cancel(handle=2))
+    batch = scheduler_pb2.AttachBatch(messages=[*submits, cancel])
+    await gateway.call.write(scheduler_pb2.AttachRequest(batch=batch))
+    await until(lambda: len(gateway.finished) == 2)
+    assert gateway.tokens[1, 0] == expected_tokens([1], 20)
+    assert gateway.finished[2, 0].reason == types_pb2.FINISH_REASON_ABORTED
+
+
+async def test_a_batch_in_a_batch_is_refused(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    await until(lambda: gateway.welcomes)
+    inner = scheduler_pb2.AttachRequest(batch=scheduler_pb2.AttachBatch())
+    outer = scheduler_pb2.AttachBatch(messages=[inner])
+    await gateway.call.write(scheduler_pb2.AttachRequest(batch=outer))
+    await until(lambda: gateway.error is not None)
+    assert gateway.error is not None
+    assert gateway.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_outbox_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_links, "MAX_PENDING_TOKENS", 100)
     outbox = Outbox("g")

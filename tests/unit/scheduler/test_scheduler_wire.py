@@ -14,6 +14,7 @@ from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc import columns, wire, worker_wire
 from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch
 from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.submits import MAX_KEPT, SubmitReader
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.builders import make_group
 from tests.unit.scheduler.toy_worker import make_info, make_submit
@@ -27,6 +28,40 @@ def column(*values: int) -> np.ndarray:
 
 def info() -> types_pb2.ModelInfo:
     return make_info(max_num_blocks=40, max_num_seqs=8)
+
+
+def test_equal_parameters_are_checked_once_and_keep_their_own_seeds() -> None:
+    reader = SubmitReader(info())
+    first, second, other = (make_submit(handle, [1, 2], max_tokens=9) for handle in range(3))
+    second.sampling.seed = 77
+    other.sampling.top_k = 3
+    groups = [reader.group(submit, owner=0) for submit in (first, second, other)]
+    assert groups[0].stop is groups[1].stop
+    assert groups[0].stop is not groups[2].stop
+    assert [group.sampling.seed for group in groups] == [first.sampling.seed, 77, other.sampling.seed]
+
+
+def test_kept_parameters_do_not_hide_an_invalid_request() -> None:
+    reader = SubmitReader(info())
+    reader.group(make_submit(1, [1, 2], max_tokens=9), owner=0)
+    long, unseeded, invalid = (make_submit(handle, [1, 2], max_tokens=9) for handle in range(3))
+    long.prompt_token_ids = b"\1\0\0\0" * 1000
+    unseeded.sampling.ClearField("seed")
+    invalid.sampling.top_p = 7.0
+    for submit, field in ((long, "prompt"), (unseeded, "sampling.seed"), (invalid, "sampling.top_p")):
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError) as caught:
+                reader.group(submit, owner=0)
+            assert caught.value.field == field
+
+
+def test_the_number_of_kept_parameters_is_limited() -> None:
+    reader = SubmitReader(info())
+    for top_k in range(MAX_KEPT + 50):
+        submit = make_submit(1, [1, 2], max_tokens=9)
+        submit.sampling.top_k = top_k
+        reader.group(submit, owner=0)
+        assert len(reader._kept) <= MAX_KEPT
 
 
 def test_steady_decode_is_columns_only() -> None:
@@ -125,7 +160,7 @@ def test_reads_a_request() -> None:
         continuation=types_pb2.Continuation(samples=[types_pb2.SampleState(index=1, output_token_ids=[4, 5])]),
     )
     submit.stop.stop_token_ids.append(7)
-    group = wire.group_from_proto(submit, info(), owner=2)
+    group = SubmitReader(info()).group(submit, owner=2)
     assert (group.owner, group.handle, group.n, group.priority, group.root_key) == (2, 5, 2, -3, b"tenant")
     assert group.prompt.tolist() == [1, 2, 3]
     assert (group.stop.max_tokens, group.stop.stop_token_ids) == (9, {7})
@@ -133,7 +168,7 @@ def test_reads_a_request() -> None:
     assert group.sampling.seed == 1
     assert (group.tenant_id, group.timeout_s, group.takes_over) == ("", None, False)
     submit.tenant_id, submit.deadline_ms, submit.takes_over = "acme", 1500, True
-    group = wire.group_from_proto(submit, info(), owner=2)
+    group = SubmitReader(info()).group(submit, owner=2)
     assert (group.tenant_id, group.timeout_s, group.takes_over) == ("acme", 1.5, True)
 
 
@@ -149,7 +184,7 @@ def test_the_worker_bans_what_would_end_a_sample_too_early(stop: dict[str, Any],
     submit = make_submit(1, [1, 2, 3], max_tokens=8)
     submit.stop.CopyFrom(types_pb2.StopParams(max_tokens=8, stop_token_ids=[9, 7], **stop))
     model = make_info(max_num_blocks=40, max_num_seqs=8, eos_token_ids=[2, 5000])
-    group = wire.group_from_proto(submit, model, owner=0)
+    group = SubmitReader(model).group(submit, owner=0)
     assert columns.u32_from_bytes(group.banned_ids, "banned_ids").tolist() == banned
     assert group.banned_before == stop.get("min_tokens", 0)
 
@@ -159,7 +194,7 @@ def test_a_request_that_bans_every_id_is_refused() -> None:
     submit.stop.MergeFrom(types_pb2.StopParams(stop_token_ids=range(4), min_tokens=1))
     model = make_info(max_num_blocks=40, max_num_seqs=8, vocab_size=4, eos_token_ids=[])
     with pytest.raises(InvalidRequestError, match=r"bans 4 ids .* at most 3 can be banned"):
-        wire.group_from_proto(submit, model, owner=0)
+        SubmitReader(model).group(submit, owner=0)
 
 
 Change = Callable[[scheduler_pb2.Submit], object]
@@ -179,7 +214,7 @@ def test_rules_for_tokens_reach_the_worker() -> None:
     submit.sampling.logit_bias[6] = 2.5
     submit.sampling.frequency_penalty = 0.5
     add_bad_words(submit, [5, 6], [6, 6])
-    opened = RowOpen(1, wire.group_from_proto(submit, info(), owner=0), 0, column(1, 2, 3), 3, column(7), 0)
+    opened = RowOpen(1, SubmitReader(info()).group(submit, owner=0), 0, column(1, 2, 3), 3, column(7), 0)
     batch = StepBatch("w0", 1, column(), column(), column(), np.array([], np.bool_), column(), opens=[opened])
     [message] = worker_wire.step_batch_to_proto(batch, FENCE).opens
     assert message.sampling == submit.sampling
@@ -241,7 +276,7 @@ def test_refuses_an_invalid_request_with_its_field(change: Change, field: str) -
     submit = make_submit(1, [1, 2, 3], max_tokens=8)
     change(submit)
     with pytest.raises(InvalidRequestError) as caught:
-        wire.group_from_proto(submit, info(), owner=0)
+        SubmitReader(info()).group(submit, owner=0)
     assert caught.value.field == field
 
 
@@ -251,7 +286,7 @@ def test_a_beam_search_ignores_the_output_of_its_client() -> None:
     submit.sampling.early_stopping = types_pb2.EARLY_STOPPING_NEVER
     submit.continuation.samples.add(index=0, output_token_ids=[4, 5], finished=True)
     submit.continuation.samples.add(index=1, output_token_ids=[4])
-    group = wire.group_from_proto(submit, info(), owner=0)
+    group = SubmitReader(info()).group(submit, owner=0)
     assert group.beam_params == BeamParams(3, 2, 0.5, EarlyStopping.NEVER)
     assert (group.n, group.num_sequences, group.outputs, group.finished_samples) == (2, 3, (), frozenset())
 
@@ -260,7 +295,7 @@ def test_refuses_more_beams_than_rows() -> None:
     submit = make_submit(1, [1])
     submit.sampling.beam_width = info().max_num_seqs + 1
     with pytest.raises(InvalidRequestError) as caught:
-        wire.group_from_proto(submit, info(), owner=0)
+        SubmitReader(info()).group(submit, owner=0)
     assert caught.value.field == "sampling.beam_width"
 
 
