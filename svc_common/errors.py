@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyProto
@@ -37,6 +37,7 @@ from google.rpc.status_pb2 import Status
 from svc_common.field_counts import TooManyFieldsError, check_field_count, layout_of
 
 log = logging.getLogger(__name__)
+E = TypeVar("E", bound=BaseException)
 
 # gRPC refuses trailing metadata of more than 8 KB in total. The message is in it three times: once in grpc-message,
 # where an escaped byte takes three bytes, and twice in the details, as base64.
@@ -253,18 +254,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), **serializers)
 
     def _unary(self, behaviour: Any, method: str) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def call(request: Any, context: Any) -> Any:
             try:
                 if isinstance(request, _Undecodable):
                     request.refuse()
                 return await behaviour(request, context)
             except Exception as error:
-                await self._abort(context, method, error)
+                ending = self._end(context, method, error)
+                request = context = None  # see _end
+                raise await ending from None
 
         return call
 
     def _streaming(self, behaviour: Any, method: str) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
                 if isinstance(request, _Undecodable):
                     request.refuse()
@@ -275,16 +278,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 async for response in responses:
                     yield response
             except Exception as error:
-                await self._abort(context, method, error)
+                ending = self._end(context, method, error)
+                request = context = responses = None  # see _end
+                raise await ending from None
 
         return call
 
-    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> NoReturn:
+    async def _end(
+        self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception
+    ) -> grpc.aio.AbortError:
+        """Abort the call. Returns the exception that its handler must raise.
+
+        gRPC's state of the call keeps this exception, and the frames in its traceback refer to that state. Only a
+        garbage collection would free such a cycle with the request in it, and services collect rarely (`settle_gc`):
+        refused requests of 16 MiB would fill the memory. So no frame and no exception keeps a request here.
+        """
         if isinstance(error, grpc.aio.AbortError):
-            raise error
+            return _without_frames(error)
         shown = shown_error(method, error)
         self.stats.errors[method, shown.code.name] += 1
-        await abort(context, shown)
+        _without_frames(error)
+        try:
+            await abort(context, shown)
+        except grpc.aio.AbortError as aborted:
+            return _without_frames(aborted)
+
+
+def _without_frames(error: E) -> E:
+    """The exception without the tracebacks of itself and of the exceptions before it."""
+    linked: BaseException | None = error
+    while linked is not None and linked.__traceback__ is not None:
+        linked.__traceback__ = None
+        linked = linked.__cause__ or linked.__context__
+    return error
 
 
 class _Undecodable:
