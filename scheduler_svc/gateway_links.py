@@ -30,7 +30,7 @@ from scheduler_svc.core.messages import Deltas
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.submits import SubmitReader
-from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError
+from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
 from svc_common.silence import SilenceWatch
 
 log = logging.getLogger(__name__)
@@ -291,11 +291,8 @@ class Gateways:
                 attached.silence.heard(loop.time())
                 self._take_request(request, attached)
             outbox.close()
-        except QuireError as error:
-            outbox.close(error)
         except Exception as error:
-            log.exception("failed to read the stream of gateway %s", attached.gateway_id)
-            outbox.close(QuireError(f"internal error: {type(error).__name__}; see the scheduler's log"))
+            outbox.close(shown_error("SchedulerService/Attach", error))
 
     async def _beat(self, attached: Attached) -> None:
         """Send heartbeats until the gateway has been silent for too long. A gateway without heartbeats never is."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,12 +21,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from svc_common.config import OFF
+from svc_common.errors import ErrorInterceptor, NotFoundError, UnimplementedError
 from svc_common.serve import SERVER_OPTIONS, BindError
 
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 16_384
+MAX_PROBE_BYTES = 4096
 STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 PLAIN = "text/plain; charset=utf-8"
 # The encoder compares versions as numbers and raises TypeError for anything else.
@@ -47,11 +49,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         check = self._checks.get(request.service)
         if check is None:
             names = ", ".join(name for name in self._checks if name)
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}; known services: {names}"
-            )
+            raise NotFoundError(f"unknown service {request.service[:200]!r}; known services: {names}", field="service")
         response = health_pb2.HealthCheckResponse
         return response(status=response.SERVING if check() else response.NOT_SERVING)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> NoReturn:
+        raise UnimplementedError("this port is for probes and has no Watch; call Check, or Watch on --listen")
 
 
 class AdminServer:
@@ -95,7 +100,9 @@ class AdminServer:
         return f"{host}:{self._http.sockets[0].getsockname()[1]}"
 
     async def _start_grpc(self, listen: str) -> str:
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        # A probe is small. Without the limit, any caller could send 64 MiB.
+        options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": MAX_PROBE_BYTES}
+        self._grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=list(options.items()))
         checks = {"": self._is_ready, "liveness": self._is_alive, "readiness": self._is_ready}
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(checks), self._grpc)
         try:

@@ -65,11 +65,14 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
-class CancelledNoiseFilter(logging.Filter):
-    """Drops asyncio's tracebacks of handlers that were cancelled because their client left."""
+class HangUpFilter(logging.Filter):
+    """Drops the tracebacks of asyncio and gRPC for handlers whose client has left: any client can cause them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or "CancelledError" not in record.getMessage()
+        if record.levelno < logging.ERROR:
+            return True
+        message = record.getMessage()
+        return "CancelledError" not in message and not message.startswith("ExecuteBatchError raised in core")
 
 
 def setup_logging(service: str, log_format: str = "text", level: str = "INFO", *, instance: str = "") -> None:
@@ -79,7 +82,7 @@ def setup_logging(service: str, log_format: str = "text", level: str = "INFO", *
         handler.setFormatter(JsonFormatter(service, instance))
     else:
         handler.setFormatter(TextFormatter(service))
-    handler.addFilter(CancelledNoiseFilter())
+    handler.addFilter(HangUpFilter())
     handler.addFilter(RequestIdFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

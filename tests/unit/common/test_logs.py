@@ -77,3 +77,12 @@ def test_a_name_that_a_peer_chose_cannot_forge_a_line(capsys: pytest.CaptureFixt
     logging.getLogger("here").info("gateway %s attached", "g\n12:00:00 scheduler INFO forged\r\x1b[2J\u2028é")
     (line,) = capsys.readouterr().err.split("\n")[:-1]
     assert line.endswith("gateway g\\n12:00:00 scheduler INFO forged\\r\\x1b[2J\\u2028é attached")
+
+
+def test_a_client_that_has_left_is_not_logged_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC logs a traceback when it cannot write the answer. A stranger could fill the log with them."""
+    setup_logging("gateway", "json", "info")
+    log = logging.getLogger("grpc._cython.cygrpc")
+    log.error("%s raised in core by servicer method [%s]", "ExecuteBatchError", "/quire.v1.InferenceService/Generate")
+    log.error("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/quire.v1.InferenceService/Generate")
+    assert [str(line["message"])[:21] for line in lines(capsys)] == ["Unexpected [KeyError]"]

@@ -176,6 +176,25 @@ async def test_grpc_health_runs_the_check_each_time(probed: Probed) -> None:
             await status("startup")
 
 
+async def test_the_port_for_probes_refuses_other_calls_without_a_traceback(
+    probed: Probed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger may reach this port. A traceback per call would fill the log."""
+    codes = grpc.StatusCode
+    async with grpc.aio.insecure_channel(probed.server.health_address) as channel:
+        for method, data, code in (
+            ("Check", b"\xff\xff\xff", codes.INVALID_ARGUMENT),
+            ("Check", b"\x0a\x01\xff", codes.INVALID_ARGUMENT),
+            ("Check", bytes(1 << 20), codes.RESOURCE_EXHAUSTED),
+            ("Watch", b"", codes.UNIMPLEMENTED),
+        ):
+            call = channel.unary_stream(f"/grpc.health.v1.Health/{method}")(data, timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is code, caught.value.details()
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_port_in_use_is_named(probed: Probed) -> None:
     taken = probed.server.metrics_address
     registry = make_registry(ServiceMetrics("test", SPECS, rows))

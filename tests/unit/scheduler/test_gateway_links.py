@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import numpy as np
@@ -330,6 +331,26 @@ async def test_a_protocol_error_ends_only_the_stream_of_its_gateway(make_stack: 
     await until(lambda: (1, 0) in good.finished)
     assert good.tokens[1, 0] == expected_tokens([1, 2], 50)
     await until(lambda: not stack.parts.step_loop.has_work)
+
+
+async def read_to_end(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+async def test_an_undecodable_message_ends_the_stream_without_a_traceback(
+    make_stack: MakeStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = await make_stack()
+    gateway = await stack.gateway()
+    call = gateway._channel.stream_stream("/quire.internal.v1.SchedulerService/Attach")()
+    hello = scheduler_pb2.Hello(gateway_id="g", protocol_version=1)
+    await call.write(scheduler_pb2.AttachRequest(hello=hello).SerializeToString())
+    await call.write(b"\xff\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError, match="not a valid protobuf message") as caught:
+        await read_to_end(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
 
 
 async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
