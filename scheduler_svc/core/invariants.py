@@ -21,6 +21,11 @@ def check_worker(worker: WorkerBooks) -> None:
     assert worker.num_messages == num_messages, "the number of messages in flight is wrong"
     assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step is not the last step of its message"
     assert worker.pending_prefill == r.pending_prefill(), "pending_prefill is wrong"
+    in_run = set(r.in_run.nonzero()[0].tolist())
+    assert in_run.isdisjoint(r.outside), "a row is both in the decode run and outside"
+    assert in_run.union(r.outside) <= set(rows.tolist()), "a closed row is still planned"
+    idle = np.array([row for row in rows.tolist() if row not in in_run and row not in r.outside], dtype=np.int64)
+    assert (r.todo(idle) == 0).all(), "a row with tokens to compute is neither in the decode run nor outside"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)

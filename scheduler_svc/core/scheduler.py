@@ -222,8 +222,7 @@ class Scheduler:
         if candidates and len(self._requests.priorities) > 1:
             displace(worker, candidates[0], self._requests, self.config.watermark, self._measures.mean_output)
         plan = planner.begin_step(now)
-        continues = planner.continue_run(plan, may_begin=not candidates)
-        has_preempted = not continues and plan_running(planner, plan, self._requests)
+        has_preempted = plan_running(planner, plan, self._requests)
         if candidates and not has_preempted:
             self._admit(planner, plan, candidates, now)
         batch = planner.finish_plan(plan)
@@ -310,8 +309,9 @@ class Scheduler:
         self._share.charge_outputs(worker.rows.tenant, rows)
         worker.commit_fills(step)
         deltas.finished.extend(failed)
-        if step.may_reach_limit or self._stops.may_end(step.run, deltas.token_ids):
-            self._finish_rows(worker, rows, deltas)
+        may_reach_limit = step.may_reach_limit
+        if ending := self._stops.ending(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
+            self._finish_rows(worker, rows, deltas, ending)
         if step.prompt_only:
             self._finish_prompt_only(worker, step, deltas)
         if step.releases:
@@ -323,9 +323,9 @@ class Scheduler:
         chunks = int(step.query_lens[step.query_lens > 1].sum())
         self._measures.prefill.note(chunks, now - max(step.sent_at, planner.answered_at))
 
-    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas) -> None:
-        """End the rows whose newest token is their last one."""
-        for i in self._stops.ending(worker.rows, rows, deltas.token_ids):
+    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, ending: list[int]) -> None:
+        """End the rows at these indices: their newest token is their last one."""
+        for i in ending:
             seq = worker.rows.sequence(int(rows[i]))
             num_output = int(deltas.offsets[i]) + 1
             reason, stop_id = self._stops.why(seq.group.stop, int(deltas.token_ids[i]), num_output)

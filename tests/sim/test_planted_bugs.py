@@ -354,26 +354,33 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, StepPlanner, "begin_step", begin)
 
 
-@bug("beyond|rows are at|closed|not open")
-def ended_row_stays_in_its_decode_run(patch: Patch) -> None:
-    wrap(patch, DecodeRun, "without_gone", lambda original, run, table: run)
+@bug("beyond|rows are at|closed|not open|has no sequence")
+def ended_row_stays_in_the_decode_run(patch: Patch) -> None:
+    def close(original: Any, table: RowTable, row: int) -> None:
+        in_run = table.in_run[row]
+        original(table, row)
+        table.in_run[row] = in_run
+
+    wrap(patch, RowTable, "close", close)
 
 
-@bug("beyond|rows are at|closed|not open")
-def decode_run_continues_after_rows_were_opened(patch: Patch) -> None:
-    wrap(patch, StepPlanner, "_current_run", lambda original, planner: planner._run)
+@bug("beyond|rows are at|more tokens than its limit")
+def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
+    def renew(original: Any, run: DecodeRun) -> None:
+        original(run)
+        run.steps_left = 1 << 30
+
+    wrap(patch, DecodeRun, "_renew", renew)
 
 
 @bug("written to one slot|beyond their tables|rows are at|share")
-def decode_run_begun_without_a_check_of_its_blocks(patch: Patch) -> None:
-    def begun(original: Any, planner: StepPlanner) -> DecodeRun | None:
-        rows, prefill = planner.split_by_stage()
-        if not len(rows) or len(prefill):
-            return original(planner)
-        ends = planner.books.rows.num_computed_tokens[rows]
-        return DecodeRun.after(planner.books.rows, rows, ends - 1, planner.books.rows.slots(rows, ends - 1))
+def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None:
+    def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
+        r = planner.books.rows
+        known, end = r.num_tokens[row] + r.pending[row], r.num_computed_tokens[row]
+        return bool(known - end == 1 and known < r.limit[row] and end and not r.is_beam[row])
 
-    wrap(patch, StepPlanner, "_new_run", begun)
+    wrap(patch, StepPlanner, "_may_join", may_join)
 
 
 @bug("the oracle has|commits block|no acknowledged step has computed")

@@ -262,19 +262,23 @@ class BlockManager:
 
     def free(self, blocks: I64) -> None:
         """Count one sequence fewer that uses these blocks. Pass each block once, the tail of a table first."""
-        self.refs[blocks] -= 1
-        self._put_back(blocks[self.refs[blocks] == 0])
+        refs = self.refs[blocks] - 1
+        self.refs[blocks] = refs
+        self._put_back(blocks[refs == 0] if np.count_nonzero(refs) else blocks)
 
     def _put_back(self, blocks: I64) -> None:
         """Return blocks that no sequence uses any more to a queue or to the empty list."""
         is_cached = self._is_committed[blocks]
-        if not is_cached.all():
+        if np.count_nonzero(is_cached) < len(blocks):
             self._empty_out(blocks[~is_cached])
             blocks = blocks[is_cached]
         self._put_back_at[blocks] = self._clock
         was_hit = self._was_hit[blocks]
-        self._cached.append(self._clock, blocks[~was_hit])
-        self._reused.append(self._clock, blocks[was_hit])
+        if np.count_nonzero(was_hit):
+            self._cached.append(self._clock, blocks[~was_hit])
+            self._reused.append(self._clock, blocks[was_hit])
+        else:
+            self._cached.append(self._clock, blocks)
         self._clock += len(blocks)
         self._num_cached += len(blocks)
 

@@ -22,6 +22,10 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     worker = planner.books
     if not worker.rows.num_used:
         return False
+    num_free, num_for_run = worker.pool.num_free, planner.update_run()
+    if num_for_run <= num_free and not worker.rows.outside:
+        planner.plan_run(plan)
+        return False
     has_preempted = False
     while True:
         decode, prefill = planner.split_by_stage()
@@ -29,10 +33,15 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
         num_needed = planner.num_blocks_for(needy)
         if worker.beams_to_open:
             num_needed += planner.num_blocks_to_open()
+        if num_for_run and num_needed + num_for_run > num_free:
+            num_for_run = planner.leave_run()
+            continue
         if num_needed <= worker.pool.num_free + worker.num_pending_free:
             break
         has_preempted = True
         _preempt_one(worker, requests)
+        planner.shrink_run()
+    planner.plan_run(plan)
     num_free = worker.pool.num_free
     if num_needed > num_free:
         by_urgency = sorted(needy.tolist(), key=lambda row: worker.rows.sequence(row).order)

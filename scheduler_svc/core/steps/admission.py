@@ -37,18 +37,16 @@ def excess_blocks(
     `hits` are the cached blocks from which the new sequence starts. Rows that are less urgent than it do not count,
     because they would be preempted. A sequence that does not fit on an idle worker is never queued.
     """
+    group, num_new = seq.group, 1 + num_forks
+    limit = len(group.prompt) + group.stop.max_tokens
+    if table.most_blocks + num_new * table.most_blocks_of(limit) <= max_blocks:
+        return 0
     rows = table.active()
     rows = rows[table.priority[rows] <= seq.group.priority]
     if not len(rows):
         return 0
-    group, num_new = seq.group, 1 + num_forks
     tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
-    limit = len(group.prompt) + group.stop.max_tokens
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
-    # Each sequence may open one more block, and may copy a shared block.
-    num_at_most = int(limits.sum()) // table.block_size + 2 * len(limits)
-    if pool.num_used + num_new * (seq.data.num_tokens // table.block_size + 1) + num_at_most <= max_blocks:
-        return 0
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
     may_stop = np.concatenate((stops, [_may_stop(group)] * num_new))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.logprobs import PromptDeltas, PromptLogprobs
 from scheduler_svc.core.messages import Deltas, RowFailure, StepOutput
-from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
 
@@ -66,8 +66,9 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
     rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
     if step.generation is not table.generation:
         is_live = step.generation[rows] == table.generation[rows]
-        rows, token_ids = rows[is_live], token_ids[is_live]
-        logprobs = None if logprobs is None else logprobs.select(is_live)
+        if np.count_nonzero(is_live) < len(is_live):
+            rows, token_ids = rows[is_live], token_ids[is_live]
+            logprobs = None if logprobs is None else logprobs.select(is_live)
     if step.has_beams:  # `BeamSearch` chooses their tokens
         is_sampled = ~table.is_beam[rows]
         rows, token_ids = rows[is_sampled], token_ids[is_sampled]
@@ -109,13 +110,18 @@ def _are_all_live(table: RowTable, step: InFlightStep) -> bool:
     return bool((step.generation[step.rows] == table.generation[step.rows]).all())
 
 
-def _append_run(table: RowTable, run: DecodeRun, context_lens: U32, output: StepOutput) -> Deltas:
-    """Store the samples of a step in a run. All rows of the run are still open."""
-    token_ids = output.token_ids
-    table.flat_tokens[run.token_starts + context_lens] = token_ids
-    table.num_tokens += run.is_member
-    table.pending -= run.is_member
-    offsets = context_lens + run.first_offsets
+def _append_run(table: RowTable, run: Members, context_lens: U32, output: StepOutput) -> Deltas:
+    """Store the samples of a step in which all rows are in the decode run. All rows of the run are still open."""
+    token_ids, columns = output.token_ids, run.columns(table)
+    table.flat_tokens[columns.token_starts + context_lens] = token_ids
+    table.num_tokens += run.in_run
+    table.pending -= run.in_run
     return Deltas(
-        run.owners, run.handles, run.sample_indices, offsets, token_ids, owner=run.owner, logprobs=output.logprobs
+        columns.owners,
+        columns.handles,
+        columns.sample_indices,
+        context_lens + columns.first_offsets,
+        token_ids,
+        owner=columns.owner,
+        logprobs=output.logprobs,
     )

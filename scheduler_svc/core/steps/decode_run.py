@@ -1,16 +1,13 @@
-"""Steady decode: until a row is opened, each step equals the previous step, advanced by one token.
+"""Decoding rows: each step of the run equals its previous step, advanced by one token.
 
-Most steps of a busy server are steady decode steps. So columns that do not change are computed once, and the others are
-advanced by one. A row that is closed or reaches its limit is removed from the run. The run ends when a row is opened or
-the pool has no block for a row. The next step is then planned from scratch.
-
-A column is kept here only if that saves measurable time. With 1,024 rows a step costs 100 to 150 us (AMD Zen 4).
-`slots` saves 11 us, `is_member` 11, `steps_left` 6, `by_phase` 4, `first_offsets` 2.5, the others 1 to 2 each.
+Most rows of a busy server decode. A row joins the run when its prompt is computed, and leaves it when it is closed or
+reaches its limit. Other rows of the same step (prompts, beams, rows that copy a shared block) are planned one by one,
+and do not end the run. The columns are indexed by row, so a change of members moves no values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,80 +16,118 @@ from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
-ONE = np.uint32(1)
+
+NO_MEMBERS: I64 = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class DecodeRun:
-    """All rows of a worker that have tokens to compute, in batch order. Each computes one token and samples one."""
+class DeltaColumns:
+    """The columns of members that an answer needs."""
 
-    num_opened: int  # `num_opened` of the row table; the run ends when it changes
-    generation: I64  # of all rows of the table when the run was last checked for closed rows
-    rows: I64  # [N]
-    is_member: I64  # [max_num_seqs] 1 for a row of the run: adding a whole column is cheaper than indexing rows
     token_starts: I64  # [N] index of position 1 of each row in the flat column of tokens
     first_offsets: U32  # [N] output position of the token at position 1, modulo 2**32
     owners: U32  # [N]
     owner: int | None  # the owner of all rows; None if they have several
     handles: U32  # [N]
     sample_indices: U32  # [N]
-    has_stop_ids: bool  # whether any row has stop ids
-    context_lens: U32  # [N] in the newest step
-    slots: U32  # [N] in the newest step
-    full: I64  # indices into `rows`: the rows whose block the newest step fills
-    steps_left: int  # until a row reaches its limit
-    by_phase: I64  # [N] indices into `rows`, ordered by the step that fills their block
-    phases: list[int]  # [block_size + 1] rows by_phase[phases[p] : phases[p + 1]] fill a block in steps of phase p
-    phase: int  # the newest step, counted from the start of the run, modulo block_size
 
     @classmethod
-    def after(cls, table: RowTable, rows: I64, context_lens: I64, slots: U32) -> DecodeRun:
-        """The run that follows a step in which these rows computed position `context_lens` at `slots`."""
-        block_size = table.block_size
-        is_member = np.zeros(len(table.num_computed_tokens), dtype=np.int64)
-        is_member[rows] = 1
+    def of(cls, table: RowTable, rows: I64) -> DeltaColumns:
         owners = table.owner[rows]
-        steps_to_full = (block_size - 1 - context_lens) % block_size
-        by_phase = steps_to_full.argsort(kind="stable")
-        phases = steps_to_full[by_phase].searchsorted(np.arange(block_size + 1)).tolist()
         return cls(
-            num_opened=table.num_opened,
-            generation=table.generation,
-            rows=rows,
-            is_member=is_member,
             token_starts=rows * table.tokens.shape[1] + 1,
             first_offsets=(1 - table.prompt_len[rows]).astype(np.uint32),
             owners=owners,
-            owner=int(owners[0]) if (owners == owners[0]).all() else None,
+            owner=None if np.count_nonzero(owners != owners[0]) else int(owners[0]),
             handles=table.handle[rows],
             sample_indices=table.sample_index[rows],
-            has_stop_ids=bool(table.has_stop_ids[rows].any()),
-            context_lens=context_lens.astype(np.uint32),
-            slots=slots,
-            full=by_phase[: phases[1]],
-            steps_left=int((table.limit[rows] - table.num_tokens[rows] - table.pending[rows]).min()),
-            by_phase=by_phase,
-            phases=phases,
-            phase=0,
         )
 
-    def without_gone(self, table: RowTable) -> DecodeRun | None:
-        """The run without rows that were closed or have reached their limit; None if no row remains."""
-        rows = self.rows
-        is_open = self.generation[rows] == table.generation[rows]
-        remains = is_open & (table.num_tokens[rows] + table.pending[rows] < table.limit[rows])
-        if remains.all():
-            self.generation = table.generation
-            return self
-        if not remains.any():
-            return None
-        return DecodeRun.after(table, rows[remains], self.context_lens[remains].astype(np.int64), self.slots[remains])
 
-    def advance(self, new_blocks: I64 | None, block_size: int) -> None:
-        """Advance by one step. `new_blocks` has a block for each row whose previous block is full."""
-        self.context_lens, self.slots = self.context_lens + ONE, self.slots + ONE
+@dataclass(slots=True)
+class Members:
+    """The rows of the run in some steps, in batch order. Never changes, because steps in flight refer to it."""
+
+    rows: I64  # [N]
+    sent_rows: U32  # [N] `rows` as they are sent
+    in_run: I64  # [max_num_seqs] 1 for a member: adding a whole column is cheaper than indexing rows
+    phases: I64  # [N] the phase of the steps that fill the row's block
+    _columns: DeltaColumns | None = field(default=None)
+
+    def columns(self, table: RowTable) -> DeltaColumns:
+        """Made for the first answer: while rows join and leave in every step, no answer needs them. The caller has
+        checked that no row was closed since the step.
+        """
+        if self._columns is None:
+            self._columns = DeltaColumns.of(table, self.rows)
+        return self._columns
+
+
+class DecodeRun:
+    """The decoding rows of one worker. In each step, each of them computes one token and samples one."""
+
+    def __init__(self, table: RowTable) -> None:
+        num_rows = len(table.in_run)
+        self._table = table
+        self._slots = np.zeros(num_rows, dtype=np.int64)  # of the newest step, per row
+        self._phases = np.zeros(num_rows, dtype=np.int64)  # phase of the steps that fill the row's block, per row
+        self._phase = 0  # the newest step, counted from the start of the run, modulo block_size
+        self.steps_left = 0  # until a row reaches its limit
+        self.members: Members | None = None  # None: no row decodes
+        self.full: I64 = NO_MEMBERS  # indices of members that need a block in the next step
+
+    def update(self, joining: list[int]) -> None:
+        """Remove rows that were closed or have reached their limit, and add the rows of `joining`."""
+        r = self._table
+        if not joining and not r.has_left_run and (self.steps_left or self.members is None):
+            return
+        if self.members is not None and not self.steps_left:
+            rows = self.members.rows
+            r.in_run[rows[r.num_tokens[rows] + r.pending[rows] >= r.limit[rows]]] = 0
+        for row in joining:
+            self._join(row)
+        self._renew()
+
+    def leave(self) -> None:
+        """Remove the rows that need a block, because the pool has too few. They are then planned one by one."""
+        if self.members is not None:
+            rows = self.members.rows[self.full]
+            self._table.in_run[rows] = 0
+            self._table.outside.update(dict.fromkeys(rows.tolist()))
+            self._renew()
+
+    def _join(self, row: int) -> None:
+        r, bs = self._table, self._table.block_size
+        end = int(r.num_computed_tokens[row])
+        self._slots[row] = int(r.table[row, (end - 1) // bs]) * bs + (end - 1) % bs
+        self._phases[row] = (self._phase - end) % bs
+        r.in_run[row] = 1
+        del r.outside[row]
+
+    def _renew(self) -> None:
+        """Determine the members again."""
+        r = self._table
+        r.has_left_run = False
+        rows = r.in_run.nonzero()[0]
+        if not len(rows):
+            self.members, self.full, self.steps_left = None, NO_MEMBERS, 0
+            return
+        self.members = Members(rows, rows.astype(np.uint32), r.in_run.copy(), self._phases[rows])
+        self.steps_left = int((r.limit[rows] - r.num_tokens[rows] - r.pending[rows]).min())
+        self.full = (self.members.phases == self._phase).nonzero()[0]
+
+    def advance(self, members: Members, new_blocks: I64 | None) -> tuple[U32, U32]:
+        """Advance by one step. `new_blocks` has a block for each row whose previous block is full. Returns the context
+        lengths and slots of the step.
+        """
+        r, rows = self._table, members.rows
+        context_lens = r.num_computed_tokens[rows].astype(np.uint32)
+        r.num_computed_tokens += members.in_run
+        r.pending += members.in_run
+        self._slots += members.in_run
         if new_blocks is not None:
-            self.slots[self.full] = new_blocks * block_size
-        self.phase = (self.phase + 1) % block_size
-        self.full = self.by_phase[self.phases[self.phase] : self.phases[self.phase + 1]]
+            self._slots[rows[self.full]] = new_blocks * r.block_size
+        self._phase = (self._phase + 1) % r.block_size
+        self.full = (members.phases == self._phase).nonzero()[0]
         self.steps_left -= 1
+        return context_lens, self._slots[rows].astype(np.uint32)

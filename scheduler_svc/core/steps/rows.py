@@ -52,13 +52,17 @@ class RowTable:
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
         self.is_beam = np.zeros(rows, dtype=np.bool_)  # `group.search` chooses its tokens; it is not pipelined
         self.num_beams = 0  # rows in use that are beams
+        self.num_with_stop_ids = 0  # rows in use that have stop ids
+        self.most_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
-        self.num_opened = 0  # rows opened so far
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
+        self.outside: dict[int, None] = {}  # of these, the rows that the planner's decode run has not taken
+        self.in_run = np.zeros(rows, dtype=np.int64)  # 1 for a row of the decode run
+        self.has_left_run = False  # a row of the decode run was closed
         self._active: I64 | None = None
 
     @property
@@ -104,8 +108,7 @@ class RowTable:
     def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
         """Give `seq` a row. The caller has checked `num_free`."""
         row = self._free.pop()
-        self.num_opened += 1
-        self._order[row] = None
+        self._order[row] = self.outside[row] = None
         self._active = None
         group = seq.group
         self.sequences[row] = seq
@@ -129,15 +132,27 @@ class RowTable:
         self.is_beam[row] = is_beam
         self.num_beams += is_beam
         self.ignore_eos[row] = group.stop.ignore_eos or is_beam
-        self.has_stop_ids[row] = bool(group.stop.stop_token_ids) and not is_beam
+        has_stop_ids = bool(group.stop.stop_token_ids) and not is_beam
+        self.has_stop_ids[row] = has_stop_ids
+        self.num_with_stop_ids += has_stop_ids
+        self.most_blocks += self.most_blocks_of(limit)
         return row
+
+    def most_blocks_of(self, limit: int) -> int:
+        """An upper bound of the blocks of a sequence with this limit, including the copy of a shared block."""
+        return limit // self.block_size + 2
 
     def close(self, row: int) -> None:
         self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
         self.generation[row] += 1
         self.num_beams -= int(self.is_beam[row])
+        self.num_with_stop_ids -= int(self.has_stop_ids[row])
+        self.most_blocks -= self.most_blocks_of(int(self.limit[row]))
         self.sequences[row] = None
         del self._order[row]
+        self.outside.pop(row, None)
+        if self.in_run[row]:
+            self.in_run[row], self.has_left_run = 0, True
         self._active = None
         self._free.append(row)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.blocks.block_manager import Fill
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
-from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
@@ -34,8 +34,8 @@ class StepPlan:
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
-    num_decode: int = 0  # number of rows with one token each; they precede the other rows
-    run: DecodeRun | None = None  # its rows precede the other rows
+    run: Members | None = None  # its rows precede all other rows, and its table changes all others
+    num_decode: int = 0  # number of rows with one token each that are not in the run; they precede the remaining rows
 
     def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
         self.rows.append(rows)
@@ -67,7 +67,7 @@ class InFlightStep:
     sampled: U32  # rows whose tokens the answer must contain, in this order
     generation: I64  # `RowTable.generation` when the step was sent: closing a row replaces the array
     full: I64  # indices of the decoding rows that fill a block (prompt chunks are in `fills`)
-    run: DecodeRun | None  # the run that this step belongs to
+    run: Members | None  # its rows, if all of them are in the decode run
     may_reach_limit: bool
     fills: list[tuple[int, list[Fill]]]  # per row
     forks: list[tuple[int, int]]  # (row, parent)

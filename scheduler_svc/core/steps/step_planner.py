@@ -7,7 +7,7 @@ import numpy as np
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.decode_run import DecodeRun, Members
 from scheduler_svc.core.steps.rows import I64, U32
 from scheduler_svc.core.steps.step_plan import (
     NO_ROWS,
@@ -39,60 +39,65 @@ class StepPlanner:
         self._pool = books.pool
         self._next_step_id = next_step_id
         self._decode_s: float | None = None  # running mean of the duration of a decode step
-        self._run: DecodeRun | None = None
+        self._run = DecodeRun(books.rows)
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
         """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
         return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
 
-    def continue_run(self, plan: StepPlan, *, may_begin: bool = True) -> bool:
-        """Plan one more token for every row. Returns False, and plans nothing, if the rows need more than that.
-
-        `may_begin`: a new run may begin. That costs as much as a step and pays off only if more steps follow.
+    def update_run(self) -> int:
+        """Remove rows that have ended from the run, and add rows that decode now. Returns the number of blocks that the
+        run needs for its next step.
         """
-        run = self._run = self._current_run() or (self._new_run() if may_begin else None)
-        if run is None:
-            return False
-        num_rows, num_full = len(run.rows), len(run.full)
-        if num_full > self._pool.num_free:
-            self._run = None
-            return False
-        if num_full:
-            self._append_blocks(run.rows[run.full], plan)
-        plan.add(run.rows, self._rows.ones[:num_rows], num_rows)
-        plan.run, plan.num_decode = run, num_rows
-        return True
+        self._run.update(self._joining() if self._rows.outside else [])
+        return len(self._run.full)
 
-    def _current_run(self) -> DecodeRun | None:
-        """The run of the newest step without the rows that have ended; None if a row was opened since that step."""
-        run = self._run
-        if run is None or run.num_opened != self._rows.num_opened:
-            return None
-        if run.steps_left and run.generation is self._rows.generation:
-            return run
-        return run.without_gone(self._rows)
-
-    def _new_run(self) -> DecodeRun | None:
-        """A new run; None if it may not begin. Every row that has tokens to compute must have exactly one, its newest.
-        The row must own the block to which it writes, or need a new block. Beams are not pipelined.
+    def leave_run(self) -> int:
+        """Take the rows that need a block out of the run, because the pool has too few blocks. Returns the number of
+        blocks that the run needs without them.
         """
-        if self.books.pending_prefill or self.books.num_reserved_rows or self._rows.num_beams:
-            return None
-        r = self._rows
-        rows, _ = self.split_by_stage()
-        ends = r.num_computed_tokens[rows]
-        samples = r.num_tokens[rows] + r.pending[rows] < r.limit[rows]
-        needy, at_border = self.rows_that_need_a_block(rows), rows[ends % r.block_size == 0]
-        if not len(rows) or not samples.all() or needy.tobytes() != at_border.tobytes():
-            return None
-        return DecodeRun.after(r, rows, ends - 1, r.slots(rows, ends - 1))
+        self._run.leave()
+        return len(self._run.full)
+
+    def shrink_run(self) -> None:
+        """Remove preempted rows from the run."""
+        self._run.update([])
+
+    def plan_run(self, plan: StepPlan) -> None:
+        """Plan one more token for every row of the run. The pool has enough blocks."""
+        run, members = self._run, self._run.members
+        if members is None:
+            return
+        if len(run.full):
+            self._append_blocks(members.rows[run.full], plan)
+        plan.add(members.rows, self._rows.ones[: len(members.rows)], len(members.rows))
+        plan.run = members
+
+    def _joining(self) -> list[int]:
+        """Rows outside the run that may join it."""
+        prefilling = self.books.prefilling
+        return [row for row in self._rows.outside if row not in prefilling and self._may_join(row)]
+
+    def _may_join(self, row: int) -> bool:
+        """Whether the row has one token left to compute, its newest, and owns the block to which it writes or needs a
+        new block. Beams are not pipelined, and samples fork from a row before it joins.
+        """
+        r, bs = self._rows, self._capacity.block_size
+        known, end = int(r.num_tokens[row] + r.pending[row]), int(r.num_computed_tokens[row])
+        if known - end != 1 or known >= r.limit[row] or r.is_beam[row] or not end or r.sequence(row).forks:
+            return False
+        num_spare = int(r.num_blocks[row]) * bs - end
+        return num_spare == 0 or (num_spare < bs and int(self._pool.refs[r.table[row, end // bs]]) == 1)
 
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
         num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
         while len(first.then) + 1 < num_steps and self.books.in_flight[-1].run is not None:
+            if self.update_run() > self._pool.num_free or self._rows.outside:
+                break
             plan = self.begin_step(now, joins_message=True)
-            batch = self.finish_plan(plan) if self.continue_run(plan) else None
+            self.plan_run(plan)
+            batch = self.finish_plan(plan)
             if batch is None:
                 break
             first.then.append(batch)
@@ -117,10 +122,11 @@ class StepPlanner:
             self._plan_chunk(row, plan)
 
     def split_by_stage(self) -> tuple[I64, I64]:
-        """Rows with one token to compute, and rows with several."""
-        rows = self._rows.active()
-        if not len(rows):
+        """Of the rows outside the run: those with one token to compute, and those with several."""
+        outside = self._rows.outside
+        if not outside:
             return NO_ROWS, NO_ROWS
+        rows = np.fromiter(outside, dtype=np.int64, count=len(outside))
         todo = self._rows.todo(rows)
         if (todo == 1).all():
             return rows, NO_ROWS
@@ -274,15 +280,18 @@ class StepPlanner:
         """Make the message of the planned step and report it to the books; None if there is nothing to send."""
         if not plan.rows and (self.books.in_flight or not self.books.has_changes):
             return None
-        if plan.run is not None and len(plan.rows) == 1:
-            return self._finish_run(plan, plan.run)
-        r = self._rows
-        rows, query_lens = concatenated(plan.rows, NO_ROWS), concatenated(plan.query_lens, NO_ROWS)
+        run = plan.run
+        if run is not None and len(plan.rows) == 1:
+            return self._finish_run(plan, run)
+        r, others = self._rows, slice(run is not None, None)
+        rows, query_lens = concatenated(plan.rows[others], NO_ROWS), concatenated(plan.query_lens[others], NO_ROWS)
         context_lens = r.num_computed_tokens[rows]
         slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
+        full = r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS
         pending, ends = r.pending[rows], context_lens + query_lens
         known = r.num_tokens[rows] + pending
         left = r.limit[rows] - known
+        may_reach_limit = np.count_nonzero(left <= 1) > 0
         reaches_end = ends == known
         sample_mask = reaches_end & (left > 0)
         r.num_computed_tokens[rows] = ends
@@ -291,6 +300,16 @@ class StepPlanner:
         prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
         self.may_continue = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
         sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
+        if run is not None:
+            run_lens, run_slots = self._run.advance(run, plan.tables[0][2] if len(self._run.full) else None)
+            num_run = len(run.rows)
+            rows, slots = np.concatenate((run.rows, rows)), np.concatenate((run_slots, slots))
+            full = np.concatenate((self._run.full, full + num_run)) if len(full) else self._run.full
+            context_lens = np.concatenate((run_lens, context_lens))
+            query_lens = np.concatenate((plan.query_lens[0], query_lens))
+            sample_mask = np.concatenate((r.trues[:num_run], sample_mask))
+            may_reach_limit |= not self._run.steps_left
+            self.may_continue = True
         step = InFlightStep(
             step_id=self._next_step_id,
             rows=rows,
@@ -298,9 +317,9 @@ class StepPlanner:
             query_lens=query_lens.astype(np.uint32),
             sampled=with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
             generation=r.generation,
-            full=r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS,
+            full=full,
             run=None,
-            may_reach_limit=True,
+            may_reach_limit=bool(may_reach_limit),
             fills=plan.fills,
             forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
@@ -311,30 +330,27 @@ class StepPlanner:
         plan.forks = sampling_forks
         return self._send(plan, step, sample_mask, slots)
 
-    def _finish_run(self, plan: StepPlan, run: DecodeRun) -> StepBatch:
-        """Finish a step that consists of a run, by advancing the run's columns by one token."""
-        r = self._rows
+    def _finish_run(self, plan: StepPlan, run: Members) -> StepBatch:
+        """Finish a step that consists of the run."""
         self.may_continue = True
-        run.advance(plan.tables[0][2] if plan.tables else None, r.block_size)
-        r.num_computed_tokens += run.is_member
-        r.pending += run.is_member
+        context_lens, slots = self._run.advance(run, plan.tables[0][2] if len(self._run.full) else None)
         step = InFlightStep(
             step_id=self._next_step_id,
             rows=run.rows,
-            context_lens=run.context_lens,
+            context_lens=context_lens,
             query_lens=plan.query_lens[0],
-            sampled=run.rows.astype(np.uint32),
-            generation=r.generation,
-            full=run.full,
+            sampled=run.sent_rows,
+            generation=self._rows.generation,
+            full=self._run.full,
             run=run,
-            may_reach_limit=not run.steps_left,
+            may_reach_limit=not self._run.steps_left,
             fills=[],
             forks=[],
             prompt_only=[],
             is_full=False,
             sent_at=plan.now,
         )
-        return self._send(plan, step, r.trues[: plan.num_decode], run.slots)
+        return self._send(plan, step, self._rows.trues[: len(run.rows)], slots)
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())

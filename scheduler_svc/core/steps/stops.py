@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from request_fields.fields import End, StopCondition
 from scheduler_svc.core.sequence import FinishReason, Sequence
-from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
@@ -21,25 +20,25 @@ class Stops:
         self._eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.uint32)
 
-    def may_end(self, run: DecodeRun | None, token_ids: U32) -> bool:
-        """Whether any of these tokens may end its sequence."""
-        if run is None or run.has_stop_ids:
-            return True
-        return any(len((token_ids == eos).nonzero()[0]) for eos in self._eos)
-
-    def ending(self, table: RowTable, rows: I64, token_ids: U32) -> list[int]:
-        """Indices of the rows that end with their newest token."""
-        ends = table.num_tokens[rows] >= table.limit[rows]
-        may_end = table.has_stop_ids[rows]
+    def ending(self, table: RowTable, rows: I64, token_ids: U32, *, may_reach_limit: bool) -> list[int]:
+        """Indices of the rows that end with their newest token. `may_reach_limit`: some row may have max_tokens."""
+        may_end: set[int] = set()
         for eos in self._eos:
-            may_end |= (token_ids == eos) & ~table.ignore_eos[rows]
-        for i in np.flatnonzero(may_end & ~ends).tolist():
-            row = int(rows[i])
-            num_output = int(table.num_tokens[row] - table.prompt_len[row])
-            stop = table.sequence(row).group.stop
-            ends[i] = stop.end_of(int(token_ids[i]), num_output, self._eos_token_ids) is not None
-        positions: list[int] = np.flatnonzero(ends).tolist()
-        return positions
+            may_end.update((token_ids == eos).nonzero()[0].tolist())
+        if table.num_with_stop_ids:
+            may_end.update(table.has_stop_ids[rows].nonzero()[0].tolist())
+        if not may_end and not may_reach_limit:
+            return []
+        ending = {i for i in may_end if self._ends(table, int(rows[i]), int(token_ids[i]))}
+        if may_reach_limit:
+            ending.update((table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist())
+        return sorted(ending)
+
+    def _ends(self, table: RowTable, row: int, token_id: int) -> bool:
+        if table.ignore_eos[row] and not table.has_stop_ids[row]:
+            return False
+        num_output = int(table.num_tokens[row] - table.prompt_len[row])
+        return table.sequence(row).group.stop.end_of(token_id, num_output, self._eos_token_ids) is not None
 
     def is_complete(self, seq: Sequence) -> bool:
         """Whether a Continuation already ends with the token that ends the sequence."""

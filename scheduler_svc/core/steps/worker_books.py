@@ -154,7 +154,7 @@ class WorkerBooks:
             return self.refuse()
         token_ids = seq.data.token_ids()
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs)
-        num_saved = len(hits) - self.pool.num_unused(hits)
+        num_saved = len(hits) - self.pool.num_unused(hits) if len(hits) else 0
         if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
             return self.refuse()
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
@@ -229,7 +229,8 @@ class WorkerBooks:
         rows, ends = step.rows[step.full], step.context_lens[step.full] + 1
         if step.generation is not self.rows.generation:
             is_open = step.generation[rows] == self.rows.generation[rows]
-            rows, ends = rows[is_open], ends[is_open]
+            if np.count_nonzero(is_open) < len(is_open):
+                rows, ends = rows[is_open], ends[is_open]
         if len(rows):
             self._commit_decoded(rows, ends)
 

@@ -1,41 +1,89 @@
-"""A step of steady decode stays cheap: counted in calls, which are the same on every machine, never in seconds.
+"""Steps and admissions stay cheap: counted in calls, which are the same on every machine, never in seconds.
 
 When a limit is passed on purpose, run `make bench-core` before and after, and raise it with the reason in the commit.
 """
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench.core import SteadyDecode
+from bench.core import SteadyDecode, add, answer_all, make_scheduler
 
 BLOCK_SIZE = 16
 
 
-def calls_per_step(num_seqs: int) -> Counter[str]:
-    """Mean Python and C calls of a step, messages included, over one cycle in which every row opens one block."""
-    decode = SteadyDecode(num_seqs, BLOCK_SIZE)
-    for _ in range(4):
-        decode.step(decode.answer(), has_messages=True)
-    answers_calls: Counter[str] = Counter()
+@contextmanager
+def counted(calls: Counter[str]) -> Iterator[None]:
+    """Counts Python calls (`call`) and calls of C functions (`c_call`)."""
 
     def count(frame: FrameType, event: str, arg: Any) -> None:
-        answers_calls[event] += 1
+        calls[event] += 1
 
-    for _ in range(BLOCK_SIZE):
-        answer = decode.answer()
-        sys.setprofile(count)
-        decode.step(answer, has_messages=True)
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
         sys.setprofile(None)
-    return Counter({event: round(total / BLOCK_SIZE) for event, total in answers_calls.items()})
 
 
-@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(1, 56, 54), (256, 69, 196)])
+def mean(calls: Counter[str], num_steps: int) -> Counter[str]:
+    return Counter({event: round(total / num_steps) for event, total in calls.items()})
+
+
+def calls_per_step(num_seqs: int, *, has_churn: bool = False) -> Counter[str]:
+    """Mean calls of a step, messages included, over one cycle in which every row opens one block. `has_churn`: in each
+    step one sequence ends and another begins.
+    """
+    decode, calls = SteadyDecode(num_seqs, BLOCK_SIZE), Counter[str]()
+    for _ in range(4):
+        decode.step(decode.answer(), has_messages=True)
+    for i in range(BLOCK_SIZE):
+        if has_churn:
+            decode.replace_one()
+        answer = decode.answer(ending_row=i if has_churn else None)
+        with counted(calls):
+            decode.step(answer, has_messages=True)
+    return mean(calls, BLOCK_SIZE)
+
+
+def calls_per_admission(num_workers: int, num_tokens: int) -> Counter[str]:
+    """Mean calls from the arrival of a new prompt to the step that admits it."""
+    scheduler, calls = make_scheduler(16, BLOCK_SIZE, num_workers), Counter[str]()
+    rng = np.random.default_rng(0)
+    for i in range(9):
+        prompt = rng.integers(3, 50_000, num_tokens, dtype=np.uint32)
+        with counted(calls if i else Counter()):
+            add(scheduler, str(i), prompt, max_tokens=1)
+            batches = scheduler.schedule(0.0)
+        answer_all(scheduler, batches)
+    return mean(calls, 8)
+
+
+@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(1, 60, 61), (256, 73, 203)])
 def test_calls_of_a_steady_step(num_seqs: int, python_calls: int, c_calls: int) -> None:
     calls = calls_per_step(num_seqs)
+    assert calls["call"] <= python_calls, "Python calls"
+    assert calls["c_call"] <= c_calls, "calls of C functions"
+
+
+@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(32, 264, 305), (256, 267, 405)])
+def test_calls_of_a_step_with_churn(num_seqs: int, python_calls: int, c_calls: int) -> None:
+    calls = calls_per_step(num_seqs, has_churn=True)
+    assert calls["call"] <= python_calls, "Python calls"
+    assert calls["c_call"] <= c_calls, "calls of C functions"
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_tokens", "python_calls", "c_calls"), [(8, 128, 233, 222), (64, 128, 233, 222)]
+)
+def test_calls_of_an_admission(num_workers: int, num_tokens: int, python_calls: int, c_calls: int) -> None:
+    calls = calls_per_admission(num_workers, num_tokens)
     assert calls["call"] <= python_calls, "Python calls"
     assert calls["c_call"] <= c_calls, "calls of C functions"
 
