@@ -1,19 +1,16 @@
-"""The fields of config.json that the decoder needs, checked."""
+"""A decoder as data, from config.json. Each backend interprets it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.families import Architecture, architecture_of
+from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.families import Architecture, Names, NormKind, architecture_of
 from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, parse_rotary, positive
 
-ORIGINAL_LENGTH = "original_max_position_embeddings"
-DEFAULT_WINDOW = 4096  # if config.json has no sliding_window, as in transformers
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -21,50 +18,128 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward part of several experts, of which each token uses the `top_k` with the highest router scores."""
+
+    num_experts: int
+    top_k: int
+    is_normalized: bool  # the weights of the chosen experts add up to 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What differs between the layers of a decoder."""
+
+    rotary: int | None  # index into `ModelConfig.rotaries`; None: positions are learned
+    window: int | None  # a token attends to this many tokens, itself included; None: to all before it
+    inner: int  # width of the feed-forward part, or of one expert
+    experts: Experts | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape, checked."""
+    """A decoder, checked."""
 
-    architecture: Architecture
+    names: Names
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    heads: HeadShape
     vocab_size: int
     max_position_embeddings: int
-    sliding_window: int | None
-    rms_norm_eps: float
-    activation: str
-    is_tied: bool
+    heads: HeadShape
+    layers: tuple[LayerSpec, ...]
+    rotaries: tuple[Rotary, ...]
+    norm: NormKind
+    norm_eps: float
+    has_qk_norm: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
-    inv_freq: torch.Tensor  # float32 [head_dim / 2], scaling included
+    is_gated: bool
+    activation: str
+    attention_scale: float
+    attention_soft_cap: float | None  # scores become cap * tanh(score / cap)
+    logit_soft_cap: float | None
+    embedding_scale: float
+    is_tied: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """The smallest sliding window. None: no layer has one."""
+        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+
+    @property
+    def widest_inner(self) -> int:
+        """Width of the widest feed-forward part."""
+        return max(layer.inner for layer in self.layers)
+
+    def within(self, max_model_len: int) -> ModelConfig:
+        """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
+        layers = tuple(
+            replace(layer, window=None) if layer.window is not None and layer.window >= max_model_len else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    def attention(self, index: int) -> AttentionShape:
+        """The attention of a layer."""
+        return AttentionShape(self.heads, self.attention_scale, self.attention_soft_cap, self.layers[index].window)
+
+    def features(self) -> dict[str, bool]:
+        """What a backend needs beyond RMSNorm, rotary positions and a gated feed-forward part; see backend.FEATURES."""
+        rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
+        return {
+            "experts": any(layer.experts for layer in self.layers),
+            "layer_norm": self.norm == "layer",
+            "offset_norm": self.norm == "rms_offset",
+            "output_norms": bool(self.names.attended_norm),
+            "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
+            "learned_positions": bool(self.names.position_embedding),
+            "plain_feed_forward": not self.is_gated,
+            "sliding_window": self.window is not None,
+            "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
+            "embedding_scale": self.embedding_scale != 1.0,
+            "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
+        }
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     architecture = architecture_of(config)
-    attention_bias = bool(config.get("attention_bias", False))
+    config = config | {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
     heads = _heads(config)
+    attention_bias = bool(config.get("attention_bias", False))
+    hidden_size = _size(config, "hidden_size")
+    rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
     return ModelConfig(
-        architecture=architecture,
-        hidden_size=_size(config, "hidden_size"),
-        intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
-        heads=heads,
+        names=architecture.names,
+        hidden_size=hidden_size,
         vocab_size=_size(config, "vocab_size"),
         max_position_embeddings=_size(config, "max_position_embeddings"),
-        sliding_window=_sliding_window(config, architecture),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=_activation(config),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        heads=heads,
+        layers=_layers(config, architecture, rotary_of),
+        rotaries=rotaries,
+        norm=architecture.norm,
+        norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
+        has_qk_norm=architecture.has_qk_norm,
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
         has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
-        has_mlp_bias=bool(config.get("mlp_bias", False)) if architecture.has_mlp_bias is None else False,
-        inv_freq=_inverse_frequencies(config, heads.head_dim),
+        has_mlp_bias=bool(config.get("mlp_bias", False))
+        if architecture.has_mlp_bias is None
+        else architecture.has_mlp_bias,
+        is_gated=architecture.is_gated,
+        activation=_activation(config, architecture),
+        attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
+        attention_soft_cap=_optional(config, "attn_logit_softcapping"),
+        logit_soft_cap=_optional(config, "final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
+        is_tied=bool(config.get("tie_word_embeddings", architecture.is_tied)),
     )
 
 
@@ -73,6 +148,10 @@ def _size(config: dict[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{field}: config.json must hold a positive integer, found {value!r}")
     return value
+
+
+def _optional(config: dict[str, Any], field: str) -> float | None:
+    return None if config.get(field) is None else positive(config, field)
 
 
 def _heads(config: dict[str, Any]) -> HeadShape:
@@ -86,67 +165,92 @@ def _heads(config: dict[str, Any]) -> HeadShape:
     return HeadShape(num_q_heads, num_kv_heads, int(head_dim))
 
 
-def _activation(config: dict[str, Any]) -> str:
-    name = config.get("hidden_act", "silu")
+def _activation(config: dict[str, Any], architecture: Architecture) -> str:
+    name = config.get("hidden_act") or architecture.default_activation
     if name not in ACTIVATIONS:
         raise CheckpointError(f"hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def _sliding_window(config: dict[str, Any], architecture: Architecture) -> int | None:
-    if architecture.is_window_opt_in and not config.get("use_sliding_window", False):
-        return None
-    layer_types = config.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    window: int | None = config.get("sliding_window", DEFAULT_WINDOW)
-    return window
+def _rotaries(
+    config: dict[str, Any], architecture: Architecture, head_dim: int
+) -> tuple[tuple[Rotary, ...], dict[str, int | None]]:
+    """The rotations of a model, and for each type of layer the index of its rotation.
 
-
-def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Rotary frequencies float32 [head_dim / 2], from `rope_parameters` or from `rope_theta` and `rope_scaling`.
-    If both set a value, the one that transformers reads applies.
+    If config.json sets a value twice, the one that transformers reads applies.
     """
+    if architecture.names.position_embedding:
+        return (), {"full_attention": None, SLIDING: None}
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if all(isinstance(value, dict) for value in rope.values()) and rope:  # one for each type of layer
+        kinds = list(rope)
+        parsed = tuple(parse_rotary(config, rope[kind], head_dim) for kind in kinds)
+        return parsed, {kind: index for index, kind in enumerate(kinds)}
     if ORIGINAL_LENGTH in config:
         rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise CheckpointError(f"partial_rotary_factor: only 1 is supported, found {partial!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_SCALINGS:
-        raise CheckpointError(f"rope_type: {kind!r} is not supported; use one of {', '.join(ROPE_SCALINGS)}")
-    theta = _rope_number(rope if "rope_theta" in rope else {"rope_theta": 10000.0, **config}, "rope_theta")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return ROPE_SCALINGS[kind](1.0 / theta**exponents, rope)
+    whole = parse_rotary(config, rope, head_dim)
+    if "rope_local_base_freq" not in config:
+        return (whole,), {"full_attention": 0, SLIDING: 0}
+    local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)
+    return (whole, local), {"full_attention": 0, SLIDING: 1}
 
 
-def _rope_number(rope: dict[str, Any], field: str) -> float:
-    value = rope.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"{field}: config.json must hold a positive number, found {value!r}")
-    return float(value)
+def _layers(
+    config: dict[str, Any], architecture: Architecture, rotary_of: dict[str, int | None]
+) -> tuple[LayerSpec, ...]:
+    count = _size(config, "num_hidden_layers")
+    window, kinds = _windows(config, architecture, count)
+    has_experts = _has_experts(config, architecture)
+    inner = 4 * _size(config, "hidden_size")  # GPT-2's, if n_inner is null
+    if config.get("intermediate_size") is not None or architecture.is_gated:
+        inner = _size(config, "intermediate_size")
+    layers = []
+    for index, kind in enumerate(kinds):
+        if kind not in rotary_of:
+            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
+        experts = _experts(config, architecture) if has_experts(index) else None
+        expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
+        layers.append(LayerSpec(rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
+    return tuple(layers)
 
 
-def _scale_default(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    return inv_freq
+def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> tuple[int | None, list[str]]:
+    """The sliding window, and the type of each layer."""
+    rule = architecture.windows
+    window = config.get("sliding_window", architecture.default_window)
+    if rule == "none" or (rule == "opt_in" and not config.get("use_sliding_window", False)):
+        window = None
+    if window is not None:
+        window = _size({"sliding_window": window}, "sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is not None and len(kinds) != count:
+        raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
+    if kinds is None or window is None:
+        has_window = WINDOW_RULES[rule](config)
+        kinds = [SLIDING if window is not None and has_window(i) else "full_attention" for i in range(count)]
+    return window, list(kinds)
 
 
-def _scale_linear(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    return inv_freq / _rope_number(rope, "factor")
+WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
+    "none": lambda config: lambda index: False,
+    "all": lambda config: lambda index: True,
+    "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
+    "even": lambda config: lambda index: index % 2 == 0,
+    "five_of_six": lambda config: lambda index: bool((index + 1) % config.get("sliding_window_pattern", 6)),
+}
 
 
-def _scale_llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Divides the frequencies of long wavelengths by `factor`, keeps those of short ones, and interpolates the rest."""
-    factor = _rope_number(rope, "factor")
-    low = _rope_number(rope, "low_freq_factor")
-    high = _rope_number(rope, "high_freq_factor")
-    original_len = _rope_number(rope, "original_max_position_embeddings")
-    wave_len = 2 * math.pi / inv_freq
-    smooth = (original_len / wave_len - low) / (high - low)
-    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
-    is_long, is_short = wave_len > original_len / low, wave_len < original_len / high
-    return torch.where(is_long, inv_freq / factor, torch.where(is_short, inv_freq, blended))
+def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable[[int], bool]:
+    dense = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step") or 1
+    return lambda index: architecture.has_experts and index not in dense and (index + 1) % step == 0
 
 
-ROPE_SCALINGS = {"default": _scale_default, "linear": _scale_linear, "llama3": _scale_llama3}
+def _experts(config: dict[str, Any], architecture: Architecture) -> Experts:
+    # transformers writes num_local_experts, the models on the Hub have the field of their architecture
+    num_experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    top_k = _size(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"num_experts_per_tok: {top_k} is above the number of experts, {num_experts}")
+    normalizes = architecture.normalizes_experts
+    return Experts(num_experts, top_k, bool(config.get("norm_topk_prob", False)) if normalizes is None else normalizes)

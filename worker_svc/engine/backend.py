@@ -5,7 +5,7 @@ A backend computes and makes no decisions. Every operation works on all tokens o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch  # rows and plans use these types even if torch is not installed
 
+    from worker_svc.engine.families import NormKind
     from worker_svc.engine.processors import ProcessedRows
 
 I32 = npt.NDArray[np.int32]
@@ -24,8 +25,35 @@ F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
+# What a decoder may need beyond RMSNorm, rotary positions and a gated feed-forward part. A backend names those that it
+# computes in `features`.
+FEATURES = {
+    "experts": "experts",
+    "layer_norm": "LayerNorm",
+    "offset_norm": "RMSNorm with weights around 0",
+    "output_norms": "norms of the outputs of attention and feed-forward part",
+    "partial_rotary": "rotation of a part of each head",
+    "learned_positions": "learned positions",
+    "plain_feed_forward": "a feed-forward part without gate",
+    "sliding_window": "sliding windows",
+    "soft_caps": "soft caps of attention scores or logits",
+    "embedding_scale": "scaled embeddings",
+    "attention_scale": "a scale of attention scores that is not head_dim^-0.5",
+}
+ALL_FEATURES = frozenset(FEATURES)
+
+
 class BackendUnavailableError(RuntimeError):
     """The requested backend cannot run here; the message says which one can."""
+
+
+def check_features(needed: Mapping[str, bool], supported: frozenset[str], backend: str) -> None:
+    """Raises BackendUnavailableError if a decoder needs a feature that the backend does not compute."""
+    missing = [FEATURES[name] for name, is_needed in needed.items() if is_needed and name not in supported]
+    if missing:
+        raise BackendUnavailableError(
+            f"backend {backend} does not support {', '.join(missing)}, which this model needs; use --backend cpu"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +103,32 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of one layer."""
+
+    heads: HeadShape
+    scale: float
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    window: int | None = None  # a token attends to this many tokens, itself included
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the last dimension.
+
+    rms: round(x / rms(x)) * weight. rms_offset: x / rms(x) * (1 + weight), rounded once. layer: (x - mean) / deviation
+    * weight + bias, rounded once.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    kind: NormKind = "rms"
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos and sin of every position, float32 [max_model_len, head_dim / 2]."""
+    """cos and sin of every position, float32 [max_model_len, dims / 2]; `dims` of each head are rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -88,6 +140,16 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLinears:
+    """Weights of a layer's experts. Those of one expert are [gate | up], [2 * inner, dim], and down, [dim, inner]."""
+
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    top_k: int
+    is_normalized: bool  # the shares of the chosen experts add up to 1
+
+
 class Backend(Protocol):
     """Operations of the decoder. Tensors are contiguous and have the engine's dtype unless stated otherwise.
 
@@ -97,30 +159,28 @@ class Backend(Protocol):
 
     name: str
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
+    features: frozenset[str]  # of FEATURES
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. The caller must not change it afterwards, because the result may refer to it."""
         ...
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
-        """x [n, dim] += residual (if any), out = RMSNorm(x) * weight."""
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+        """x [n, dim] += residual (if any), out = norm of x. `out` may be x."""
         ...
 
     def qk_norm_rope_store(
         self,
         qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        rotary: RotaryTable,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable | None,
         batch: ForwardBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
         q_out: torch.Tensor,
         shape: HeadShape,
-        eps: float,
     ) -> None:
-        """Splits fused qkv [T, heads, dim]; norms (if any) and rotates q and k. Writes q to q_out [T, q_heads, dim], k
-        and v to the slots of the batch."""
+        """Splits fused qkv [T, heads, dim]; norms and rotates q and k where given. Writes q to q_out [T, q_heads, dim],
+        k and v to the slots of the batch."""
         ...
 
     def paged_attention(
@@ -129,13 +189,28 @@ class Backend(Protocol):
         cache: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         out: torch.Tensor,
-        shape: HeadShape,
+        shape: AttentionShape,
     ) -> None:
         """Causal attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
+        ...
+
+    def activation(self, x: torch.Tensor, activation: str) -> None:
+        """x [n, dim] = activation(x)."""
+        ...
+
+    def experts(
+        self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
+    ) -> None:
+        """out [n, dim] = sum of the outputs of each token's `top_k` experts, times their share of the router's softmax
+        over router_logits [n, num_experts], in the order of decreasing share (then of the expert's index)."""
+        ...
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        """x = cap * tanh(x / cap)."""
         ...
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:

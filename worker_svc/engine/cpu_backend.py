@@ -10,12 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_svc.engine import torch_ops
 from worker_svc.engine.backend import (
+    ALL_FEATURES,
     I64,
     U32,
+    AttentionShape,
+    ExpertLinears,
     ForwardBatch,
     HeadShape,
     Linear,
+    Norm,
     RotaryTable,
     SamplingColumns,
     TopLogprobs,
@@ -95,6 +100,7 @@ class CpuBackend:
     """The compiled kernels. Raises KernelBuildError where they cannot be compiled."""
 
     name = "cpu"
+    features = ALL_FEATURES - {"sliding_window", "soft_caps", "learned_positions", "partial_rotary"}
 
     def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
@@ -126,28 +132,32 @@ class CpuBackend:
         """The whole forward pass in one call; see fused.py."""
         return fuse(self._kernels, parts, pool, self._threads)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+        if norm.kind != "rms":
+            if residual is not None:
+                x += residual
+            out.copy_(torch_ops.normed(x, norm))
+            return
         n, dim = x.shape
         added = None if residual is None else residual.data_ptr()
         self._kernels.quire_add_rms_norm(
-            _is_bf16(x), x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), n, dim, eps, self._threads
+            _is_bf16(x), x.data_ptr(), added, norm.weight.data_ptr(), out.data_ptr(), n, dim, norm.eps, self._threads
         )
 
     def qk_norm_rope_store(
         self,
         qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        rotary: RotaryTable,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable | None,
         batch: ForwardBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
         q_out: torch.Tensor,
         shape: HeadShape,
-        eps: float,
     ) -> None:
+        if rotary is None:
+            raise NotImplementedError("the kernels rotate queries and keys; see `features`")
         addresses = self._addresses_of(batch)
-        q_norm, k_norm = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        q_norm, k_norm = (None, None) if norms is None else (norm.weight.data_ptr() for norm in norms)
         self._kernels.quire_qk_norm_rope_store(
             _is_bf16(qkv),
             qkv.data_ptr(),
@@ -165,7 +175,7 @@ class CpuBackend:
             shape.num_kv_heads,
             shape.head_dim,
             cache[0].shape[-1],
-            eps,
+            0.0 if norms is None else norms[0].eps,
             self._threads,
         )
 
@@ -175,9 +185,9 @@ class CpuBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         out: torch.Tensor,
-        shape: HeadShape,
+        shape: AttentionShape,
     ) -> None:
-        addresses = self._addresses_of(batch)
+        addresses, heads = self._addresses_of(batch), shape.heads
         self._kernels.quire_paged_attention(
             _is_bf16(q),
             q.data_ptr(),
@@ -190,11 +200,11 @@ class CpuBackend:
             addresses.query_starts,
             addresses.context_lens,
             len(batch.rows),
-            shape.num_q_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
+            heads.num_q_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
             cache[0].shape[-1],
-            shape.head_dim**-0.5,
+            shape.scale,
             self._threads,
         )
 
@@ -203,6 +213,17 @@ class CpuBackend:
         self._kernels.quire_gated_activation(
             _is_bf16(out), gate_up.data_ptr(), out.data_ptr(), n, dim, ACTIVATIONS[activation], self._threads
         )
+
+    def activation(self, x: torch.Tensor, activation: str) -> None:
+        x.copy_(torch_ops.activate(x.float(), activation))
+
+    def experts(
+        self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
+    ) -> None:
+        torch_ops.experts(x, router_logits, experts, self.gated_activation, activation, out)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        x.copy_(torch_ops.soft_cap(x.float(), cap))
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         num_layers, num_blocks = pool.shape[:2]

@@ -1,15 +1,75 @@
-"""The supported architectures.
+"""The supported architectures, one row each.
 
-All share one decoder: RMSNorm before attention and before a gated MLP, rotary positions, grouped query heads. The table
-lists their differences.
+All share one decoder: a norm and attention, then a norm and a feed-forward part, each added to the residual. A row
+lists the differences: norms, biases, windows, experts, and the names of the tensors in a checkpoint.
+docs/adding-a-model.md explains how to add one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from worker_svc.engine.model_folder import CheckpointError
+
+NormKind = Literal["rms", "rms_offset", "layer"]
+WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of tensors, without `.weight` and `.bias`. Those of a layer follow `layer`."""
+
+    embedding: str = "model.embed_tokens"
+    position_embedding: str = ""  # learned positions; empty: none
+    layer: str = "model.layers.{}."
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one name for all three
+    o: tuple[str, ...] = ("self_attn.o_proj",)
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name for both
+    down: tuple[str, ...] = ("mlp.down_proj",)
+    input_norm: str = "input_layernorm"
+    attended_norm: str = ""  # of the attention output, before it is added
+    post_norm: str = "post_attention_layernorm"  # before the feed-forward part
+    fed_norm: str = ""  # of the feed-forward output, before it is added
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}."
+    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    is_transposed: bool = False  # linear weights are stored as [in, out]
+
+
+LLAMA_NAMES = Names()
+FUSED_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+MIXTRAL_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts.{}.",
+    expert_linears=("w1", "w3", "w2"),
+)
+GEMMA_NAMES = replace(
+    LLAMA_NAMES,
+    attended_norm="post_attention_layernorm",
+    post_norm="pre_feedforward_layernorm",
+    fed_norm="post_feedforward_layernorm",
+)
+GPT2_NAMES = Names(
+    embedding="transformer.wte",
+    position_embedding="transformer.wpe",
+    layer="transformer.h.{}.",
+    final_norm="transformer.ln_f",
+    qkv=("attn.c_attn",),
+    o=("attn.c_proj",),
+    gate_up=("mlp.c_fc",),
+    down=("mlp.c_proj",),
+    input_norm="ln_1",
+    post_norm="ln_2",
+    is_transposed=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +80,69 @@ class Architecture:
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
-    is_window_opt_in: bool = True  # the window applies only with `use_sliding_window`
+    norm: NormKind = "rms"
+    is_gated: bool = True  # the feed-forward part has a gate
+    windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
+    default_window: int | None = None  # if config.json has no `sliding_window`, as in transformers
+    default_activation: str = "silu"
+    has_experts: bool = False
+    normalizes_experts: bool | None = None  # None: `norm_topk_prob`
+    scales_embedding: bool = False  # by the square root of hidden_size
+    is_tied: bool = False  # if config.json has no `tie_word_embeddings`, as in transformers
+    fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
+    names: Names = LLAMA_NAMES
 
+
+GEMMA2 = Architecture(
+    norm="rms_offset",
+    windows="even",
+    default_window=4096,
+    default_activation="gelu_pytorch_tanh",
+    scales_embedding=True,
+    is_tied=True,
+    fields={"hidden_act": "hidden_activation"},
+    names=GEMMA_NAMES,
+)
+GPT2_FIELDS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
+}
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(has_qk_norm=True),
     "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, has_o_bias=False),
-    "LlamaForCausalLM": Architecture(has_mlp_bias=None),
-    "MistralForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, is_window_opt_in=False),
+    "LlamaForCausalLM": Architecture(has_mlp_bias=None, windows="none"),
+    "MistralForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, windows="all", default_window=4096),
+    "Phi3ForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, windows="all", names=FUSED_NAMES),
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(GEMMA2, has_qk_norm=True, windows="five_of_six"),
+    "Qwen3MoeForCausalLM": Architecture(has_qk_norm=True, has_experts=True),
+    "MixtralForCausalLM": Architecture(
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="all",
+        has_experts=True,
+        normalizes_experts=True,
+        fields={"num_experts": "num_local_experts"},
+        names=MIXTRAL_NAMES,
+    ),
+    "GPT2LMHeadModel": Architecture(
+        has_qkv_bias=True,
+        has_o_bias=True,
+        has_mlp_bias=True,
+        norm="layer",
+        is_gated=False,
+        windows="none",
+        default_activation="gelu_new",
+        is_tied=True,
+        fields=GPT2_FIELDS,
+        names=GPT2_NAMES,
+    ),
 }
 
 

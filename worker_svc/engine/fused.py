@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine.backend import ForwardBatch
+from worker_svc.engine.backend import ForwardBatch, Linear
 from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
+from worker_svc.engine.weights import FeedForward, Layer
 
 if TYPE_CHECKING:
     from worker_svc.engine.kv_cache import KVCachePool
-    from worker_svc.engine.model import DecoderParts, Layer
+    from worker_svc.engine.model import DecoderParts
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_int64
 
 _Bytes = ctypes.c_char * 0
 
+FUSED_FEATURES = frozenset({"attention_scale"})  # that forward.cpp computes
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -70,13 +72,13 @@ class FusedModel:
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
             parts.embedding.data_ptr(),
-            parts.final_norm.data_ptr(),
+            parts.final_norm.weight.data_ptr(),
             *_structs([parts.head]),
-            parts.rotary.cos.data_ptr(),
-            parts.rotary.sin.data_ptr(),
+            parts.rotaries[0].cos.data_ptr(),
+            parts.rotaries[0].sin.data_ptr(),
             len(parts.layers),
             config.hidden_size,
-            config.intermediate_size,
+            config.widest_inner,
             heads.num_q_heads,
             heads.num_kv_heads,
             heads.head_dim,
@@ -84,8 +86,8 @@ class FusedModel:
             ACTIVATIONS[config.activation],
             int(parts.embedding.dtype is torch.bfloat16),
             threads,
-            config.rms_norm_eps,
-            heads.head_dim**-0.5,
+            config.norm_eps,
+            config.attention_scale,
         )
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
         # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
@@ -139,23 +141,30 @@ def address_of(x: npt.NDArray[Any]) -> int:
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless all linear layers are KernelLinear, and gate and up fill whole panels."""
-    linears = [linear for layer in parts.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    if parts.config.intermediate_size % PANEL or not all(
-        isinstance(linear, KernelLinear) for linear in (*linears, parts.head)
-    ):
+    """None unless forward.cpp computes all features of the model, all linear layers are KernelLinear, and gate and up
+    fill whole panels."""
+    needed = {name for name, is_needed in parts.config.features().items() if is_needed}
+    if needed - FUSED_FEATURES or parts.config.activation not in ACTIVATIONS or parts.config.widest_inner % PANEL:
+        return None
+    linears = [linear for layer in parts.layers for linear in _linears(layer)]
+    if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
         return None
     return FusedModel(kernels, parts, pool, threads)
 
 
-def _structs(linears: Iterable[object]) -> Iterable[LinearStruct]:
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    part = layer.feed_forward
+    return (layer.qkv, layer.o, part.gate_up, part.down) if isinstance(part, FeedForward) else ()
+
+
+def _structs(linears: Iterable[Linear]) -> Iterable[LinearStruct]:
     return (linear.struct() for linear in linears if isinstance(linear, KernelLinear))
 
 
 def _describe(layer: Layer, cache: tuple[torch.Tensor, torch.Tensor]) -> _LayerStruct:
     norms = (layer.input_norm, layer.post_norm, *(layer.qk_norms or (None, None)))
     return _LayerStruct(
-        *(None if norm is None else norm.data_ptr() for norm in norms),
-        *_structs((layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+        *_structs(_linears(layer)),
         *(part.data_ptr() for part in cache),
     )

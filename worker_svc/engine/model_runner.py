@@ -14,7 +14,7 @@ import torch
 from request_fields.checks import default_sampling
 from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig, parse_config
-from worker_svc.engine.backend import I64, ForwardBatch
+from worker_svc.engine.backend import I64, ForwardBatch, check_features
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import (
     EMPTY,
@@ -36,7 +36,7 @@ from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.machine import available_cores, available_memory
 from worker_svc.engine.masking import apply_masks
-from worker_svc.engine.model import DecoderModel, WeightLoader
+from worker_svc.engine.model import DecoderModel
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -49,6 +49,7 @@ from worker_svc.engine.scoring import (
     score_sampled,
 )
 from worker_svc.engine.settings import choose_max_model_len
+from worker_svc.engine.weights import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,9 @@ class ModelRunner:
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
-        max_model_len = choose_max_model_len(config, model, num_blocks)
+        max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
+        model = model.within(max_model_len)
+        check_features(model.features(), self._backend.features, self._backend.name)
         loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
         loader.check()
         checkpoint.start_digest(self._threads)

@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
-from worker_svc.engine import exact_ops
+from worker_svc.engine import exact_ops, torch_ops
 from worker_svc.engine.backend import (
+    ALL_FEATURES,
     I64,
     U32,
+    AttentionShape,
+    ExpertLinears,
     ForwardBatch,
     HeadShape,
     Linear,
+    Norm,
     RotaryTable,
     SamplingColumns,
     TopLogprobs,
@@ -37,6 +41,7 @@ class ReferenceBackend:
 
     name = "reference"
     arithmetic = "fixed point"
+    features = ALL_FEATURES
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._quantize = quantize
@@ -47,34 +52,33 @@ class ReferenceBackend:
             return Int8Linear(weight, bias)
         return self._linear_class(weight, bias)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         if residual is not None:
             x += residual
-        out.copy_(_rms_norm(x, weight, eps))
+        out.copy_(torch_ops.normed(x, norm))
 
     def qk_norm_rope_store(
         self,
         qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        rotary: RotaryTable,
+        norms: tuple[Norm, Norm] | None,
+        rotary: RotaryTable | None,
         batch: ForwardBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
         q_out: torch.Tensor,
         shape: HeadShape,
-        eps: float,
     ) -> None:
         heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = torch.split(qkv.view(len(batch.positions), -1, shape.head_dim), heads, dim=1)
         if norms is not None:
-            q, k = _rms_norm(q, norms[0], eps), _rms_norm(k, norms[1], eps)
-        positions = torch.from_numpy(batch.positions).long()
-        cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
-        q_out.copy_(_rotate(q, cos, sin))
+            q, k = torch_ops.normed(q, norms[0]), torch_ops.normed(k, norms[1])
+        if rotary is not None:
+            positions = torch.from_numpy(batch.positions).long()
+            cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q_out.copy_(q)
         slots, block_size = torch.from_numpy(batch.slots), cache[0].shape[-1]
         blocks, offsets = slots // block_size, slots % block_size
-        cache[0][blocks, :, :, offsets] = _rotate(k, cos, sin).to(k.dtype)
+        cache[0][blocks, :, :, offsets] = k.to(qkv.dtype)
         cache[1][blocks, :, offsets] = v
 
     def paged_attention(
@@ -83,7 +87,7 @@ class ReferenceBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         out: torch.Tensor,
-        shape: HeadShape,
+        shape: AttentionShape,
     ) -> None:
         row_of_token = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_starts))
         tables = torch.from_numpy(batch.tables[batch.rows]).long()[torch.from_numpy(row_of_token)]
@@ -94,7 +98,18 @@ class ReferenceBackend:
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        out.copy_(_activate(gate, activation) * up)
+        out.copy_(torch_ops.activate(gate, activation) * up)
+
+    def activation(self, x: torch.Tensor, activation: str) -> None:
+        x.copy_(torch_ops.activate(x.float(), activation))
+
+    def experts(
+        self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
+    ) -> None:
+        torch_ops.experts(x, router_logits, experts, self.gated_activation, activation, out)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        x.copy_(torch_ops.soft_cap(x.float(), cap))
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
@@ -124,24 +139,10 @@ class ReferenceBackend:
         return TopLogprobs(values, ids, ranks, is_bad)
 
 
-def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "silu":
-        return x / (1.0 + exact_ops.exp(-x))
-    if activation == "gelu_tanh":
-        inner = 0.79788456080286536 * (x + 0.044715 * x * x * x)
-        return x * (1.0 - 1.0 / (exact_ops.exp(2.0 * inner) + 1.0))
-    return 0.5 * x * (1.0 + exact_ops.erf(x * 0.70710678118654752))
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    scale = 1.0 / torch.sqrt(exact_ops.ordered_sum(wide * wide) / x.shape[-1] + eps)
-    return (wide * scale).to(x.dtype) * weight
-
-
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    rest = 2 * cos.shape[-1]
+    a, b = x[..., :rest].float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rest:].float()), dim=-1)
 
 
 def _attend(
@@ -149,29 +150,35 @@ def _attend(
     cache: tuple[torch.Tensor, torch.Tensor],
     tables: torch.Tensor,
     positions: torch.Tensor,
-    shape: HeadShape,
+    shape: AttentionShape,
 ) -> torch.Tensor:
     """Attention of up to TOKEN_TILE tokens, each with its own table, by online softmax over tiles of keys."""
     count, last = len(q), int(positions.max())
     missing = TOKEN_TILE - count
     q, tables = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(tables, (0, 0, 0, missing))
     positions = F.pad(positions, (0, missing), value=-1)
-    group, dim = shape.num_q_heads // shape.num_kv_heads, shape.head_dim
-    grouped = q.float().view(TOKEN_TILE, shape.num_kv_heads, group, dim) * dim**-0.5
-    best = torch.full((TOKEN_TILE, shape.num_kv_heads, group, 1), -torch.inf)
+    heads = shape.heads
+    group, dim = heads.num_q_heads // heads.num_kv_heads, heads.head_dim
+    grouped = q.float().view(TOKEN_TILE, heads.num_kv_heads, group, dim) * shape.scale
+    best = torch.full((TOKEN_TILE, heads.num_kv_heads, group, 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(grouped)
     for start in range(0, last + 1, KEY_TILE):
         keys = torch.arange(start, start + KEY_TILE)
         is_visible = keys <= positions[:, None]  # [TOKEN_TILE, KEY_TILE]
+        if shape.window is not None:
+            is_visible &= keys > positions[:, None] - shape.window
         k, v = _gather(cache, tables, keys, is_visible)
-        scores = exact_ops.matmul(grouped, k).masked_fill_(~is_visible[:, None, None], -torch.inf)
+        scores = exact_ops.matmul(grouped, k)
+        if shape.soft_cap is not None:
+            scores = torch_ops.soft_cap(scores, shape.soft_cap)
+        scores = scores.masked_fill(~is_visible[:, None, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         safe = top.masked_fill(top == -torch.inf, 0.0)
         weights, shrink = exact_ops.exp(scores - safe), exact_ops.exp(best - safe)
         total = total * shrink + exact_ops.ordered_sum(weights)
         acc = acc * shrink + exact_ops.matmul(weights, v)
         best = top
-    return (acc / total)[:count].reshape(count, shape.num_q_heads, dim).to(q.dtype)
+    return (acc / total)[:count].reshape(count, heads.num_q_heads, dim).to(q.dtype)
 
 
 def _gather(

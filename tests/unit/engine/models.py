@@ -12,15 +12,32 @@ from typing import Any
 import torch
 import transformers
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "gpt2")
 
 CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
 }
 
+# Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
+FIELDS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0, "head_dim": 16,
+               "query_pre_attn_scalar": 40},
+    "gemma3": {"sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+                  "mlp_only_layers": [1], "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "n_inner": 96,
+             "num_key_value_heads": 4},
+}  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -48,8 +65,8 @@ def make_model(
 ) -> Path:
     """Writes a checkpoint to `folder` and returns it. `overrides` are fields of the architecture's config."""
     config_class, model_class = CLASSES[architecture]
-    fields = DEFAULTS | overrides
-    if "head_dim" not in fields and architecture in ("qwen3", "mistral"):
+    fields = DEFAULTS | FIELDS.get(architecture, {}) | overrides
+    if "head_dim" not in fields and architecture in ("qwen3", "mistral", "qwen3_moe", "mixtral"):
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     torch.manual_seed(seed)
     model = model_class(config_class(**fields))
@@ -69,11 +86,11 @@ def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0, 2.0, generator=generator)
-        elif name.endswith("norm.weight"):
+        elif "norm" in name or ".ln_" in name:
             parameter.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.5, generator=generator)
-        elif "embed_tokens" in name:
+        elif "embed_tokens" in name or ".wte." in name or ".wpe." in name:
             parameter.normal_(0.0, 1.0, generator=generator)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)

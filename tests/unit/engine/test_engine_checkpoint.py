@@ -61,17 +61,18 @@ def test_bad_tensor_is_named(folder, name):
 
 
 BAD_CONFIGS = {
-    "architectures": ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    "architectures": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
     "no architectures": ({"architectures": None}, "architectures: not set"),
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "hidden_size": ({"hidden_size": None}, "hidden_size"),
     "hidden_act": ({"hidden_act": "relu6"}, "hidden_act: 'relu6'"),
-    "rope type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn'"),
+    "rope type": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type: 'dynamic'"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "partial rotary": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads"),
     "odd heads": ({"head_dim": 15}, "head_dim"),
-    "layers": ({"num_hidden_layers": 2}, "model.layers.1."),
+    "layers": ({"num_hidden_layers": 2, "layer_types": None}, "model.layers.1."),
+    "layer types": ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, "layer_types: 1 entries for 2 layers"),
     "sizes": ({"intermediate_size": 97}, "gate_proj.weight has shape [96, 64], but config.json requires [97, 64]"),
 }
 
@@ -181,8 +182,8 @@ def test_mistral_window_caps_the_length(tmp_path):
     assert load(folder).info.max_model_len == 64
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
-    assert parse_config(config).sliding_window == MistralConfig.from_dict(config).sliding_window == 4096
-    assert parse_config(config | {"sliding_window": None}).sliding_window is None
+    assert parse_config(config).window == MistralConfig.from_dict(config).sliding_window == 4096
+    assert parse_config(config | {"sliding_window": None}).window is None
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])

@@ -19,8 +19,8 @@ from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernel_linear import KernelLinear
 from worker_svc.engine.linear import PackedLinear
-from worker_svc.engine.model import rotary_table
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.rotary import Rotary
 
 VOCAB = 211
 
@@ -234,10 +234,10 @@ def test_a_model_is_exact_on_every_processor(kernel_build, tmp_path, dtype, quan
 def test_rotary_tables_do_not_depend_on_their_length_or_threads():
     inv_freq = 1.0 / 1e4 ** (torch.arange(0, 40, 2).float() / 40)
     torch.set_num_threads(2)
-    longest = rotary_table(inv_freq, 70_001)
+    longest = Rotary(inv_freq).table(70_001)
     torch.set_num_threads(1)
     for length in (1, 17, 4095, 60_000):
-        table = rotary_table(inv_freq, length)
+        table = Rotary(inv_freq).table(length)
         assert torch.equal(table.cos, longest.cos[:length])
         assert torch.equal(table.sin, longest.sin[:length])
     angles = torch.arange(70_001).float()[:, None] * inv_freq

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from worker_svc.engine.backend import ForwardBatch, HeadShape, RotaryTable
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, Norm, RotaryTable
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.kv_cache import KVCachePool
-from worker_svc.engine.model import rotary_table
+from worker_svc.engine.rotary import Rotary
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # largest difference allowed for values of magnitude 1
 
@@ -46,7 +46,7 @@ def test_add_rms_norm(backends, randn, dtype, dim, has_residual):
     results = []
     for backend in backends:
         kept, out = x.clone(), torch.empty_like(x)
-        backend.add_rms_norm(kept, residual, weight, out, 1e-6)
+        backend.add_norm(kept, residual, Norm(weight, None, 1e-6), out)
         results.append((kept, out))
     assert torch.equal(results[0][0], results[1][0])
     assert_close(results[0][1], results[1][1], dtype)
@@ -129,8 +129,9 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
     q = randn(len(batch.positions), shape.num_q_heads, shape.head_dim).to(dtype)
     outs = [torch.empty_like(q) for _ in backends]
     kernels, reference = backends
-    kernels.paged_attention(q, kernel_layout(kernels, keys, values), batch, outs[0], shape)
-    reference.paged_attention(q, (keys, values), batch, outs[1], shape)
+    attention = AttentionShape(shape, shape.head_dim**-0.5)
+    kernels.paged_attention(q, kernel_layout(kernels, keys, values), batch, outs[0], attention)
+    reference.paged_attention(q, (keys, values), batch, outs[1], attention)
     assert_close(outs[0], outs[1], dtype)
 
 
@@ -139,15 +140,16 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
 @pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 18)], ids=["32", "18"])
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size):
-    norms = (randn(shape.head_dim).to(dtype), randn(shape.head_dim).to(dtype)) if has_norms else None
-    table = rotary_table(1.0 / 1e4 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim), 256)
+    weights = (randn(shape.head_dim).to(dtype), randn(shape.head_dim).to(dtype))
+    norms = (Norm(weights[0], None, 1e-6), Norm(weights[1], None, 1e-6)) if has_norms else None
+    table = Rotary(1.0 / 1e4 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)).table(256)
     results = []
     qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     for backend in backends:
         pool = KVCachePool(1, 512 // block_size, block_size, shape.num_kv_heads, shape.head_dim, dtype)
         batch = mixed_batch(pool, shape, [1, 100, 19], [50, 0, 131])
         q = qkv.new_empty(120, shape.num_q_heads, shape.head_dim)
-        backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape, 1e-6)
+        backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape)
         pools = pool.keys, pool.values
         results.append((q, *(plain_layout(backend, *pools) if backend is backends[0] else pools)))
     assert_close(results[0][0], results[1][0], dtype)
@@ -174,7 +176,7 @@ def test_callers_share_no_threads(randn):
 
 def test_rotation_is_the_rotary_embedding():
     """One pair of dimensions turned by a known angle."""
-    table = rotary_table(torch.tensor([1.0]), 4)
+    table = Rotary(torch.tensor([1.0])).table(4)
     assert isinstance(table, RotaryTable)
     assert torch.allclose(table.cos[3], torch.tensor([3.0]).cos())
     assert torch.allclose(table.sin[3], torch.tensor([3.0]).sin())
@@ -188,9 +190,9 @@ def test_store_and_attention_agree_on_the_layout(backends, randn):
     batch = mixed_batch(pool, shape, [9], [0])
     qkv = randn(9, 48)
     q, out = torch.empty(9, 1, 16), torch.empty(9, 1, 16)
-    table = rotary_table(torch.zeros(8), 16)
-    kernels.qk_norm_rope_store(qkv, None, table, batch, pool.layer(0), q, shape, 1e-6)
-    kernels.paged_attention(q, pool.layer(0), batch, out, shape)
+    table = Rotary(torch.zeros(8)).table(16)
+    kernels.qk_norm_rope_store(qkv, None, table, batch, pool.layer(0), q, shape)
+    kernels.paged_attention(q, pool.layer(0), batch, out, AttentionShape(shape, 0.25))
     plain_q, k, v = qkv.split(16, dim=1)
     expected = torch.nn.functional.scaled_dot_product_attention(plain_q[None], k[None], v[None], is_causal=True)[0]
     assert (out[:, 0] - expected).abs().max() < 1e-5

@@ -181,7 +181,7 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path):
 
 
 def wrong_rotation(driver):
-    table = driver.runner._model._rotary
+    table = driver.runner._model._parts.rotaries[0]
     table.cos.copy_(table.cos.roll(1, 0))
     table.sin.copy_(table.sin.roll(-1, 0))
 
@@ -192,7 +192,7 @@ def page_read_twice(driver):
 
 
 def swapped_norms(driver):
-    q_norm, k_norm = driver.runner._model._layers[0].qk_norms
+    q_norm, k_norm = (norm.weight for norm in driver.runner._model._parts.layers[0].qk_norms)
     kept = q_norm.clone()
     q_norm.copy_(k_norm)
     k_norm.copy_(kept)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import RotaryTable
+from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.kernels.activation import gated_activation
 from worker_svc.engine.gpu.kernels.rms_norm import add_rms_norm
@@ -16,7 +16,9 @@ from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
-from worker_svc.engine.model import Layer, WeightLoader, rotary_table
+from worker_svc.engine.weights import FeedForward, Layer, WeightLoader
+
+FEATURES: frozenset[str] = frozenset()  # of backend.FEATURES
 
 
 class DeviceDecoder:
@@ -35,7 +37,7 @@ class DeviceDecoder:
     ) -> None:
         self._config = config
         self._group = group
-        rotary = rotary_table(config.inv_freq, max_positions)
+        rotary = config.rotaries[0].table(max_positions)
         self._rotary = RotaryTable(rotary.cos.to(device), rotary.sin.to(device))
         self._vocab = group.vocab_part(config.vocab_size)
         self._embedding = loader.embedding()
@@ -80,7 +82,7 @@ class DeviceDecoder:
                 return None
             residual = self._feed_forward(x, self._group.all_reduce(layer.o(attended)), layer)
         normed = torch.empty_like(x)
-        add_rms_norm(x, residual, self._final_norm, normed, self._config.rms_norm_eps)
+        _add_norm(x, residual, self._final_norm, normed)
         return normed
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -101,13 +103,13 @@ class DeviceDecoder:
         cache: LayerCache,
     ) -> torch.Tensor:
         """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
-        heads, eps = self._config.heads, self._config.rms_norm_eps
+        heads = self._config.heads
         normed = torch.empty_like(x)
-        add_rms_norm(x, residual, layer.input_norm, normed, eps)
+        _add_norm(x, residual, layer.input_norm, normed)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
         rope_store(
-            layer.qkv(normed), layer.qk_norms, self._rotary, columns.positions, columns.slots, cache.pools, q, heads,
-            eps, cache.scales,
+            layer.qkv(normed), _weights(layer.qk_norms), self._rotary, columns.positions, columns.slots, cache.pools, q,
+            heads, self._config.norm_eps, cache.scales,
         )  # fmt: skip
         attended = torch.empty_like(q)
         attention.attend(q, cache, columns, attended)
@@ -116,7 +118,19 @@ class DeviceDecoder:
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Adds the residual to x; returns the MLP output [n, hidden]."""
         normed = torch.empty_like(x)
-        add_rms_norm(x, residual, layer.post_norm, normed, self._config.rms_norm_eps)
-        activated = x.new_empty(len(x), self._config.intermediate_size)
-        gated_activation(layer.gate_up(normed), activated, self._config.activation)
-        return self._group.all_reduce(layer.down(activated))
+        _add_norm(x, residual, layer.post_norm, normed)
+        part = layer.feed_forward
+        if not isinstance(part, FeedForward):
+            raise TypeError("the device computes dense feed-forward parts; see FEATURES")
+        gate_up = part.gate_up(normed)
+        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        gated_activation(gate_up, activated, self._config.activation)
+        return self._group.all_reduce(part.down(activated))
+
+
+def _add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+    add_rms_norm(x, residual, norm.weight, out, norm.eps)
+
+
+def _weights(norms: tuple[Norm, Norm] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if norms is None else (norms[0].weight, norms[1].weight)

@@ -20,7 +20,7 @@ import torch
 
 from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import ModelConfig, parse_config
-from worker_svc.engine.backend import I64, BackendUnavailableError
+from worker_svc.engine.backend import I64, BackendUnavailableError, check_features
 from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.model import DeviceDecoder
+from worker_svc.engine.gpu.model import FEATURES, DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.scores import StepScores, WantedScores
@@ -79,6 +79,8 @@ class DeviceRunner:
         whole = parse_config(checkpoint.config)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
+        # Sequences are no longer than a window (settings.py), so no token leaves it.
+        check_features(whole.within(whole.window or 0).features(), FEATURES, "cuda")
         model = shard_config(whole, self._group)
         _check_heads(model)
         dtype = _choose_dtype(config, checkpoint, self._device)
@@ -97,7 +99,7 @@ class DeviceRunner:
             attention = _choose_checked(config, setup)
             num_blocks = self._load(config, setup, loader, attention, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
-        max_model_len = choose_max_model_len(config, whole, num_blocks)
+        max_model_len = choose_max_model_len(config, whole, num_blocks, FEATURES)
         self._contents = BlockContents(num_blocks, config.block_size)
         grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
         self._rows = RowTable(

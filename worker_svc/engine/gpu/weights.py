@@ -12,15 +12,16 @@ from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Determinism
+from worker_svc.engine.families import Role
 from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
-from worker_svc.engine.model import EMBEDDING, HEAD, Layer, WeightLoader
+from worker_svc.engine.weights import Layer, WeightLoader
 
-COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")  # each rank computes a shard of the output
-KEY_VALUE = ("k_proj", "v_proj")  # the same, but several ranks may hold the same head
-ROW_PARALLEL = ("o_proj", "down_proj")  # each rank multiplies a shard of the input; outputs are added
+COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
+KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
+ROW_PARALLEL = ("o", "down")  # each rank multiplies a shard of the input; outputs are added
 
 
 class DeviceLinears:
@@ -53,14 +54,14 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     """
     if not isinstance(layer.qkv, DeviceLinear):
         raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs a DeviceLinear")
-    gained = layer.qkv.weight.double() * layer.input_norm.double()
+    gained = layer.qkv.weight.double() * layer.input_norm.weight.double()
     squares = gained.square().sum(1)
     if layer.qkv.bias is not None:
         squares += layer.qkv.bias.double().square()
     size = heads.num_kv_heads * heads.head_dim
     parts = squares[-2 * size :].view(2, heads.num_kv_heads, heads.head_dim)
     if layer.qk_norms is not None:
-        parts[0] = layer.qk_norms[1].double().square()
+        parts[0] = layer.qk_norms[1].weight.double().square()
     return scale_for(parts.mean(-1).sqrt())
 
 
@@ -72,7 +73,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     heads, size = config.heads, group.size
     for name, value in (
         ("num_attention_heads", heads.num_q_heads),
-        ("intermediate_size", config.intermediate_size),
+        *{("intermediate_size", layer.inner) for layer in config.layers},
     ):
         if value % size:
             raise BackendUnavailableError(
@@ -87,7 +88,9 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
             f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower tensor_parallel_size"
         )
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
-    return replace(config, heads=shape, intermediate_size=config.intermediate_size // size)
+    return replace(
+        config, heads=shape, layers=tuple(replace(layer, inner=layer.inner // size) for layer in config.layers)
+    )
 
 
 class ShardLoader(WeightLoader):
@@ -117,19 +120,12 @@ class ShardLoader(WeightLoader):
     def head(self) -> Linear:
         return self._backend.make_linear(self.embedding(), None) if self._config.is_tied else super().head()
 
-    def _fused(self, prefix: str, *names: str) -> Linear:
-        weights, biases = [], []
-        for name in names:
-            out_size, in_size, has_bias = self._linears[name]
-            weights.append(self._part(f"{prefix}{name}.weight", out_size, in_size))
-            if has_bias:
-                biases.append(self._part(f"{prefix}{name}.bias", out_size))
-        return self._backend.make_linear(self._upload(weights), self._upload(biases) if biases else None)
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        whole = self._checkpoint.tensor(f"{name}.weight", (self._config.vocab_size, self._config.hidden_size), None)
+        part = self._group.vocab_part(self._config.vocab_size)
+        return self._join([whole[part.start : part.stop]])
 
-    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._upload([self._part(name, *shape)])
-
-    def _upload(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Concatenates the rows of `parts` on the device."""
         sizes = [len(part) for part in parts]
         whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
@@ -137,25 +133,18 @@ class ShardLoader(WeightLoader):
             self._uploader.copy(part, place)
         return whole
 
-    def _part(self, name: str, *shape: int) -> torch.Tensor:
+    def _part(self, role: Role, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor, memory-mapped."""
-        return self._shard(name, self._checkpoint.tensor(name, shape, None))
-
-    def _shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         rank, size = self._group.rank, self._group.size
         if size == 1:
-            return whole
-        kind = name.split(".")[-2]
-        if name in (EMBEDDING, HEAD):
-            part = self._group.vocab_part(self._config.vocab_size)
-            return whole[part.start : part.stop]
-        if kind in COLUMN_PARALLEL:
-            return whole.chunk(size)[rank]
-        if kind in KEY_VALUE:
+            return tensor
+        if role in COLUMN_PARALLEL:
+            return tensor.chunk(size)[rank]
+        if role in KEY_VALUE:
             parts = min(size, self._config.heads.num_kv_heads)
-            return whole.chunk(parts)[rank * parts // size]
-        if kind in ROW_PARALLEL and whole.dim() == 2:
-            return whole.chunk(size, dim=1)[rank]
-        if kind in ROW_PARALLEL and rank > 0:
-            return torch.zeros_like(whole)  # only rank 0 adds the bias
-        return whole
+            return tensor.chunk(parts)[rank * parts // size]
+        if role in ROW_PARALLEL and tensor.dim() == 2:
+            return tensor.chunk(size, dim=1)[rank]
+        if role in ROW_PARALLEL and rank > 0:
+            return torch.zeros_like(tensor)  # only rank 0 adds the bias
+        return tensor

@@ -10,7 +10,6 @@ import torch
 from worker_svc.engine.backend import RotaryTable
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.gpu.kernels import activation, fp8, linear, rms_norm, rope_store
-from worker_svc.engine.model import rotary_table
 
 NUM_ROWS = 3
 LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles; the second has one row
@@ -28,8 +27,8 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
     shapes = {
         (model.hidden_size, q_size + 2 * kv_size, model.has_qkv_bias),
         (q_size, model.hidden_size, model.has_o_bias),
-        (model.hidden_size, 2 * model.intermediate_size, model.has_mlp_bias),
-        (model.intermediate_size, model.hidden_size, model.has_mlp_bias),
+        (model.hidden_size, 2 * model.widest_inner, model.has_mlp_bias),
+        (model.widest_inner, model.hidden_size, model.has_mlp_bias),
         (model.hidden_size, len(setup.group.vocab_part(setup.vocab_size)), False),
     }
     tiles = 2 * linear.BLOCK_N
@@ -54,7 +53,7 @@ def _linear_case(setup: Setup, in_size: int, out_size: int, *, has_bias: bool) -
 
 def norm_cases(setup: Setup) -> Iterator[Case]:
     """A norm with a residual and one without."""
-    dim, eps = setup.model.hidden_size, setup.model.rms_norm_eps
+    dim, eps = setup.model.hidden_size, setup.model.norm_eps
     x, residual, weight = (setup.random(*size, seed=i) for i, size in enumerate([(NUM_ROWS, dim)] * 2 + [(dim,)]))
     for added in (None, residual):
         total, normed = rms_norm.reference(x, added, weight, eps)
@@ -79,7 +78,7 @@ def _norm(
 
 def activation_cases(setup: Setup) -> Iterator[Case]:
     """The activation that the model uses."""
-    dim, name = setup.model.intermediate_size, setup.model.activation
+    dim, name = setup.model.widest_inner, setup.model.activation
     gate_up = 3 * setup.random(NUM_ROWS, 2 * dim)
 
     def run(first: int, last: int) -> Outputs:
@@ -99,7 +98,7 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
 
 def rope_store_cases(setup: Setup) -> Iterator[Case]:
     """Includes the norms of queries and keys if the model has them, and rounding to fp8 if the cache is fp8."""
-    heads, eps, count = setup.model.heads, setup.model.rms_norm_eps, len(POSITIONS)
+    heads, eps, count = setup.model.heads, setup.model.norm_eps, len(POSITIONS)
     qkv = setup.random(count, (heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     norms, rotary, positions = _qk_norms(setup), _rotary(setup), setup.ints(*POSITIONS)
     q, *stored = rope_store.reference(qkv, norms, rotary, positions, heads, eps)
@@ -130,14 +129,14 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
 
 
 def _qk_norms(setup: Setup) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if not setup.model.architecture.has_qk_norm:
+    if not setup.model.has_qk_norm:
         return None
     dim = setup.model.heads.head_dim
     return 1 + 0.2 * setup.random(dim, seed=1), 1 + 0.2 * setup.random(dim, seed=2)
 
 
 def _rotary(setup: Setup) -> RotaryTable:
-    table = rotary_table(setup.model.inv_freq, max(POSITIONS) + 1)
+    table = setup.model.rotaries[0].table(max(POSITIONS) + 1)
     return RotaryTable(table.cos.to(setup.device), table.sin.to(setup.device))
 
 
