@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -197,8 +199,9 @@ def test_too_many_tokens_refuse_the_batch(folder):
 
 def test_nan_fails_its_row_only(folder):
     runner = load(folder)
-    runner._model._embedding = runner._model._embedding.clone()
-    runner._model._embedding[77] = float("nan")
+    embedding = runner._model._parts.embedding.clone()
+    embedding[77] = float("nan")
+    runner._model._parts = replace(runner._model._parts, embedding=embedding)
     runner._model.fuse(runner._pool)
     driver = Driver(runner)
     first, second = prompts([20, 20])
