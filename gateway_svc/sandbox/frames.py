@@ -1,18 +1,18 @@
-"""Messages between the gateway and the processes that compile grammars: the length in 4 bytes, then JSON."""
+"""Messages between the gateway and its sandbox processes: the length in 4 bytes, then JSON."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import IO, Any
 
 LENGTH = struct.Struct(">I")
-GRAMMAR_CPU_S = 0.3  # a worker compiles the grammar again, in a step, so a grammar that takes longer is refused
 
 
-def to_frame(content: dict[str, Any]) -> bytes:
-    """A message as bytes."""
-    data = json.dumps(content).encode()
+def to_frame(content: Mapping[str, Any]) -> bytes:
+    """A message as bytes. Raises ValueError for content that JSON cannot represent."""
+    data = json.dumps(content, ensure_ascii=False).encode()
     return LENGTH.pack(len(data)) + data
 
 
