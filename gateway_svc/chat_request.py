@@ -11,7 +11,8 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.models import ServedModel
-from gateway_svc.text.bundle import Tokenizer
+from gateway_svc.template_renderer import CHAT, render_frame
+from gateway_svc.text.bundle import RenderOptions, Tokenizer
 from gateway_svc.text.chat import ChatTemplateError
 from gateway_svc.text.chat_output import ChatFormat, ChatParser
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
@@ -25,7 +26,6 @@ MAX_TOOLS = 1024
 MAX_SHOWN = 80  # characters of a wrong value in an error
 TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for the start of reasoning
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the parsers find no other names
-CHAT = "prompt.chat"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -102,23 +102,20 @@ def _check_message(where: str, message: pb.ChatMessage) -> None:
             raise _invalid(f"{where}.tool_calls[{i}].name", "is empty; send the name of the tool")
 
 
-def chat_token_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
-    """Token ids of a chat. Raises InvalidRequestError with the template's message."""
+def chat_frame(chat: pb.Chat, model: ServedModel) -> bytes:
+    """The message that renders a chat (template_renderer.py). Raises InvalidRequestError."""
     tokenizer = model.require_tokenizer(CHAT)
-    template_kwargs = _parse_json("template_kwargs_json", chat.template_kwargs_json, dict, "an object")
-    tools = read_tools(chat).given
-    adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    options: RenderOptions = {
+        "template_kwargs": _parse_json("template_kwargs_json", chat.template_kwargs_json, dict, "an object"),
+        "tools": list(read_tools(chat).given) or None,
+        "continue_final_message": chat.continue_final_message,
+        "add_generation_prompt": chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+    }
     try:
-        return tokenizer.encode_chat(
-            [_message_variables(message) for message in chat.messages],
-            template=chat.chat_template,
-            tools=list(tools) or None,
-            template_kwargs=template_kwargs,
-            continue_final_message=chat.continue_final_message,
-            add_generation_prompt=adds_prompt,
-        )
+        template = tokenizer.template_name(chat.chat_template, has_tools=bool(options["tools"]))
     except ChatTemplateError as error:
         raise InvalidRequestError(f"{CHAT}: {error}", field=CHAT) from None
+    return render_frame(template, [_message_variables(message) for message in chat.messages], options, chat.ByteSize())
 
 
 def _message_variables(message: pb.ChatMessage) -> dict[str, Any]:

@@ -10,15 +10,16 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
+from functools import partial
 
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel
 from gateway_svc.sandbox.frames import to_frame
-from gateway_svc.sandbox.pool import SandboxPool
+from gateway_svc.sandbox.pool import NoFreeProcessError, SandboxPool
 from gateway_svc.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
 from request_fields.grammar import Grammar
-from svc_common.errors import InvalidRequestError, OverloadedError, QuireError
+from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class GrammarChecker:
     async def close(self) -> None:
         """End the processes."""
         await cancel(*self._running.values())
-        self._pool.close()
+        await self._pool.close()
 
     async def _check_once(self, key: bytes, grammar: Grammar, model: ServedModel) -> Result:
         """Check a grammar, or wait for a running check of the same grammar."""
@@ -91,48 +92,38 @@ class GrammarChecker:
             task.exception()  # mark as retrieved: all clients may have disconnected
 
     async def _check(self, key: bytes, grammar: Grammar, model: ServedModel) -> Result:
+        self.num_compiled += 1
         try:
-            async with self._pool.take(WAIT_TIMEOUT_S) as process:
-                self.num_compiled += 1
-                result: Result = await self._compile(process, grammar, model)
-        except TimeoutError:
+            result: Result = await self._pool.run(partial(_compile, grammar, model), WAIT_TIMEOUT_S)
+        except NoFreeProcessError:
             raise _overloaded() from None
         except SlowGrammarError as error:
             return error  # not cached: the machine may have been busy
         except InvalidRequestError as error:
             result = error
+        except SandboxEndedError as error:
+            result = _error_of_end(grammar, error)
         self._results[key] = result
         if len(self._results) > MAX_CACHED:
             self._results.popitem(last=False)
         return result
 
-    async def _compile(self, process: SandboxProcess, grammar: Grammar, model: ServedModel) -> str:
-        try:
-            return await self._ask(process, grammar, model)
-        except SandboxEndedError as error:
-            if not error.is_killed:
-                raise _error_of_end(grammar, error) from None
-            log.warning("a process that compiles grammars was killed; the check is repeated in a new process")
-        try:
-            return await self._ask(process, grammar, model)
-        except SandboxEndedError as error:
-            raise _error_of_end(grammar, error) from None
 
-    async def _ask(self, process: SandboxProcess, grammar: Grammar, model: ServedModel) -> str:
-        tokenizer = _tokenizer_key(model.info)
-        try:
-            if not process.has_setup(tokenizer) and (error := await process.set_up(tokenizer, _setup_frame(model))):
-                raise _refused(grammar, f"cannot be applied by model {model.name!r}: {error}; leave it unset")
-            answer = json.loads(await process.ask(_frame(tokenizer, grammar), CHECK_TIMEOUT_S))
-        except OversizedAnswerError:
-            raise _refused(grammar, "becomes too large when it is normalized; make it smaller") from None
-        except TimeoutError:
-            raise SlowGrammarError(
-                f"{grammar.field} was not compiled within {CHECK_TIMEOUT_S:g} s; simplify it", field=grammar.field
-            ) from None
-        if answer["error"]:
-            raise _refused(grammar, f"cannot be used: {answer['error']}")
-        return str(answer["text"])
+async def _compile(grammar: Grammar, model: ServedModel, process: SandboxProcess) -> str:
+    tokenizer = _tokenizer_key(model.info)
+    try:
+        if not process.has_setup(tokenizer) and (error := await process.set_up(tokenizer, _setup_frame(model))):
+            raise _refused(grammar, f"cannot be applied by model {model.name!r}: {error}; leave it unset")
+        answer = json.loads(await process.ask(_frame(tokenizer, grammar), CHECK_TIMEOUT_S))
+    except OversizedAnswerError:
+        raise _refused(grammar, "becomes too large when it is normalized; make it smaller") from None
+    except TimeoutError:
+        raise SlowGrammarError(
+            f"{grammar.field} was not compiled within {CHECK_TIMEOUT_S:g} s; simplify it", field=grammar.field
+        ) from None
+    if answer["error"]:
+        raise _refused(grammar, f"cannot be used: {answer['error']}")
+    return str(answer["text"])
 
 
 def _key(grammar: Grammar, model: ServedModel) -> bytes:
@@ -160,7 +151,8 @@ def _setup_frame(model: ServedModel) -> bytes:
     )
 
 
-def _error_of_end(grammar: Grammar, error: SandboxEndedError) -> QuireError:
+def _error_of_end(grammar: Grammar, error: SandboxEndedError) -> InvalidRequestError:
+    """The cached result of a grammar whose process ended. Raises OverloadedError if another process killed it."""
     if error.is_out_of_cpu_time:
         return _refused(
             grammar,
@@ -168,7 +160,7 @@ def _error_of_end(grammar: Grammar, error: SandboxEndedError) -> QuireError:
             "repetitions and numbers",
         )
     if error.is_killed:
-        return OverloadedError("the process that checks grammars was killed twice; retry later", retry_after_s=RETRY_S)
+        raise OverloadedError("the process that checks grammars was killed twice; retry later", retry_after_s=RETRY_S)
     log.warning("a process that compiles grammars ended with status %d", error.returncode)
     return _refused(grammar, "needs too much memory to compile; make it smaller")
 

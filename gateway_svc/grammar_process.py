@@ -24,7 +24,7 @@ MAX_MEMORY_BYTES = 4 << 30  # of address space; a process that needs more ends
 
 def main() -> None:
     """Answer messages until stdin ends."""
-    limit_process(memory_bytes=MAX_MEMORY_BYTES, may_open_files=False)
+    limit_process(MAX_MEMORY_BYTES)
     answer_messages(partial(_answer, {}))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.chat_request import chat_token_ids
+from gateway_svc.chat_request import chat_frame
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import check_token_ids
+from gateway_svc.template_renderer import TemplateRenderer, rendered_text
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 P = ParamSpec("P")
@@ -20,6 +22,7 @@ T = TypeVar("T")
 
 INLINE_BYTES = 1024  # tokenizing this much text takes less than a millisecond
 RETRY_FULL_S = 1.0
+INLINE_CHAT_BYTES = 16 << 10  # converting a chat of this size to JSON costs no more than using a thread
 INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more than using a thread
 
 
@@ -30,8 +33,9 @@ class PromptReader:
     never delay the prompt of a generation.
     """
 
-    def __init__(self, max_call_bytes: int = 16 << 20) -> None:
+    def __init__(self, templates: TemplateRenderer, max_call_bytes: int = 16 << 20) -> None:
         num_cores = os.cpu_count() or 2
+        self._templates = templates
         self._threads = ThreadPoolExecutor(min(8, max(2, num_cores)), thread_name_prefix="tokenize")
         self._call_threads = ThreadPoolExecutor(min(4, max(1, num_cores // 4)), thread_name_prefix="tokenize-call")
         self._max_call_bytes = max_call_bytes
@@ -39,15 +43,36 @@ class PromptReader:
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function directly if its input is small (`size` in bytes), else in a thread."""
-        if size <= INLINE_BYTES:
-            return function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        return await _run_in(self._threads, size, lambda: function(*args, **kwargs))
 
     async def run_call(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run` for Tokenize and Detokenize calls. Raises OverloadedError if their total input would be too large."""
+        with self._call(size):
+            return await _run_in(self._call_threads, size, lambda: function(*args, **kwargs))
+
+    async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
+        """The token ids of a generation's prompt. Raises InvalidRequestError."""
+        return await self._token_ids(prompt, model, is_call=False)
+
+    async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
+        """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError as `run_call`."""
+        size = request.ByteSize()
+        adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        with self._call(size):
+            ids = await self._token_ids(request.prompt, model, is_call=True, add_special_tokens=adds_special)
+            return await _run_in(self._call_threads, size, lambda: _tokenize_response(request, model, ids))
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for threads in (self._threads, self._call_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _call(self, size: int) -> Iterator[None]:
+        """Count the input of a call while it is in progress. Small inputs are not counted."""
         if size <= INLINE_BYTES:
-            return function(*args, **kwargs)
+            yield
+            return
         if self._num_call_bytes and self._num_call_bytes + size > self._max_call_bytes:
             raise OverloadedError(
                 f"Tokenize and Detokenize calls in progress hold {self._num_call_bytes} bytes and this one has {size}; "
@@ -56,28 +81,43 @@ class PromptReader:
             )
         self._num_call_bytes += size
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._call_threads, lambda: function(*args, **kwargs))
+            yield
         finally:
             self._num_call_bytes -= size
 
-    async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
-        """The token ids of a generation's prompt. Raises InvalidRequestError."""
-        size = prompt.ByteSize()
-        if prompt.HasField("tokens") and size <= INLINE_ID_BYTES:
-            return prompt_token_ids(prompt, model)
-        return await self.run(size, prompt_token_ids, prompt, model)
+    async def _token_ids(
+        self, prompt: pb.Prompt, model: ServedModel, *, is_call: bool, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        kind, size = prompt.WhichOneof("kind"), prompt.ByteSize()
+        threads = self._call_threads if is_call else self._threads
+        if kind == "tokens":
+            inline = size <= INLINE_ID_BYTES
+            return await _run_in(threads, 0 if inline else size, lambda: list(prompt.tokens.ids))
+        tokenizer = model.require_tokenizer(f"prompt.{kind}")
+        if kind == "text":
+            ids = await _run_in(
+                threads, size, lambda: tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+            )
+        else:
+            frame = await _run_in(
+                threads, 0 if size <= INLINE_CHAT_BYTES else size, lambda: chat_frame(prompt.chat, model)
+            )
+            answer = await self._templates.render(frame, model, is_call=is_call)
+            ids = await _run_in(
+                threads, len(answer), lambda: tokenizer.encode(rendered_text(answer), add_special_tokens=False)
+            )
+        if not ids:
+            raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
+        return ids
 
-    def close(self) -> None:
-        """Stop the threads."""
-        for threads in (self._threads, self._call_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+
+async def _run_in(threads: ThreadPoolExecutor, size: int, function: Callable[[], T]) -> T:
+    if size <= INLINE_BYTES:
+        return function()
+    return await asyncio.get_running_loop().run_in_executor(threads, function)
 
 
-def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
-    """Token ids of a prompt. Raises InvalidRequestError."""
-    adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
-    ids = prompt_token_ids(request.prompt, model, add_special_tokens=adds_special)
+def _tokenize_response(request: pb.TokenizeRequest, model: ServedModel, ids: Sequence[int]) -> pb.TokenizeResponse:
     check_token_ids("prompt", ids, model)
     strings = model.require_tokenizer("token_strings").token_strings(ids) if request.token_strings else ()
     return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len, token_strings=strings)
@@ -88,17 +128,3 @@ def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> pb.Detokeni
     tokenizer = model.require_tokenizer("ids")
     check_token_ids("ids", request.ids, model)
     return pb.DetokenizeResponse(text=tokenizer.decode(request.ids, skip_special_tokens=request.skip_special_tokens))
-
-
-def prompt_token_ids(prompt: pb.Prompt, model: ServedModel, *, add_special_tokens: bool = True) -> Sequence[int]:
-    """Token ids of a prompt of any kind. Raises InvalidRequestError with the field at fault."""
-    kind = prompt.WhichOneof("kind")
-    if kind == "tokens":
-        return list(prompt.tokens.ids)
-    if kind == "text":
-        ids = model.require_tokenizer("prompt.text").encode(prompt.text, add_special_tokens=add_special_tokens)
-    else:
-        ids = chat_token_ids(prompt.chat, model)
-    if not ids:
-        raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
-    return ids

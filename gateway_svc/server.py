@@ -36,6 +36,7 @@ from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
+from gateway_svc.template_renderer import TemplateRenderer
 from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
@@ -166,7 +167,9 @@ async def serve(
         for address in dict.fromkeys(args.scheduler)
     ]
     dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
-    directory, prompts, metrics = ModelDirectory(clients), PromptReader(args.max_tokenize_bytes), GatewayMetrics()
+    templates = TemplateRenderer()
+    prompts = PromptReader(templates, args.max_tokenize_bytes)
+    directory, metrics = ModelDirectory(clients), GatewayMetrics()
     grammars = GrammarChecker()
     servicer = InferenceServicer(
         directory,
@@ -191,6 +194,7 @@ async def serve(
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, credentials)
     await admin.start()
+    templates.start()
     if reader is not None:
         reader.start()
     if recorder is not None:
@@ -225,6 +229,7 @@ async def serve(
             await reader.close()
         prompts.close()
         await grammars.close()
+        await templates.close()
         await admin.close()
 
 

@@ -28,7 +28,7 @@ from gateway_svc.models import ServedModel
 from gateway_svc.open_stream import OpenStream
 from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize, tokenize
+from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize
 from gateway_svc.records.recorder import Recorder, Recording
 from gateway_svc.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.scheduler_request import SchedulerRequest
@@ -404,7 +404,7 @@ class InferenceServicer(InferenceServiceServicer):
         """Token ids of a prompt."""
         validation.check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
-        return await self._prompts.run_call(request.ByteSize(), tokenize, request, model)
+        return await self._prompts.tokenize(request, model)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""

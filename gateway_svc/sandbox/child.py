@@ -18,18 +18,15 @@ from gateway_svc.sandbox.frames import read_frame, to_frame
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def limit_process(*, memory_bytes: int, may_open_files: bool) -> None:
+def limit_process(memory_bytes: int) -> None:
     """Set the limits of the whole process. Memory is address space.
 
-    Without `may_open_files`, the process cannot open files or sockets and cannot start processes (root can).
+    The process cannot open files or sockets and, unless it runs as root, cannot start processes.
     """
     if sys.platform == "linux":
         _limit(resource.RLIMIT_AS, memory_bytes)
-    _limit(resource.RLIMIT_CORE, 0)
-    if not may_open_files:
-        _limit(resource.RLIMIT_NOFILE, 0)
-        _limit(resource.RLIMIT_FSIZE, 0)
-        _limit(resource.RLIMIT_NPROC, 0)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        _limit(kind, 0)
 
 
 def _limit(kind: int, most: int) -> None:

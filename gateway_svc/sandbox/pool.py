@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from gateway_svc.sandbox.process import SandboxProcess
+from gateway_svc.sandbox.process import SandboxEndedError, SandboxProcess
+from svc_common.tasks import cancel
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MakeProcess = Callable[[], SandboxProcess]
 
 
+class NoFreeProcessError(Exception):
+    """All processes stayed busy."""
+
+
 class SandboxPool:
-    """Owns `num_processes` processes. They start when they are needed; the one that was used last is used first."""
+    """Owns `num_processes` processes. They start when they are needed; the one that was used last is used first.
+
+    `spares`: gives a process that has started already, instead of a new one.
+    """
 
     def __init__(self, make: MakeProcess, num_processes: int, spares: Spares | None = None) -> None:
         self._processes = [make() for _ in range(num_processes)]
-        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         self._spares = spares
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        self._tasks: set[asyncio.Task[object]] = set()
         for index in range(num_processes):
             self._free.put_nowait(index)
 
@@ -29,24 +42,55 @@ class SandboxPool:
     @property
     def is_idle(self) -> bool:
         """Whether no process is in use."""
-        return self._free.qsize() == len(self._processes)
+        return not self._tasks
 
-    @asynccontextmanager
-    async def take(self, timeout_s: float) -> AsyncIterator[SandboxProcess]:
-        """A process that no other caller uses. Raises TimeoutError if none becomes free in time."""
-        async with asyncio.timeout(timeout_s):
-            index = await self._free.get()
+    async def run(self, work: Callable[[SandboxProcess], Awaitable[T]], wait_s: float) -> T:
+        """Call `work` with a process that no other caller uses, and repeat it once if another process kills that one.
+
+        If the caller is cancelled, `work` continues, because killing its process would cost more. Raises
+        NoFreeProcessError if no process becomes free within `wait_s`.
+        """
+        index = await self._take(wait_s)
+        task = asyncio.create_task(self._run(index, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._settle)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await cancel(*self._tasks)
+        for process in self._processes:
+            process.kill()
+
+    async def _take(self, wait_s: float) -> int:
+        if not self._free.empty():
+            return self._free.get_nowait()
         try:
-            if self._spares is not None and self._processes[index].pid is None:
-                self._processes[index] = self._spares.swap(self._processes[index])
-            yield self._processes[index]
+            async with asyncio.timeout(wait_s):
+                return await self._free.get()
+        except TimeoutError:
+            raise NoFreeProcessError from None
+
+    async def _run(self, index: int, work: Callable[[SandboxProcess], Awaitable[T]]) -> T:
+        try:
+            return await work(self._started(index))
+        except SandboxEndedError as error:
+            if not error.is_killed:
+                raise
+            log.warning("a sandbox process was killed; its message is repeated in a new process")
+            return await work(self._started(index))
         finally:
             self._free.put_nowait(index)
 
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
+    def _started(self, index: int) -> SandboxProcess:
+        if self._spares is not None and self._processes[index].pid is None:
+            self._processes[index] = self._spares.swap(self._processes[index])
+        return self._processes[index]
+
+    def _settle(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # mark as retrieved: the caller may have been cancelled
 
 
 class Spares:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from gateway_svc.text.chat import ChatMessages, ChatTemplate, ChatTemplateError
+from gateway_svc.text.chat import ChatTemplateError
 from gateway_svc.text.chat_format import detect_format
 from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.detokenizer import Detokenizer, DetokenizerFactory
@@ -67,10 +67,10 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
 class Tokenizer:
     """Converts between text and token ids for one model. Thread-safe."""
 
-    def __init__(self, backend: Backend, templates: Mapping[str, ChatTemplate]) -> None:
+    def __init__(self, backend: Backend, templates: Mapping[str, str]) -> None:
         self._backend = backend
-        self._templates = dict(templates)
-        self._formats = {name: detect_format(one.source, self.has_token) for name, one in templates.items()}
+        self.templates = dict(templates)  # sources of the chat templates, by name
+        self._formats = {name: detect_format(source, self.has_token) for name, source in templates.items()}
         self._bare_format = detect_format("", self.has_token)
         self._detokenizers = DetokenizerFactory(backend)
         self.max_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
@@ -91,17 +91,16 @@ class Tokenizer:
         _update_post_processor(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         sources = {**_template_sources(files, config), **(templates or {})}
-        return cls(backend, {name: ChatTemplate(source, named) for name, source in sources.items()})
+        return cls(backend, sources)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self.templates)
 
     @property
     def chat_template(self) -> str | None:
         """The source of the default chat template."""
-        template = self._templates.get("default")
-        return None if template is None else template.source
+        return self.templates.get("default")
 
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """The entries of the vocabulary for these ids, e.g. `Ġthe`; empty for an id without a token."""
@@ -116,16 +115,21 @@ class Tokenizer:
         """Text of token ids. Incomplete characters become U+FFFD; ids without a token are skipped."""
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
-    def encode_chat(self, messages: ChatMessages, *, template: str = "", **options: Unpack[RenderOptions]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises ChatTemplateError."""
-        return self.encode(self.render_chat(messages, template=template, **options), add_special_tokens=False)
+    def template_name(self, name: str, *, has_tools: bool) -> str:
+        """The name of the chat template for a request. Raises ChatTemplateError if there is none.
 
-    def render_chat(self, messages: ChatMessages, *, template: str = "", **options: Unpack[RenderOptions]) -> str:
-        """The conversation as the text that `encode_chat` tokenizes. Raises ChatTemplateError.
-
-        `template`: a name. If it is empty: the template for tools if there are tools and it exists, else the default.
+        If `name` is empty: the template for tools if there are tools and it exists, else the default.
         """
-        return self._template(template, has_tools=bool(options.get("tools"))).render(messages, **options)
+        chosen = self._chosen(name, has_tools=has_tools)
+        if chosen in self.templates:
+            return chosen
+        have = ", ".join(sorted(self.templates))
+        if name:
+            raise ChatTemplateError(
+                f"there is no chat template {name[:80]!r}; templates of this model: {have or 'none'}"
+            )
+        shown = f" (it has only: {have})" if have else ""
+        raise ChatTemplateError(f"the model has no chat template{shown}; send prompt.text or prompt.tokens")
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each id's text, which need not be whole characters. A special token has the bytes of its name,
@@ -153,19 +157,7 @@ class Tokenizer:
     def _chosen(self, name: str, *, has_tools: bool) -> str:
         if name:
             return name
-        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
-
-    def _template(self, name: str, *, has_tools: bool) -> ChatTemplate:
-        template = self._templates.get(self._chosen(name, has_tools=has_tools))
-        if template is not None:
-            return template
-        have = ", ".join(sorted(self._templates))
-        if name:
-            raise ChatTemplateError(
-                f"there is no chat template {name[:80]!r}; templates of this model: {have or 'none'}"
-            )
-        shown = f" (it has only: {have})" if have else ""
-        raise ChatTemplateError(f"the model has no chat template{shown}; send prompt.text or prompt.tokens")
+        return "tool_use" if has_tools and "tool_use" in self.templates else "default"
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

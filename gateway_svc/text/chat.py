@@ -1,7 +1,7 @@
 """Chat templates: renders a checkpoint's Jinja template with the same result as transformers.
 
-A template is untrusted data, so it runs in an immutable sandbox. Everything it raises becomes a ChatTemplateError with
-the template's message.
+A template is untrusted data, so it runs in an immutable sandbox, in a process with limits (template_process.py).
+Everything it raises becomes a ChatTemplateError with the template's message.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template uses an undefined value: {error}") from None
         except jinja2.exceptions.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses this chat: {error}") from None
+        except MemoryError:
+            raise ChatTemplateError("the model's chat template needs more memory than is allowed") from None
         except Exception as error:  # templates call arbitrary string and list methods
             kind = type(error).__name__
             raise ChatTemplateError(f"the model's chat template failed with {kind}: {error}") from None

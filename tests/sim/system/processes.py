@@ -18,6 +18,7 @@ from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
+from gateway_svc.template_renderer import TemplateRenderer
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.reader import RedisPrefixReader
 from prefix_index.redis_index import RedisPrefixIndex
@@ -230,7 +231,7 @@ class GatewayService(Service):
             for s in world.schedulers
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=world.setup.patience_s)
-        prompts = PromptReader()
+        prompts = PromptReader(TemplateRenderer())
         self.servicer = InferenceServicer(
             ModelDirectory(self.clients),
             self.dispatcher,

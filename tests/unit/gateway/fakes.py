@@ -32,6 +32,7 @@ from gateway_svc.prompts import PromptReader
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.server import MAX_RECEIVE_BYTES
 from gateway_svc.servicer import InferenceServicer
+from gateway_svc.template_renderer import TemplateRenderer
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
@@ -293,7 +294,8 @@ class TestGateway:
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
         self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)
-        self.prompts = PromptReader()
+        self.templates = TemplateRenderer()
+        self.prompts = PromptReader(self.templates)
         self.grammars = GrammarChecker()
         self.servicer = InferenceServicer(
             self.directory,
@@ -334,6 +336,7 @@ class TestGateway:
         await self._server.grpc.stop(None)
         self.prompts.close()
         await self.grammars.close()
+        await self.templates.close()
 
     async def ready(self) -> TestGateway:
         await until(lambda: all(client.is_ready for client in self.clients))

@@ -15,6 +15,7 @@ from gateway_svc.text.reasoning import MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from svc_common import config
 from tests.chat_templates import TEMPLATES
+from tests.unit.gateway.rendering import render_chat
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
 QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
@@ -63,8 +64,8 @@ def test_templates_from_files(tmp_path: Path) -> None:
     templates = chat_templates(args)
     assert templates == {"named": "{{ tools }}<tool_call>"}
     tokenizer = Tokenizer.from_files(bundle_files(byte_level(), {"chat_template": "plain"}), templates)
-    assert tokenizer.render_chat([], template="named") == "None<tool_call>"
-    assert tokenizer.render_chat([]) == "plain"
+    assert render_chat(tokenizer, [], template="named") == "None<tool_call>"
+    assert render_chat(tokenizer, []) == "plain"
     assert tokenizer.chat_format("named").tools == TOOL_FORMATS["hermes"]
     assert tokenizer.chat_format().tools is None
 
@@ -80,6 +81,6 @@ def test_a_wrong_template_flag_is_refused(value: str) -> None:
 def test_templates_of_chat_template_json(value: str) -> None:
     files = bundle_files(byte_level(), {"chat_template": "old"}) | {"chat_template.json": value.encode()}
     tokenizer = Tokenizer.from_files(files)
-    assert tokenizer.render_chat([]) == "a"
+    assert render_chat(tokenizer, []) == "a"
     if '"b"' in value:
-        assert tokenizer.render_chat([], template="b") == "c"
+        assert render_chat(tokenizer, [], template="b") == "c"

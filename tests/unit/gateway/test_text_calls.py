@@ -12,8 +12,9 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc import servicer
+from gateway_svc import prompts
 from gateway_svc.prompts import INLINE_BYTES, PromptReader
+from gateway_svc.template_renderer import TemplateRenderer
 from svc_common.errors import OverloadedError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused, until
 
@@ -22,7 +23,7 @@ SIZE = 2 * INLINE_BYTES
 
 @pytest.fixture
 def reader() -> Any:
-    reader = PromptReader(max_call_bytes=3 * SIZE)
+    reader = PromptReader(TemplateRenderer(), max_call_bytes=3 * SIZE)
     yield reader
     reader.close()
 
@@ -70,7 +71,7 @@ async def test_both_rpcs_are_limited(
         return pb.TokenizeResponse()
 
     gateway.prompts._max_call_bytes = SIZE
-    monkeypatch.setattr(servicer, "tokenize", wait)
+    monkeypatch.setattr(prompts, "_tokenize_response", wait)
     open_call = gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="x" * SIZE)))
     await until(started.is_set)
     for call in (

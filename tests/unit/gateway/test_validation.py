@@ -13,10 +13,10 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc import parameters, validation
 from gateway_svc.models import ServedModel, read_bundle
-from gateway_svc.prompts import prompt_token_ids
 from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError, QuireError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
+from tests.unit.gateway.rendering import prompt_ids
 
 INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 TOKENS = pb.Prompt(tokens=types.TokenIds(ids=[5, 6, 7]))
@@ -225,8 +225,7 @@ def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPla
     validation.check_combinations(request)
     validation.grammar_of(request.sampling)
     validation.check_prompt_size(request, model)
-    prompt_ids = prompt_token_ids(request.prompt, model, add_special_tokens=True)
-    return validation.plan_generation(request, model, prompt_ids, request_id="r", drawn_seed=99)
+    return validation.plan_generation(request, model, prompt_ids(request.prompt, model), request_id="r", drawn_seed=99)
 
 
 @pytest.mark.parametrize(("fields", "field", "words"), BAD, ids=[f"{row[1]}-{i}" for i, row in enumerate(BAD)])

@@ -1,0 +1,174 @@
+"""Hostile chat templates: they run in processes with limits, and harm no chat of another model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc import template_process, template_renderer
+from gateway_svc.models import ServedModel, read_bundle
+from gateway_svc.prompts import PromptReader
+from gateway_svc.template_renderer import TemplateRenderer
+from svc_common.errors import InvalidRequestError, OverloadedError
+from tests.unit.gateway.fakes import make_bundle, make_info, until
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
+
+GOOD = "{% for message in messages %}{{ message.content }}{% endfor %}"
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# Template, and words of the error. Jinja computes constant expressions when it compiles a template.
+HOSTILE = [
+    (FOREVER, "model 'demo' takes more than 0.2 s of CPU time; send a shorter chat"),
+    ("{% if messages %}" + "{{ 'a' | center(10**9) | length }}" * 20 + "{% endif %}", "memory|CPU time"),
+    ("{{ messages[0].content * 10**10 }}", "needs more memory than is allowed"),
+    ("{{ ('a' * 10**10) | length }}", "MemoryError|needs more memory"),
+    ("{{ messages[0].content * 10**6 }}", r"wrote 5000000 characters; at most \d+ are allowed here"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox forbids|undefined value"),
+    ("{{ cycler.__init__.__globals__.os.environ }}", "sandbox forbids|undefined value"),
+    ("{{ messages.__reduce_ex__(2) }}", "sandbox forbids|undefined value"),
+    ("{{ '{0.__class__.__mro__}'.format(messages) }}", "sandbox forbids|undefined value"),
+    (r"{{ '\ud800' }}", "not valid Unicode"),
+]
+CHAT = pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")]))
+
+
+def model_with(template: str) -> ServedModel:
+    bundle = make_bundle(bundle_files(byte_level(), chat_template=template))
+    info = make_info(bundle)
+    return ServedModel(info, read_bundle(bundle, info.bundle_digest))
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_renderer, "CPU_S", 0.2)
+
+
+@pytest.fixture
+async def templates() -> AsyncIterator[TemplateRenderer]:
+    templates = TemplateRenderer()
+    yield templates
+    await templates.close()
+
+
+@pytest.fixture
+async def reader(templates: TemplateRenderer) -> AsyncIterator[PromptReader]:
+    reader = PromptReader(templates)
+    yield reader
+    reader.close()
+
+
+async def text_of(reader: PromptReader, model: ServedModel) -> str:
+    return model.require_tokenizer("").decode(await reader.token_ids(CHAT, model), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(("template", "words"), HOSTILE)
+async def test_a_hostile_template_is_the_callers_error(reader: PromptReader, template: str, words: str) -> None:
+    bad, good = model_with(template), model_with(GOOD)
+    assert await text_of(reader, good) == "hello"
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        await reader.token_ids(CHAT, bad)
+    assert caught.value.field == "prompt.chat"
+    with pytest.raises(InvalidRequestError, match=words):
+        await reader.tokenize(pb.TokenizeRequest(prompt=CHAT), bad)
+    assert await text_of(reader, good) == "hello"
+
+
+async def test_a_template_that_never_ends_delays_only_its_own_model(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "CPU_S", 60.0)
+    bad, good = model_with(FOREVER), model_with(GOOD)
+    waiting = [asyncio.create_task(reader.token_ids(CHAT, bad)) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert [await text_of(reader, good) for _ in range(20)] == ["hello"] * 20
+    assert not any(task.done() for task in waiting)
+    monkeypatch.setattr(template_renderer, "WAIT_TIMEOUT_S", 0.05)
+    with pytest.raises(OverloadedError, match="all processes that render chats of model 'demo' are busy") as caught:
+        await reader.token_ids(CHAT, bad)
+    assert caught.value.retry_after_s
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_template_that_only_waits_is_stopped(
+    reader: PromptReader, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that escapes from Jinja's sandbox could wait without using CPU time."""
+    model = model_with(GOOD)
+    await reader.token_ids(CHAT, model)
+    (pid,) = pids(templates)
+    monkeypatch.setattr(template_renderer, "TIMEOUT_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(OverloadedError, match=r"did not finish within 0\.2 s; retry later"):
+        await reader.token_ids(CHAT, model)
+    monkeypatch.undo()
+    assert await text_of(reader, model) == "hello"
+    assert pids(templates) != [pid]
+
+
+async def test_a_killed_process_is_replaced_unseen_by_the_chat(
+    reader: PromptReader, templates: TemplateRenderer
+) -> None:
+    model = model_with(GOOD)
+    templates.start()
+    for _ in range(3):
+        assert await text_of(reader, model) == "hello"
+        (pid,) = pids(templates)
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_client_that_disconnects_ends_no_process(reader: PromptReader, templates: TemplateRenderer) -> None:
+    model = model_with(GOOD)
+    await reader.token_ids(CHAT, model)
+    before = pids(templates)
+    for _ in range(20):
+        task = asyncio.create_task(reader.token_ids(CHAT, model))
+        await asyncio.sleep(0)
+        task.cancel()
+    await until(lambda: all(pool.is_idle for pool in templates._pools.values()))
+    assert await text_of(reader, model) == "hello"
+    assert set(before) <= set(pids(templates))
+
+
+async def test_the_process_cannot_open_files_and_has_no_passwords(
+    reader: PromptReader, templates: TemplateRenderer
+) -> None:
+    """The limits of the process hold even for code that escapes from Jinja's sandbox."""
+    await reader.token_ids(CHAT, model_with(GOOD))
+    (pid,) = pids(templates)
+    assert limit_of(pid, "Max open files") == limit_of(pid, "Max file size") == 0
+    assert limit_of(pid, "Max address space") == template_process.MAX_MEMORY_BYTES
+    names = {entry.split("=")[0] for entry in environment_of(pid)}
+    assert names <= {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ"}
+
+
+def limit_of(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    return int(line.split()[3])
+
+
+def environment_of(pid: int) -> list[str]:
+    return [entry for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry]
+
+
+def pids(templates: TemplateRenderer) -> list[int]:
+    return [pid for pool in templates._pools.values() for pid in pool.pids]
+
+
+async def test_many_models_share_a_bounded_number_of_processes(
+    reader: PromptReader, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "MAX_POOLS", 2)
+    models = [model_with(GOOD + str(i)) for i in range(4)]
+    for i, model in enumerate(models):
+        assert await text_of(reader, model) == f"hello{i}"
+        assert len(pids(templates)) <= 2
+    assert await text_of(reader, models[0]) == "hello0"
