@@ -123,7 +123,7 @@ def make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimit
     if args.key_limits is None:
         return KeyLimits()
     if not identifies_callers(args):
-        raise LimitsError("--key-limits needs --api-keys: limits apply to the owners of keys")
+        raise LimitsError("--key-limits needs --api-keys or --jwt-issuer: limits apply to owners of requests")
     file = LimitsFile(args.key_limits)
     buckets = LocalBuckets() if redis is None else RedisBuckets(redis, namespace=args.redis_namespace)
     return KeyLimits(file, buckets)
@@ -200,6 +200,8 @@ async def serve(
     if recorder is not None:
         recorder.start()
     limits.start()
+    if authenticator is not None:
+        await authenticator.start()
     tasks = [asyncio.create_task(client.run()) for client in clients]
     try:
         await _wait_ready(directory, changed, ready_within_s)
@@ -225,6 +227,8 @@ async def serve(
         if recorder is not None:
             await recorder.close()
         await limits.close()
+        if authenticator is not None:
+            await authenticator.close()
         if reader is not None:
             await reader.close()
         prompts.close()

@@ -9,30 +9,45 @@ import grpc
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.caller import Caller, current_caller
+from gateway_svc.callers.tokens import Tokens
 from svc_common.errors import Handler, QuireError, UnauthenticatedError
 
 SCHEME = "bearer "
+DOTS_OF_TOKEN = 2  # header.claims.signature
 # Health probes and generic tools need no key; everything else does.
 OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
 
 class Authenticator:
-    """Accepts API keys."""
+    """Accepts API keys, JSON web tokens, or both."""
 
-    def __init__(self, keys: ApiKeys) -> None:
+    def __init__(self, keys: ApiKeys | None, tokens: Tokens | None = None) -> None:
         self._keys = keys
+        self._tokens = tokens
+        kinds = ["an API key"] * (keys is not None) + ["a token (JWT)"] * (tokens is not None)
+        self._needed = f"{' or '.join(kinds)} is required; set QUIRE_API_KEY, or api_key=... in the client"
+
+    async def start(self) -> None:
+        if self._tokens is not None:
+            await self._tokens.start()
+
+    async def close(self) -> None:
+        if self._tokens is not None:
+            await self._tokens.close()
 
     async def authenticate(self, authorization: object) -> None:
-        """Set `current_caller` from an Authorization header. Raises UnauthenticatedError."""
+        """Set `current_caller` from an Authorization header. Raises QuireError."""
         if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
-            raise UnauthenticatedError("an API key is required; set QUIRE_API_KEY, or api_key=... in the client")
-        current_caller.set(self._caller_of(authorization[len(SCHEME) :].strip()))
+            raise UnauthenticatedError(self._needed)
+        current_caller.set(await self._caller_of(authorization[len(SCHEME) :].strip()))
 
-    def _caller_of(self, credential: str) -> Caller:
-        caller = self._keys.find(credential)
-        if caller is None:
-            raise UnauthenticatedError("the API key is not accepted by this gateway")
-        return caller
+    async def _caller_of(self, credential: str) -> Caller:
+        caller = None if self._keys is None else self._keys.find(credential)
+        if caller is not None:
+            return caller
+        if self._tokens is not None and (self._keys is None or credential.count(".") == DOTS_OF_TOKEN):
+            return await self._tokens.check(credential)
+        raise UnauthenticatedError("the API key is not accepted by this gateway")
 
 
 class CallerInterceptor(grpc.aio.ServerInterceptor):

@@ -8,6 +8,8 @@ from pathlib import Path
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CallersError
+from gateway_svc.callers.jwks import Jwks
+from gateway_svc.callers.tokens import Expected, Tokens, check_installed
 from svc_common import config
 
 MIN_PRIORITY = -1000  # lower limit of the request field
@@ -23,15 +25,47 @@ def add_caller_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read again "
         "when a file changes. Health and reflection need no key. The owner is the tenant of its requests, and only its "
-        "keys abort or resume them. Unset: no API key is needed, and any client that knows the id of a request can end "
-        "it",
+        "keys abort or resume them. Unset, without --jwt-issuer: no key is needed, and any client that knows the id of "
+        "a request can end it",
+    )
+    group.add_argument(
+        "--jwt-issuer",
+        metavar="ISSUER",
+        help="accept JSON web tokens of this issuer (claim iss), beside API keys; needs --jwt-audience and --jwt-jwks",
+    )
+    group.add_argument(
+        "--jwt-audience",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a token needs this audience (claim aud); repeat the flag to accept several (in the environment variable, "
+        "separate them by commas)",
+    )
+    group.add_argument(
+        "--jwt-jwks",
+        metavar="FILE|URL",
+        help="public keys of the issuer (JWKS): a file, read again when it changes, or an https:// URL, fetched every "
+        "5 minutes and when a token has an unknown key",
+    )
+    group.add_argument(
+        "--jwt-tenant-claim",
+        default="tenant",
+        metavar="CLAIM",
+        help="claim with the owner of the requests; a token without it belongs to the owner sub:SUBJECT",
+    )
+    group.add_argument("--jwt-scope", default="", metavar="SCOPE", help="a token needs this scope. Unset: none")
+    group.add_argument(
+        "--jwt-leeway-s",
+        type=config.in_range(float, 0.0, 600.0),
+        default=30.0,
+        help="tolerated difference of clocks when the times of a token are checked",
     )
     group.add_argument(
         "--isolation",
         choices=ISOLATIONS,
         help="tenant: requests of different tenants share no cached prefixes, so that no tenant can detect the prompts "
-        "of another; all gateways of a model need the same value. none: they share. Unset: tenant with --api-keys, "
-        "else none",
+        "of another; all gateways of a model need the same value. none: they share. Unset: tenant with --api-keys or "
+        "--jwt-issuer, else none",
     )
     group.add_argument(
         "--key-limits",
@@ -45,18 +79,33 @@ def add_caller_flags(parser: argparse.ArgumentParser) -> None:
         "--min-priority",
         type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
         metavar="N",
-        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys, else -1000",
+        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys "
+        "or --jwt-issuer, else -1000",
     )
 
 
 def identifies_callers(args: argparse.Namespace) -> bool:
     """Whether requests have owners."""
-    return args.api_keys is not None
+    return args.api_keys is not None or args.jwt_issuer is not None
 
 
 def make_authenticator(args: argparse.Namespace) -> Authenticator | None:
     """The check of credentials; None: all clients are served. Raises CallersError."""
-    return None if args.api_keys is None else Authenticator(ApiKeys(args.api_keys))
+    keys = None if args.api_keys is None else ApiKeys(args.api_keys)
+    tokens = _make_tokens(args)
+    return Authenticator(keys, tokens) if identifies_callers(args) else None
+
+
+def _make_tokens(args: argparse.Namespace) -> Tokens | None:
+    given = {"--jwt-issuer": args.jwt_issuer, "--jwt-audience": args.jwt_audience, "--jwt-jwks": args.jwt_jwks}
+    missing = [flag for flag, value in given.items() if not value]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise CallersError(f"tokens of clients need {', '.join(given)}; set {' and '.join(missing)} too")
+    check_installed()
+    expected = Expected(args.jwt_issuer, args.jwt_audience, args.jwt_tenant_claim, args.jwt_scope, args.jwt_leeway_s)
+    return Tokens(expected, Jwks(args.jwt_jwks))
 
 
 def isolates_tenants(args: argparse.Namespace) -> bool:
@@ -65,7 +114,9 @@ def isolates_tenants(args: argparse.Namespace) -> bool:
     Raises CallersError.
     """
     if args.isolation == "tenant" and not identifies_callers(args):
-        raise CallersError("--isolation tenant needs --api-keys: without keys, clients choose their tenant themselves")
+        raise CallersError(
+            "--isolation tenant needs --api-keys or --jwt-issuer: without them, clients choose their tenant themselves"
+        )
     return identifies_callers(args) if args.isolation is None else bool(args.isolation == "tenant")
 
 

@@ -49,6 +49,7 @@ def named(word: str, text: str) -> Objects:
             "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
             "apiKeys": {"existingSecret": word, "testEntry": word},
             "records": {"existingSecret": word},
+            "jwt": {"issuer": text, "audiences": [text], "jwksUrl": text, "tenantClaim": text, "scope": text},
             "admin": {"enabled": True, "existingSecret": word},
             "keyLimits": {"toml": text},
             "ingress": {"enabled": True, "className": word, "hosts": [word], "tlsSecret": word},

@@ -8,7 +8,7 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
-from tests.chart.test_values import ADMIN, ISSUER, KEYS, MONITOR, merged
+from tests.chart.test_values import ADMIN, ISSUER, JWT, KEYS, MONITOR, merged
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -159,6 +159,11 @@ COMBINATIONS = [
         merged(KEYS, {"gateway": {"keyLimits": {"toml": "[default]", "existingConfigMap": "c"}}}),
         "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set",
     ),
+    ({"gateway": {"jwt": {"scope": "s"}}}, "set gateway.jwt.issuer too"),
+    ({"gateway": {"jwt": {"issuer": "i"}}}, "set gateway.jwt.audiences, such as [quire]"),
+    ({"gateway": {"jwt": {"issuer": "i", "audiences": ["a"]}}}, "set one of gateway.jwt.jwksUrl and gateway.jwt"),
+    (merged(JWT, {"gateway": {"jwt": {"existingConfigMap": "c"}}}), "set one of gateway.jwt.jwksUrl and gateway.jwt"),
+    ({"gateway": {"jwt": JWT["gateway"]["jwt"]}}, "helm test has no token: set gateway.apiKeys.existingSecret"),
     ({"gateway": {"isolation": "tenant"}}, "set gateway.apiKeys.existingSecret too"),
     ({"gateway": {"keyLimits": {"toml": "[default]"}}}, "set gateway.apiKeys.existingSecret too"),
     (

@@ -52,6 +52,10 @@ OUTSIDE = {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}
 ISSUER = {"trust": {"mode": "tls", "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
 CERTIFICATES = {"gateway": "cert-g", "scheduler": "cert-s", "worker": "cert-w"}
 TRUST_TLS = {"trust": {"mode": "tls", "tls": {"existingSecrets": CERTIFICATES}}}
+JWT = {
+    "gateway": KEYS["gateway"] | {"jwt": {"issuer": "https://i", "audiences": ["quire"], "jwksUrl": "https://i/jwks"}},
+}
+JWT_FILE = {"gateway": KEYS["gateway"] | {"jwt": {"issuer": "https://i", "audiences": ["quire"]}}}
 ADMIN = {"gateway": {"admin": {"enabled": True, "existingSecret": "ops"}}}
 LIMITS = "[default]\nmax_streams = 5\n"
 TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
@@ -240,6 +244,15 @@ OPERATORS = [
     ),
     Case("gateway.admin.existingSecret", "s", GATEWAY, "arg --admin-keys", "/etc/quire/admin-keys", ADMIN),
     Case("gateway.admin.existingSecret", "s", GATEWAY, "volume admin-keys", {"secret": {"secretName": "s"}}, ADMIN),
+    Case("gateway.jwt.issuer", "https://j", GATEWAY, "arg --jwt-issuer", "https://j", JWT),
+    Case("gateway.jwt.issuer", "", GATEWAY, "arg --jwt-jwks", None),
+    Case("gateway.jwt.audiences", ["q"], GATEWAY, "arg --jwt-audience", "q", JWT),
+    Case("gateway.jwt.jwksUrl", "https://i/keys", GATEWAY, "arg --jwt-jwks", "https://i/keys", JWT),
+    Case("gateway.jwt.existingConfigMap", "c", GATEWAY, "arg --jwt-jwks", "/etc/quire/jwks/jwks.json", JWT_FILE),
+    Case("gateway.jwt.existingConfigMap", "c", GATEWAY, "volume jwks", {"configMap": {"name": "c"}}, JWT_FILE),
+    Case("gateway.jwt.tenantClaim", "org", GATEWAY, "arg --jwt-tenant-claim", "org", JWT),
+    Case("gateway.jwt.scope", "quire.use", GATEWAY, "arg --jwt-scope", "quire.use", JWT),
+    Case("gateway.jwt.scope", "", GATEWAY, "arg --jwt-scope", None, JWT),
     Case("gateway.isolation", "none", GATEWAY, "arg --isolation", "none", KEYS),
     Case("gateway.isolation", "", GATEWAY, "arg --isolation", None, KEYS),
     Case("gateway.keyLimits.toml", LIMITS, GATEWAY, "arg --key-limits", "/etc/quire/key-limits/limits.toml", KEYS),
@@ -883,7 +896,7 @@ def test_a_model_may_override_some_scheduler_values() -> None:
 
 EVERYTHING: Values = {
     "metrics": {"compat": "vllm"},
-    "gateway": KEYS["gateway"]
+    "gateway": JWT["gateway"]
     | ADMIN["gateway"]
     | {"tls": {"existingSecret": "cert", "clientCaSecret": "ca"}, "keyLimits": {"toml": LIMITS}},
     "scheduler": {"blockKey": {"existingSecret": "b"}},

@@ -11,6 +11,7 @@
 {{- include "quire.validateNetwork" . -}}
 {{- include "quire.validateTrust" . -}}
 {{- include "quire.validateAdmin" . -}}
+{{- include "quire.validateJwt" . -}}
 {{- include "quire.validateKeyLimits" . -}}
 {{- end -}}
 
@@ -288,6 +289,22 @@
 {{- $http := .Values.gateway.http -}}
 {{- if and $admin.enabled $http.enabled (eq (int $admin.port) (int $http.port)) -}}
 {{- fail (printf "gateway.admin.port is %d, the same as gateway.http.port: set different ports" (int $http.port)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateJwt" -}}
+{{- $jwt := .Values.gateway.jwt -}}
+{{- if and (or $jwt.audiences $jwt.jwksUrl $jwt.existingConfigMap $jwt.scope) (not $jwt.issuer) -}}
+{{- fail "gateway.jwt has values, but tokens are off: set gateway.jwt.issuer too" -}}
+{{- end -}}
+{{- if and $jwt.issuer (not $jwt.audiences) -}}
+{{- fail "gateway.jwt.issuer is set without audiences: set gateway.jwt.audiences, such as [quire]" -}}
+{{- end -}}
+{{- if and $jwt.issuer (eq (empty $jwt.jwksUrl) (empty $jwt.existingConfigMap)) -}}
+{{- fail "gateway.jwt needs the keys of the issuer: set one of gateway.jwt.jwksUrl and gateway.jwt.existingConfigMap" -}}
+{{- end -}}
+{{- if and $jwt.issuer (not .Values.gateway.apiKeys.existingSecret) -}}
+{{- fail "gateway.jwt is on, but helm test has no token: set gateway.apiKeys.existingSecret and gateway.apiKeys.testEntry too" -}}
 {{- end -}}
 {{- end -}}
 
