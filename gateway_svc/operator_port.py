@@ -23,6 +23,7 @@ from gateway_svc.callers.flags import identifies_callers
 from svc_common import config
 from svc_common.errors import PermissionDeniedError
 from svc_common.serve import GrpcServer
+from svc_common.tls import TlsFiles, server_credentials
 from svc_common.trust import TrustError, is_loopback
 
 SERVICE_NAME = "quire.v1.AdminService"
@@ -57,13 +58,13 @@ def add_admin_service(
     servicer: AdminServicer,
     status: Callable[[], Awaitable[pb.GetStatusResponse]],
     public: GrpcServer,
-    credentials: grpc.ServerCredentials | None,
+    tls: TlsFiles | None,
 ) -> GrpcServer | None:
     """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
 
     The new server also serves GetStatus, with the result of `status`.
 
-    Raises CallersError or TrustError.
+    Raises CallersError, TlsError or TrustError.
     """
     is_public = is_public_for_operators(args)
     add_AdminServiceServicer_to_server(servicer if is_public else Elsewhere(), public.grpc)
@@ -78,7 +79,7 @@ def add_admin_service(
     server = GrpcServer(
         listen=args.admin_listen,
         service_names=[SERVICE_NAME],
-        credentials=credentials,
+        credentials=None if tls is None else server_credentials(tls),
         interceptors=[] if keys is None else [CallerInterceptor(Authenticator(keys))],
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)

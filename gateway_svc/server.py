@@ -141,12 +141,11 @@ async def serve(
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
     authenticator = make_authenticator(args)
-    credentials = None if tls is None else server_credentials(tls)
     server = GrpcServer(
         listen=args.listen,
         service_names=SERVICE_NAMES,
         shares_port=shares_port,
-        credentials=credentials,
+        credentials=None if tls is None else server_credentials(tls),
         max_connection_age_s=args.max_connection_age_s,
         max_receive_bytes=MAX_RECEIVE_BYTES,
         accepts_compression=True,
@@ -192,7 +191,7 @@ async def serve(
     admin = make_admin(args, server, read)
     http = make_http(args, servicer, directory, prompts, server, authenticator, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, credentials)
+    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, tls)
     await admin.start()
     templates.start()
     if reader is not None:

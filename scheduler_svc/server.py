@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import math
 import secrets
@@ -82,8 +83,9 @@ class Parts:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Implements SchedulerService: decodes a request, calls one component, encodes the response."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, trust: Trust) -> None:
         self._parts = parts
+        self._trust = trust
         self.address = ""
 
     async def Attach(
@@ -95,7 +97,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Register(
         self, request_iterator: AsyncIterator[scheduler_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
-        async for response in self._parts.pool.register(request_iterator):
+        may_use_id = functools.partial(self._trust.check_worker_id, context)
+        async for response in self._parts.pool.register(request_iterator, may_use_id):
             yield response
 
     async def GetBundle(
@@ -230,6 +233,13 @@ def make_arguments() -> argparse.ArgumentParser:
     )
     add_flags(parser)
     parser.add_argument(
+        "--internal-tls-worker-name",
+        metavar="TEMPLATE",
+        help="DNS name of a worker in its certificate, beside that of its role; {id} stands for its --worker-id. A "
+        "worker may then register only its own id, and only an address where a server with this name answers. "
+        "Unset: certificates do not name ids",
+    )
+    parser.add_argument(
         "--block-key-file",
         type=Path,
         metavar="FILE",
@@ -257,7 +267,7 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     step_loop = StepLoop(config, index)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.channels_to("worker"), keys)
+    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys)
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 
@@ -279,7 +289,7 @@ async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
         has_reflection=not trust.is_on,
         interceptors=trust.interceptors(CALLERS),
     )
-    servicer = SchedulerServicer(parts)
+    servicer = SchedulerServicer(parts, trust)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     admin = make_admin(args, parts, server)
     await admin.start()
@@ -341,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv)
     setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:
-        trust = make_trust(args, "scheduler")
+        trust = make_trust(args, "scheduler", args.internal_tls_worker_name)
         check_reach(args, trust, args.listen)
         parts = build(args, trust)
     except ValueError as error:

@@ -25,7 +25,7 @@ from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, Work
 from scheduler_svc.metrics import StepMeter
 from scheduler_svc.seals import BlockKeys
 from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
-from svc_common.serve import OpenChannel, open_channel
+from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
@@ -36,6 +36,9 @@ HANDSHAKE_TIMEOUT_S = 10.0
 TRANSFER_TIMEOUT_S = 60.0
 
 StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.StepStreamResponse]
+
+
+OpenWorker = Callable[[str, str], grpc.aio.Channel]  # from address and worker id
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class Dialer:
         scheduler_id: str,
         timeouts: LinkTimeouts,
         meter: StepMeter | None = None,
-        open_channel: OpenChannel = open_channel,
+        open_worker: OpenWorker = lambda address, worker_id: open_channel(address),
         keys: BlockKeys | None = None,
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
@@ -210,7 +213,7 @@ class Dialer:
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
         self._meter = meter or StepMeter()
-        self._open_channel = open_channel
+        self._open_worker = open_worker
         self._keys = keys
 
     @contextlib.asynccontextmanager
@@ -221,7 +224,7 @@ class Dialer:
 
         Raises QuireError with a message for the worker's log if the worker cannot be leased.
         """
-        async with self._open_channel(address) as channel:
+        async with self._open_worker(address, capacity.worker_id) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 granted = await self._take_lease(stub)
@@ -240,12 +243,12 @@ class Dialer:
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
 
-    async def drain(self, address: str, timeout_s: float) -> int:
+    async def drain(self, address: str, worker_id: str, timeout_s: float) -> int:
         """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.
 
         Raises QuireError if the worker refuses. Uses its own channel, because the lease may end before the answer.
         """
-        async with self._open_channel(address) as channel:
+        async with self._open_worker(address, worker_id) as channel:
             try:
                 response = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
                     worker_pb2.DrainRequest(timeout_s=timeout_s)

@@ -110,13 +110,19 @@ class WorkerPool:
     # -- registration -------------------------------------------------------------------------------------------------
 
     async def register(
-        self, requests: AsyncIterator[scheduler_pb2.RegisterRequest]
+        self,
+        requests: AsyncIterator[scheduler_pb2.RegisterRequest],
+        check_id: Callable[[str], None] = lambda worker_id: None,
     ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
-        """Serve one Register stream. Raises the error that refuses the worker. A broken stream does not end a lease."""
+        """Serve one Register stream. Raises the error that refuses the worker. A broken stream does not end a lease.
+
+        `check_id` raises an error if the caller may not use a worker id.
+        """
         stream = aiter(requests)
         first = await anext(stream, None)
         if first is None:
             return
+        check_id(first.worker_id)
         worker = self._admit(first)
         registration = RegisterStream(asyncio.get_running_loop().create_future())
         self._replace_registration(worker, registration)
@@ -227,7 +233,7 @@ class WorkerPool:
             )
         num_rows = self._step_loop.num_rows(worker_id)
         self._step_loop.worker_draining(worker.link)
-        draining = asyncio.create_task(self._dialer.drain(worker.address, timeout_s))
+        draining = asyncio.create_task(self._dialer.drain(worker.address, worker_id, timeout_s))
         self._releases.add(draining)
         draining.add_done_callback(self._released)
         await asyncio.wait([draining], timeout=DRAIN_REFUSED_S)

@@ -132,11 +132,12 @@ def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
         retry=Retry(NoBackoff(), 0),
         health_check_interval=0,
     )
-    pool = client.connection_pool
-    if pool.connection_class is SSLConnection:
+    if server.url.startswith("rediss://"):
+        pool = client.connection_pool
         pool.connection_class = _TlsConnection
         pool.connection_kwargs["files"] = _TlsFiles(server)
     if server.password is not None:
+        pool = client.connection_pool
         username = pool.connection_kwargs.pop("username", None)
         pool.connection_kwargs["credential_provider"] = _PasswordFile(server.password, username)
     return client

@@ -65,7 +65,10 @@ def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None, flags
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that are updated when the files change. With a client CA, clients must present a certificate."""
+    """Credentials of one port, which are updated when the files change. gRPC cannot use them for a second port.
+
+    With a client CA, clients must present a certificate.
+    """
     reader = _Reader(files)
     return grpc.dynamic_ssl_server_credentials(
         reader.served.to_grpc(),
@@ -77,13 +80,13 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 def ssl_context(files: TlsFiles) -> ssl.SSLContext:
     """A TLS context for the HTTP port, also updated when the files change. Raises TlsError."""
     reader = _Reader(files)
-    newest = _check(files)
+    newest = ssl_settings(files)
 
     def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called at each handshake."""
         nonlocal newest
         if reader.fetch() is not None:
-            newest = _check(files)
+            newest = ssl_settings(files)
         connection.context = newest
 
     newest.sni_callback = renew
@@ -97,7 +100,7 @@ class _Reader:
         self._files = files
         self._last_error = ""
         self.served = read_files(files)
-        _check(files)
+        ssl_settings(files)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC on its own thread before each handshake. None: no change."""
@@ -105,7 +108,7 @@ class _Reader:
             contents = read_files(self._files)
             if contents == self.served:
                 return None
-            _check(self._files)
+            ssl_settings(self._files)
         except TlsError as error:
             self._log_once(str(error))
             return None
@@ -134,8 +137,8 @@ def _bytes_of(setting: str, path: Path) -> bytes:
         raise TlsError(f"{setting} {path}: {error.strerror or error}") from None
 
 
-def _check(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context from the files. Raises TlsError with the cause, which gRPC does not report."""
+def ssl_settings(files: TlsFiles) -> ssl.SSLContext:
+    """A TLS context of a server from the files. Raises TlsError with the cause, which gRPC does not report."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)

@@ -21,13 +21,14 @@ import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
+from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
 from svc_common.serve import CHANNEL_OPTIONS, OpenChannel, open_channel
 from svc_common.tls import TlsFiles, TlsFlags, read_files, server_credentials, tls_files
@@ -35,6 +36,8 @@ from svc_common.tls import TlsFiles, TlsFlags, read_files, server_credentials, t
 SCHEME = "Bearer "
 DIGEST = "sha256:"
 ROLES = ("gateway", "scheduler", "worker")
+SERVERS = ("scheduler", "worker")  # roles that other services call
+WORKER_NAME = "--internal-tls-worker-name"
 # Health probes need no role. Reflection is off where roles are checked.
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
 INTERNAL = TlsFlags("--internal-tls-cert-file", "--internal-tls-key-file", "--internal-tls-ca-file")
@@ -76,17 +79,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_trust(args: argparse.Namespace, role: str) -> Trust:
-    """The trust of a service with this role. Raises TrustError or TlsError."""
+def make_trust(args: argparse.Namespace, role: str, worker_name: str | None = None) -> Trust:
+    """The trust of a service with this role. Raises TrustError or TlsError.
+
+    `worker_name`: the name with the id of a worker in its certificate; None if certificates do not name ids.
+    """
     files = tls_files(args.internal_tls_cert_file, args.internal_tls_key_file, args.internal_tls_ca_file, INTERNAL)
     if files is not None and files.client_ca is None:
         raise TrustError(f"{INTERNAL.cert} needs {INTERNAL.client_ca}: services check each other's certificates")
     if "{role}" not in args.internal_tls_name:
         raise TrustError(f"--internal-tls-name {args.internal_tls_name}: it must contain {{role}}")
+    _check_worker_name(worker_name, files)
     tokens = None if args.token_file is None else Tokens(args.token_file)
     if tokens is not None:
         tokens.check_has(role)
-    return Trust(role, files, args.internal_tls_name, tokens)
+    trust = Trust(role, files, args.internal_tls_name, tokens, worker_name)
+    trust.check_own_certificate()
+    return trust
+
+
+def _check_worker_name(name: str | None, files: TlsFiles | None) -> None:
+    if name is None:
+        return
+    if files is None:
+        raise TrustError(f"{WORKER_NAME} needs {INTERNAL.cert}: the name is in the certificates of workers")
+    if "{id}" not in name or name == "{id}" or "://" in name:
+        # An id alone could be the name of a role. gRPC compares only DNS names with the certificate of a server.
+        raise TrustError(f"{WORKER_NAME} {name}: it must be a DNS name with {{id}}, such as {{id}}.quire-worker")
 
 
 def check_reach(args: argparse.Namespace, trust: Trust, *listens: str) -> None:
@@ -168,6 +187,13 @@ class Trust:
     files: TlsFiles | None = None
     name: str = "quire-{role}"
     tokens: Tokens | None = None
+    worker_name: str | None = None
+    own: OwnCertificate | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        served_as = "" if self.role not in SERVERS or "://" in self.name else self.name.format(role=self.role)
+        own = None if self.files is None else OwnCertificate(self.files, served_as)
+        object.__setattr__(self, "own", own)
 
     @property
     def is_on(self) -> bool:
@@ -181,19 +207,32 @@ class Trust:
         """Opens channels to services of this role."""
         return lambda target: self.open_channel(target, role)
 
+    def check_own_certificate(self) -> None:
+        """Log an error if peers will refuse the certificate of this service."""
+        if self.own is not None:
+            self.own.check()
+
     # -- as a client --------------------------------------------------------------------------------------------------
 
     def open_channel(self, target: str, role: str) -> grpc.aio.Channel:
         """A channel to a service of this role. With certificates, a server of another role fails the handshake."""
-        channel = open_channel(target) if self.files is None else self._secure_channel(target, role)
+        return self._open(target, self.name.format(role=role))
+
+    def open_worker(self, target: str, worker_id: str) -> grpc.aio.Channel:
+        """A channel to a worker. If certificates name ids, a server with another id fails the handshake."""
+        if self.worker_name is None:
+            return self.open_channel(target, "worker")
+        return self._open(target, self.worker_name.format(id=worker_id))
+
+    def _open(self, target: str, name: str) -> grpc.aio.Channel:
+        channel = open_channel(target) if self.files is None else self._secure_channel(target, self.files, name)
         return channel if self.tokens is None else _TokenChannel(channel, self.tokens, self.role)
 
-    def _secure_channel(self, target: str, role: str) -> grpc.aio.Channel:
-        assert self.files is not None
-        served = read_files(self.files)
+    def _secure_channel(self, target: str, files: TlsFiles, name: str) -> grpc.aio.Channel:
+        self.check_own_certificate()
+        served = read_files(files)
         credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
         # Check the role in the certificate, not the address: the address of a worker is that of its pod.
-        name = self.name.format(role=role)
         override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(target, credentials, options=[*CHANNEL_OPTIONS, *override])
 
@@ -215,11 +254,21 @@ class Trust:
             self._check_token(self.tokens, authorization, callers)
 
     def _check_certificate(self, context: grpc.aio.ServicerContext[Any, Any], callers: Collection[str]) -> None:
-        names = context.auth_context().get("x509_subject_alternative_name", ())
-        shown = [name.decode("utf-8", "replace") for name in names]
-        if not {self.name.format(role=role) for role in callers} & set(shown):
-            found = ", ".join(shown) or "no role"
+        names = _names(context)
+        if not {self.name.format(role=role) for role in callers} & set(names):
+            found = ", ".join(names) or "no role"
             raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's certificate names {found}")
+
+    def check_worker_id(self, context: grpc.aio.ServicerContext[Any, Any], worker_id: str) -> None:
+        """Raise PermissionDeniedError if certificates name ids and the caller's does not name this one."""
+        if self.worker_name is None:
+            return
+        required, names = self.worker_name.format(id=worker_id), _names(context)
+        if required not in names:
+            raise PermissionDeniedError(
+                f"worker_id {worker_id!r} needs a certificate with the name {required} ({WORKER_NAME}); the caller's "
+                f"certificate names {', '.join(names)}"
+            )
 
     @staticmethod
     def _check_token(tokens: Tokens, authorization: str, callers: Collection[str]) -> None:
@@ -230,6 +279,19 @@ class Trust:
             raise UnauthenticatedError("the token of the caller is not in this service's --token-file")
         if role not in callers:
             raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's token has role {role}")
+
+
+def _names(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
+    """The DNS names and URIs in the certificate of the caller."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return [name.decode("utf-8", "replace") for name in names]
+
+
+def certificate_problem(details: str) -> str:
+    """The reason in gRPC's details of a call that failed because of the server's certificate; else empty."""
+    if found := re.search(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)", details):
+        return f"its certificate is refused: {found[1]}"
+    return "its certificate is for another role or id" if "Hostname Verification Check failed" in details else ""
 
 
 def _either(roles: Collection[str]) -> str:

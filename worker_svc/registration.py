@@ -30,6 +30,7 @@ from quire.v1 import types_pb2
 from svc_common.serve import OpenChannel, open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
+from svc_common.trust import certificate_problem
 from worker_svc.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,8 @@ class Registration:
             candidate.next_return_at = candidate.next_try_at
         else:
             # Repetitions are recognized by code, because details contain changing addresses and times.
-            message = f"scheduler {address} is not available ({code.name}); trying {self._next_target(end)}"
+            reason = ": ".join(filter(None, (code.name, certificate_problem(end.details))))
+            message = f"scheduler {address} is not available ({reason}); trying {self._next_target(end)}"
             _log_once(candidate, logging.WARNING, message, end.details)
             # Workers that lost one scheduler together must not retry at the same time.
             candidate.next_try_at = now + candidate.pause_s * self._rng.uniform(0.5, 1.0)

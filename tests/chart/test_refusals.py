@@ -135,6 +135,10 @@ COMBINATIONS = [
         {"trust": {"mode": "tls", "tls": {"existingSecrets": {"gateway": "g", "worker": "w"}}}},
         "the schedulers have no certificate: set trust.tls.existingSecrets.scheduler, or trust.certManager.enabled",
     ),
+    (
+        {"trust": {"mode": "none", "certManager": {"workerName": "{id}.w"}}},
+        "trust.certManager.workerName is set, but trust.certManager.enabled is false",
+    ),
     ({"trust": {"mode": "tls", "certManager": {"enabled": True}}}, "set trust.certManager.issuerRef.name"),
     (
         merged(ISSUER, {"trust": {"tls": {"existingSecrets": {"gateway": "g"}}}}),
@@ -206,6 +210,7 @@ BAD_VALUES = [
     ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
     ({"trust": {"mode": "mtls"}}, "/trust/mode"),
     ({"trust": {"mode": "tls", "tls": {"name": "quire"}}}, "/trust/tls/name"),
+    ({"trust": {"certManager": {"workerName": "{id}"}}}, "/trust/certManager/workerName"),
     ({"ports": {"metrics": 70000}}, "maximum: got 70,000, want 65,535"),
     ({"models": []}, "minItems: got 0, want 1"),
     ({"models": [{"path": "/m"}]}, "missing property 'name'"),

@@ -146,6 +146,7 @@ COMMON = [
     Case("test.resources", RESOURCES, "Pod test", "spec.containers.0.resources", RESOURCES),
 ]
 
+NAMED = "{id}.quire-worker"
 TRUST_FILE = "/etc/quire/trust/"
 TRUST = [
     *(Case("trust.mode", "tokens", part, "arg --token-file", f"{TRUST_FILE}tokens") for part in SERVICES),
@@ -215,6 +216,30 @@ TRUST = [
         "Certificate trust-worker",
         "spec.issuerRef.kind",
         "ClusterIssuer",
+        ISSUER,
+    ),
+    Case("trust.certManager.workerName", NAMED, SCHEDULER, "arg --internal-tls-worker-name", NAMED, ISSUER),
+    Case("trust.certManager.workerName", NAMED, "Certificate trust-worker", "", None, ISSUER),
+    Case("trust.certManager.workerName", "", SCHEDULER, "arg --internal-tls-worker-name", None, ISSUER),
+    Case(
+        "trust.certManager.workerName",
+        NAMED,
+        WORKER,
+        "volume trust",
+        {
+            "csi": {
+                "driver": "csi.cert-manager.io",
+                "readOnly": True,
+                "volumeAttributes": {
+                    "csi.cert-manager.io/issuer-name": "ca",
+                    "csi.cert-manager.io/issuer-kind": "Issuer",
+                    "csi.cert-manager.io/issuer-group": "cert-manager.io",
+                    "csi.cert-manager.io/dns-names": "quire-worker,${POD_NAME}.quire-worker",
+                    "csi.cert-manager.io/key-usages": "digital signature,server auth,client auth",
+                    "csi.cert-manager.io/fs-group": "10001",
+                },
+            }
+        },
         ISSUER,
     ),
     Case("trust.certManager.issuerRef.group", "g", "Certificate trust-worker", "spec.issuerRef.group", "g", ISSUER),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import sys
@@ -104,8 +105,11 @@ def test_errors_of_refused_clients(gateway: Service, files: Files) -> None:
     unknown = trustme.CA()
     unknown.cert_pem.write_to_path(files.folder / "unknown.crt")
     other_cert, other_key = files.write("other", unknown.issue_cert("you@example.com"))
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=9)
+    expired = files.authority.issue_cert("me@example.com", not_before=past, not_after=past + datetime.timedelta(days=1))
     for tls, words in (
         (False, "the server requires TLS"),
+        (Tls(files.ca, *files.write("expired", expired), NAME), "a client certificate"),
         (Tls(files.ca, server_name=NAME), "a client certificate"),
         (Tls(files.ca, other_cert, other_key, NAME), "a client certificate"),
         (Tls(files.ca, cert, key, "other.example.com"), "set --tls-server-name"),

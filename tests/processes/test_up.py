@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -107,6 +109,30 @@ def check_status(status: dict[str, Any]) -> None:
         assert worker["blocks_used"] == 0
         assert worker["blocks_free"] > 0
         assert worker["blocks_cached"] >= 0
+
+
+def test_up_encrypts_every_connection(tmp_path: Path) -> None:
+    with quire_up(tmp_path, "--tls", "--executor", "sim") as (process, ready):
+        target, ca = ready["target"], ready["tls_ca"]
+        (command,) = re.findall(r"^  quire status (.*)$", (tmp_path / "up.txt").read_text(), re.MULTILINE)
+        assert command == f"--target {target} --tls-ca {ca}"
+        answer = json.loads(quire(target, "generate", "--tokens", "1,2", "--max-tokens", "3", "--json", "--tls-ca", ca))
+        assert len(answer["token_ids"]) == 3
+        (scheduler,) = json.loads(quire(target, "status", "--json", "--tls-ca", ca))["schedulers"]
+        (http,) = ready["http"]
+        with urllib.request.urlopen(f"{http}/models", context=ssl.create_default_context(cafile=ca)) as reply:
+            assert http.startswith("https://")
+            assert json.load(reply)["data"][0]["id"] == "demo"
+        for address in (target, scheduler["address"], scheduler["workers"][0]["address"]):
+            with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5.0)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not (Path(ca).parent / "ca.key").exists()
+        assert Path(ca).parent.stat().st_mode & 0o077 == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
+        assert not Path(ca).parent.exists()
+    assert "will refuse" not in "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 
 def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ examples:
   quire up --model Qwen/Qwen3-0.6B@main      a model of the Hugging Face Hub: cached, else downloaded
   quire up --gateways 2 --schedulers 2 --workers 2   two replicas of every service
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
+  quire up --tls                             certificates for clients and services, made for this run
   quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: trusted networks only)
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
 
@@ -68,6 +69,13 @@ examples:
   quire key hash < old-key.txt               the line of a key that exists
 """
 
+CERT_EXAMPLES = """\
+examples:
+  quire cert certs --host llm.example.com    a CA, a certificate per role, and one for the gateways' public port
+  quire cert certs --host llm.example.com    again: new certificates of the same CA, without a restart of services
+  quire cert certs --worker-id w-1 --worker-id w-2   also certificates that name a worker's id
+"""
+
 CHAT_EXAMPLES = """\
 examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
@@ -90,6 +98,7 @@ def make_parser() -> Parser:
     _add_drain(commands)
     _add_doctor(commands)
     _add_key(commands)
+    _add_cert(commands)
     _add_batch(commands)
     _add_bench(commands)
     _add_completion(commands, parser)
@@ -146,6 +155,11 @@ def _add_up_flags(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         metavar="MS",
         help="least time between two chunks of a stream (default 50, because all services share this machine; 0: none)",
+    )
+    add(
+        "--tls",
+        action="store_true",
+        help="encrypt all connections with certificates that are made for this run; prints --tls-ca for clients",
     )
     add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
     add(
@@ -326,6 +340,23 @@ def _add_key(commands: argparse._SubParsersAction[Parser]) -> None:
         "--dir", type=Path, metavar="DIR", help="add the line to DIR/OWNER; DIR is the folder of --api-keys"
     )
     key.add_argument("--json", action="store_true", help="one JSON line")
+
+
+def _add_cert(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "make the certificates of the services, signed by a CA of their own"
+    cert = _command(commands, "cert", "cert", "run", summary, CERT_EXAMPLES)
+    cert.add_argument("dir", type=Path, metavar="DIR", help="folder to write; its CA is used again if it has one")
+    cert.add_argument(
+        "--host",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="DNS name or IP address of the gateways, for clients (default: localhost and 127.0.0.1)",
+    )
+    cert.add_argument(
+        "--worker-id", action="append", metavar="ID", default=[], help="also a certificate for this worker"
+    )
+    cert.add_argument("--days", type=positive, default=90.0, metavar="N", help="days until they expire (default 90)")
 
 
 def _add_batch(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from quire_client.cli.hub import HubError, find_model, parse_name
 from quire_client.cli.install import SERVICES, install_command, is_installed
+from quire_client.cli.local_trust import LocalTrust, make_trust
 from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
 
 T = TypeVar("T")
@@ -32,7 +32,6 @@ NEEDED = {
     "redis": "gateway and scheduler",
 }
 MAX_PORT = 65_535
-TOKEN_FILE = "tokens"
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
 CHUNK_INTERVAL_MS = 50.0  # text still appears smoothly
@@ -54,11 +53,7 @@ class Plan:
     log_dir: Path
     is_log_dir_temporary: bool = False
     http_urls: tuple[str, ...] = ()  # URLs of the OpenAI-compatible API, one per gateway
-
-    @property
-    def token_file(self) -> Path:
-        """The file of the tokens that authenticate the services; deleted after the services have ended."""
-        return self.log_dir / TOKEN_FILE
+    trust: LocalTrust = field(default_factory=LocalTrust)
 
 
 def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> Plan:
@@ -79,7 +74,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
     log_dir.mkdir(parents=True, exist_ok=True)
-    trust = _trust_flags(log_dir)
+    trust = make_trust(log_dir, args.host, has_tls=args.tls)
     specs = [
         *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
@@ -96,7 +91,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
         if args.metrics
         else [_quiet(spec) for spec in specs]
     )
-    specs = [replace(spec, arguments=(*spec.arguments, *trust)) for spec in specs]
+    specs = [trust.added_to(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
         _backend_note(args, threads),
@@ -104,22 +99,8 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
-    urls = tuple(f"http://{_reachable(args.host)}:{port}/v1" for port in http_ports)
-    return Plan(tuple(specs), target, name, notes, log_dir, not args.log_dir, urls)
-
-
-def _trust_flags(folder: Path) -> tuple[str, ...]:
-    """Write tokens that authenticate the services to a file that only this user can read. Returns the flags.
-
-    Returns no flags if the environment has other credentials. A worker started by hand can use the same file.
-    """
-    if os.environ.get("QUIRE_TOKEN_FILE") or os.environ.get("QUIRE_INTERNAL_TLS_CERT_FILE"):
-        return ()
-    path = folder / TOKEN_FILE
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.writelines(f"{role} {secrets.token_urlsafe(24)}\n" for role in SERVICES)
-    return ("--token-file", str(path))
+    urls = tuple(f"{'https' if args.tls else 'http'}://{_reachable(args.host)}:{port}/v1" for port in http_ports)
+    return Plan(tuple(specs), target, name, notes, log_dir, not args.log_dir, urls, trust)
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
@@ -184,8 +165,8 @@ def _check_installed() -> None:
 def _check_environment() -> None:
     if os.environ.get("QUIRE_TLS_CERT_FILE"):  # the gateway would read it
         raise SetupError(
-            "QUIRE_TLS_CERT_FILE is set, but `quire up` starts its services without TLS; unset it, or start the "
-            "services one by one (docs/deployment.md)"
+            "QUIRE_TLS_CERT_FILE is set, but `quire up` uses no certificates, or with --tls its own; unset it, or "
+            "start the services one by one (docs/deployment.md)"
         )
 
 

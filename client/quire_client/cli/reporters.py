@@ -94,6 +94,7 @@ class TextReporter:
     def serving(self, plan: Plan, facts: dict[str, Any]) -> None:
         self._is_serving = True
         target = "" if plan.target in DEFAULT_TARGETS else f" --target {plan.target}"
+        target += f" --tls-ca {plan.trust.ca}" if plan.trust.ca else ""
         question = SAMPLE_QUESTION if plan.model == "demo" else "Hello!"
         self._line(f"\nServing {plan.model} on {plan.target}. In another terminal:")
         self._line(f'  quire chat "{question}"{target}')

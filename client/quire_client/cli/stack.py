@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from quire_client.channel import HEALTH_METHOD, channel_options, health_request, health_state
+from quire_client.tls import Tls
 
 POLL_S = 0.1
 FIRST_BACKOFF_S = 0.5
@@ -58,6 +59,7 @@ class ServiceSpec:
     stop_phase: int  # services with a lower phase are stopped first
     metrics: str = ""  # host:port of /metrics, if enabled
     environment: tuple[tuple[str, str], ...] = ()  # extra variables
+    tls: Tls | None = None  # for its health checks
 
 
 class StartFailedError(Exception):
@@ -150,9 +152,7 @@ class Stack:
         """Report progress, or the last log line without progress, until the service is SERVING."""
         started = reported = time.monotonic()
         last_percent = last_step = None
-        async with grpc.aio.insecure_channel(
-            service.spec.address, options=channel_options(service.spec.address)
-        ) as channel:
+        async with _open_channel(service.spec) as channel:
             while not await _is_serving(channel):
                 step = starting_step(service.log_path, log_start)
                 percent = loading_percent(service.log_path, log_start)
@@ -264,6 +264,13 @@ def _read_end(path: Path, start: int) -> bytes:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(start, size - TAIL_BYTES))
         return log.read()
+
+
+def _open_channel(spec: ServiceSpec) -> grpc.aio.Channel:
+    if spec.tls is None:
+        return grpc.aio.insecure_channel(spec.address, options=channel_options(spec.address))
+    options = [*channel_options(spec.address), *spec.tls.options()]
+    return grpc.aio.secure_channel(spec.address, spec.tls.credentials(), options=options)
 
 
 async def _is_serving(channel: grpc.aio.Channel) -> bool:

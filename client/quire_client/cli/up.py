@@ -55,7 +55,7 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
         reporter.failed(error, plan.log_dir)
         return 1
     finally:
-        plan.token_file.unlink(missing_ok=True)
+        plan.trust.delete()
     reporter.end()
     if plan.is_log_dir_temporary:
         shutil.rmtree(plan.log_dir, ignore_errors=True)  # kept after a failure
@@ -88,6 +88,8 @@ def _announce(plan: Plan, stack: Stack, ready_file: str | None, reporter: Report
         "log_dir": str(plan.log_dir),
         "services": services,
     }
+    if plan.trust.ca is not None:
+        facts["tls_ca"] = str(plan.trust.ca)
     if ready_file:
         scratch = Path(f"{ready_file}.{os.getpid()}")
         scratch.write_text(json.dumps(facts))

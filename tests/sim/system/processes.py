@@ -30,6 +30,7 @@ from scheduler_svc.server import drain as drain_scheduler
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
+from svc_common.trust import Trust
 from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.system.network import Server
 from tests.sim.system.virtual_loop import Process
@@ -112,12 +113,14 @@ class SchedulerService(Service):
         self.step_loop = StepLoop(sizes.scheduler_config, index)
         self.gateways = Gateways(self.step_loop, epoch, sizes.gateway_heartbeat_s)
         timeouts = LinkTimeouts(heartbeat_s=sizes.heartbeat_timeout_s, step_s=sizes.step_timeout_s)
-        dialer = Dialer(index, self.name, timeouts, open_channel=world.network.channel)
+        dialer = Dialer(index, self.name, timeouts, open_worker=lambda address, _: world.network.channel(address))
         self.pool = WorkerPool(
             self.step_loop, dialer, heartbeat_timeout_s=sizes.heartbeat_timeout_s, on_change=self.gateways.announce
         )
         self.parts = Parts(self.step_loop, index, self.gateways, self.pool, dialer)
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(self.parts), self.server)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+            SchedulerServicer(self.parts, Trust("scheduler")), self.server
+        )
         self.loop_task = self.process.start(self.step_loop.run())
 
     @property

@@ -233,7 +233,7 @@ def test_plan_wires_the_services_together(model, tmp_path):
     http = url.removeprefix("http://").removesuffix("/v1")
     own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
     assert flags_of(made, "gateway") == own | quiet | {"--token-file": str(tmp_path / "l" / "tokens")}
-    assert all(flags_of(made, spec.name)["--token-file"] == str(made.token_file) for spec in made.specs)
+    assert all(flags_of(made, spec.name)["--token-file"] == str(made.trust.secrets) for spec in made.specs)
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
 
@@ -243,7 +243,7 @@ def test_settings_of_the_environment_replace_the_tokens(model, tmp_path, monkeyp
     monkeypatch.setenv(variable, "/some/file")
     made = plan("--model", model, "--log-dir", str(tmp_path))
     assert not any("--token-file" in flags_of(made, spec.name) for spec in made.specs)
-    assert not made.token_file.exists()
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_http_ports(model, tmp_path, monkeypatch):
@@ -363,7 +363,7 @@ def test_plan_refuses_impossible_options(tmp_path, model):
 
 def test_plan_refuses_gateways_with_tls(model, monkeypatch):
     monkeypatch.setenv("QUIRE_TLS_CERT_FILE", "tls.crt")
-    with pytest.raises(plans.SetupError, match="`quire up` starts its services without TLS"):
+    with pytest.raises(plans.SetupError, match="`quire up` uses no certificates, or with --tls its own"):
         plan("--model", model)
 
 

@@ -50,7 +50,9 @@ async def make_stack() -> AsyncIterator[MakeStack]:
             args = parse(make_arguments(), ["--burst-ms", "0", *flags])
             parts = build(args, Trust("scheduler"))
             server = GrpcServer(listen="127.0.0.1:0", service_names=[SERVICE_NAME])
-            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(parts), server.grpc)
+            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
+                SchedulerServicer(parts, Trust("scheduler")), server.grpc
+            )
             address = await server.start()
             task = asyncio.create_task(parts.step_loop.run())
 

@@ -26,6 +26,9 @@
 - --internal-tls-key-file=/etc/quire/trust/tls.key
 - --internal-tls-ca-file=/etc/quire/trust/ca.crt
 - {{ printf "--internal-tls-name=%s" $trust.tls.name | quote }}
+{{- if and (eq .role "scheduler") $trust.certManager.workerName }}
+- {{ printf "--internal-tls-worker-name=%s" $trust.certManager.workerName | quote }}
+{{- end }}
 {{- else if ne .role "gateway" -}}
 - --insecure
 {{- end -}}
@@ -42,6 +45,9 @@
 
 {{- define "quire.trustVolume" -}}
 {{- if ne .root.Values.trust.mode "none" -}}
+{{- if and (eq .role "worker") .root.Values.trust.certManager.workerName -}}
+{{- include "quire.workerCertificate" .root -}}
+{{- else -}}
 - name: trust
   secret:
     secretName: {{ include "quire.trustSecret" . | quote }}
@@ -49,6 +55,25 @@
     items: [{key: {{ .role }}, path: tokens}]
     {{- end }}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A certificate of the pod's own, with its name as the id of the worker. The driver replaces ${POD_NAME}. */}}
+{{- define "quire.workerCertificate" -}}
+{{- $trust := .Values.trust -}}
+- name: trust
+  csi:
+    driver: csi.cert-manager.io
+    readOnly: true
+    volumeAttributes:
+      {{- range $name, $value := $trust.certManager.issuerRef }}
+      csi.cert-manager.io/issuer-{{ $name }}: {{ $value | quote }}
+      {{- end }}
+      csi.cert-manager.io/dns-names: {{ printf "%s,%s" (replace "{role}" "worker" $trust.tls.name) (replace "{id}" "${POD_NAME}" $trust.certManager.workerName) | quote }}
+      csi.cert-manager.io/key-usages: "digital signature,server auth,client auth"
+      {{- with .Values.podSecurityContext.fsGroup }}
+      csi.cert-manager.io/fs-group: {{ . | quote }}
+      {{- end }}
 {{- end -}}
 
 {{/* appProtocol of schedulers and workers. */}}
@@ -74,6 +99,9 @@
 {{- end -}}
 {{- if and $trust.certManager.enabled (not $trust.certManager.issuerRef.name) -}}
 {{- fail "trust.certManager.enabled is true, but it has no issuer: set trust.certManager.issuerRef.name" -}}
+{{- end -}}
+{{- if and $trust.certManager.workerName (not $trust.certManager.enabled) -}}
+{{- fail "trust.certManager.workerName is set, but trust.certManager.enabled is false: only cert-manager creates a certificate for each worker pod" -}}
 {{- end -}}
 {{- if and $trust.certManager.enabled (contains "://" $trust.tls.name) -}}
 {{- fail (printf "trust.tls.name is the URI %s: callers then check the address of a server, which cert-manager cannot put into a certificate of all pods; set a DNS name such as {role}.quire.svc" $trust.tls.name) -}}
