@@ -3,14 +3,17 @@
 
     make bench-serving
     python bench/serving.py --workloads w1,w2,w3 --peers vllm,transformers,llama
+    python bench/serving.py --cores 2 --threads 1 --peers none   # what the split costs
 
 Stack: `quire up` (gateway, scheduler, one worker) and one client process (`quire bench`), bf16, all on --cores cores.
-In-process: bench/worker.py, the same engine with the same threads, without scheduler and RPC. Peers run in their own
-virtual environment ($PEERS_VENV, default .peers; created by scripts/install_peers), on the same cores; a missing peer
-is reported as null. Figures are the best of --repeats runs after one uncounted run. Runs of stack and engine
-alternate, because the load of a machine varies. `cpu` is the number of cores used by each process. `cpu_ratio`
-compares output tokens per second of processor time, which other programs affect less than `ratio`. The last line is
-one JSON object: the figures of W1, and the others under their names.
+With fewer --threads than --cores, the worker gets cores of its own and the others get the rest, unless --shared-cores.
+In-process: bench/worker.py, the same engine with the same threads on the worker's cores, without scheduler and RPC.
+Peers run in their own virtual environment ($PEERS_VENV, default .peers; created by scripts/install_peers), on the same
+cores; a missing peer is reported as null. Figures are the best of --repeats runs after one uncounted run. Runs of stack
+and engine alternate, because the load of a machine varies. `cpu` is the number of cores used by each process.
+`cpu_ratio` compares output tokens per second of processor time, which other programs affect less than `ratio`;
+`worker_cpu_ratio` does so for the worker alone. A run that lost much time to other virtual machines is repeated
+(bench/machine.py). The last line is one JSON object: the figures of W1, and the others under their names.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -28,11 +30,15 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from quire_client.cli.stack import free_ports
 
+from bench.machine import cpu_s, describe, pin, quiet
 from bench.workloads import WORKLOADS, Workload, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +54,7 @@ def main() -> None:
     parser.add_argument("--peers", default="vllm,transformers,llama", help="peers, separated by commas; none: no peers")
     parser.add_argument("--cores", type=int, default=2, help="cores for all processes")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of worker, engine and peers")
+    parser.add_argument("--shared-cores", action="store_true", help="all processes on all cores, whatever --threads is")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers-venv", default=os.environ.get("PEERS_VENV", str(ROOT / ".peers")))
@@ -55,7 +62,9 @@ def main() -> None:
     parser.add_argument("--stack-flags", default="", help='additional flags of quire up, e.g. "--chunk-interval-ms 20"')
     parser.add_argument("--log-dir", help="keep the services' logs here")
     args = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    os.sched_setaffinity(0, cores)
+    args.places = make_places(cores, len(cores) if args.shared_cores else args.threads)
     names = [] if args.peers == "none" else args.peers.split(",")
     if unknown := (set(names) - set(PEERS)) | (set(args.workloads.split(",")) - set(WORKLOADS)):
         parser.error(
@@ -67,7 +76,21 @@ def main() -> None:
         for name in args.workloads.split(","):
             found[name] = measure(name, args, names, Path(scratch))
     first = found.pop("w1", {})
-    print(json.dumps({**first, **found, "machine": machine(), "cores": args.cores, "threads": args.threads}))
+    places = {"model_cores": args.places.model, "service_cores": args.places.services}
+    print(json.dumps({**first, **found, **describe(), "threads": args.threads, **places}))
+
+
+@dataclass(frozen=True)
+class Places:
+    """The cores of the model's process and of all others."""
+
+    model: list[int]
+    services: list[int]
+
+
+def make_places(cores: list[int], num_model: int) -> Places:
+    """The model gets cores of its own if that leaves some for the others."""
+    return Places(cores[:num_model], cores[num_model:]) if num_model < len(cores) else Places(cores, cores)
 
 
 def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: Path) -> dict[str, Any]:
@@ -80,18 +103,21 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
     report(f"{name}: {len(workload.requests)} requests, {workload.num_output} output tokens")
     stack, inproc = [], []
     with running_stack(model, args, scratch) as services:
-        ask_stack(services, requests, "warm-up")
+        ask_stack(services, requests, "warm-up", args.places)
         for i in range(args.repeats):
-            stack.append(ask_stack(services, requests, str(i)))
-            inproc.append(engine_speed(name, args))
+            stack.append(quiet_run(services, requests, str(i), args.places))
+            inproc.append(quiet(lambda: engine_speed(name, args)))
     best = fastest(stack)
     inproc_tok_s = max(speed["tok_s"] for speed in inproc)
-    stack_per_cpu_s = max(result["tok_per_cpu_s"] for result in stack)
+    inproc_per_cpu_s = max(speed["tok_per_cpu_s"] for speed in inproc)
     figures = {
         "stack_tok_s": round(best["output_tokens_per_s"], 1),
         "inproc_tok_s": inproc_tok_s,
         "ratio": round(best["output_tokens_per_s"] / inproc_tok_s, 3),
-        "cpu_ratio": round(stack_per_cpu_s / max(speed["tok_per_cpu_s"] for speed in inproc), 3),
+        "cpu_ratio": round(max(result["tok_per_cpu_s"] for result in stack) / inproc_per_cpu_s, 3),
+        "worker_cpu_ratio": round(max(result["tok_per_worker_s"] for result in stack) / inproc_per_cpu_s, 3),
+        "steal_pct": {"stack": [run["steal_pct"] for run in stack], "inproc": [run["steal_pct"] for run in inproc]},
+        "num_repeats": sum(run["num_repeats"] for run in (*stack, *inproc)),
         "cpu": best["cpu"],
         "ttft_p50_ms": best["ttft_ms"]["p50"],
     }
@@ -114,8 +140,8 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
 def another_stack(model: Path, requests: Path, args: argparse.Namespace, scratch: Path, *flags: str) -> dict[str, Any]:
     """The best run of a stack with additional flags."""
     with running_stack(model, args, scratch, *flags) as services:
-        ask_stack(services, requests, "warm-up")
-        return fastest([ask_stack(services, requests, str(i)) for i in range(args.repeats)])
+        ask_stack(services, requests, "warm-up", args.places)
+        return fastest([quiet_run(services, requests, str(i), args.places) for i in range(args.repeats)])
 
 
 def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -175,26 +201,33 @@ def _when_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> dic
     return dict(json.loads(ready.read_text()))
 
 
-def ask_stack(services: dict[str, Any], requests: Path, salt: str) -> dict[str, Any]:
+def quiet_run(services: dict[str, Any], requests: Path, salt: str, places: Places) -> dict[str, Any]:
+    """`ask_stack`, repeated if the machine lost much time. A repeat has a salt of its own."""
+    attempts = count()
+    return quiet(lambda: ask_stack(services, requests, f"{salt}-{next(attempts)}", places))
+
+
+def ask_stack(services: dict[str, Any], requests: Path, salt: str, places: Places) -> dict[str, Any]:
     """One run of the client: its result and the cores used by each process.
 
     Each run has its own salt and so does not reuse the cache of another run.
     """
     pids = {service["name"]: service["pid"] for service in services["services"]}
+    for name, pid in pids.items():
+        pin(pid, places.model if name.startswith("worker") else places.services)
     before = {name: cpu_s(pid) for name, pid in pids.items()}
-    result = quire_bench(requests, "--target", services["target"], "--cache-salt", salt)
+    result = quire_bench(requests, "--target", services["target"], "--cache-salt", salt, cores=places.services)
     used = {name: round((cpu_s(pid) - before[name]) / result["duration_s"], 2) for name, pid in pids.items()}
     used["client"] = round(result["client_cpu"], 2)
-    return result | {"cpu": used, "tok_per_cpu_s": result["output_tokens_per_s"] / sum(used.values())}
+    speed = result["output_tokens_per_s"]
+    return result | {
+        "cpu": used,
+        "tok_per_cpu_s": speed / sum(used.values()),
+        "tok_per_worker_s": speed / used["worker-0"],
+    }
 
 
-def cpu_s(pid: int) -> float:
-    """Processor seconds used by a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
+def quire_bench(requests: Path, *flags: str, cores: Sequence[int] | None = None) -> dict[str, Any]:
     """Run `quire bench` with all requests at once."""
     command = [
         "-m",
@@ -208,14 +241,14 @@ def quire_bench(requests: Path, *flags: str) -> dict[str, Any]:
         "0",
         "--json",
     ]
-    return last_json([sys.executable, *command, *flags])
+    return dict(last_json([sys.executable, *command, *flags], cores=cores))
 
 
 def engine_speed(name: str, args: argparse.Namespace) -> dict[str, float]:
     """The same engine without scheduler and RPC: tok_s and tok_per_cpu_s."""
     flags = ["--workloads", name, "--numbers", "bfloat16", "--threads", str(args.threads), "--repeats", "1"]
     flags += ["--no-padded", "--max-num-batched-tokens", str(args.max_num_batched_tokens)]
-    return dict(last_json([sys.executable, "bench/worker.py", *flags])[name]["bfloat16"])
+    return dict(last_json([sys.executable, "bench/worker.py", *flags], cores=args.places.model)[name]["bfloat16"])
 
 
 def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:
@@ -243,7 +276,8 @@ def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namesp
     command = [venv / "bin/python", ROOT / "bench/peers" / script, model, requests, "--threads", args.threads, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["VLLM_CACHE_ROOT"] = str(venv / "cache")  # keep the output of torch.compile
-    return float(last_json([str(word) for word in command], environment, args.peer_timeout_s)["tok_s"])
+    found = last_json([str(word) for word in command], environment, args.peer_timeout_s, args.places.model)
+    return float(found["tok_s"])
 
 
 def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: str = "bf16") -> float:
@@ -290,20 +324,24 @@ def _wait_http(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
             time.sleep(0.1)
 
 
-def last_json(command: Sequence[str], environment: dict[str, str] | None = None, timeout_s: float | None = None) -> Any:
-    """Run a program; the JSON object in the last line of its output. Raises RuntimeError with the end of its output."""
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+def last_json(
+    command: Sequence[str],
+    environment: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+    cores: Sequence[int] | None = None,
+) -> Any:
+    """Run a program; the JSON object in the last line of its output. Raises RuntimeError with the end of its output.
+
+    `cores`: those that it may use; None: all of this process.
+    """
+    restrict = None if cores is None else partial(os.sched_setaffinity, 0, cores)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, preexec_fn=restrict
+    )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise RuntimeError(f"{command[1]} ended with {done.returncode}: {(done.stderr or done.stdout)[-600:].strip()}")
     return json.loads(lines[-1])
-
-
-def machine() -> str:
-    """The processor's name and the date, for the report."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {time.strftime('%Y-%m-%d')}"
 
 
 def report(line: str) -> None:
