@@ -21,6 +21,7 @@ import time
 import numpy as np
 from quire.internal.v1 import worker_pb2
 
+from bench.machine import StealMeter, describe
 from scheduler_svc import wire, worker_wire
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
@@ -147,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="number of repeats; the lowest figure counts")
     repeats = parser.parse_args().repeats
+    meter = StealMeter()
     names = ("step_us", "step_us_block_256", "step_us_core", "step_us_churn")
     figures: dict[str, dict[str, float]] = {name: {} for name in names}
     for num_seqs in (1, 32, 256, 1024):
@@ -163,7 +165,7 @@ def main() -> None:
     per_sequence = (figures["step_us"]["1024"] - figures["step_us"]["256"]) / (1024 - 256)
     figures["admit_us"] = {"cold": admit_us(0, repeats), "hit90": admit_us(3680, repeats)}
     figures["admit_us_full"] = {key: admit_us(n, repeats, is_full=True) for key, n in (("cold", 0), ("hit90", 3680))}
-    print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3)}))
+    print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3), **describe(), "steal_pct": meter.pct()}))
 
 
 if __name__ == "__main__":

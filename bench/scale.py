@@ -22,6 +22,7 @@ import time
 
 import numpy as np
 
+from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print a profile of `churn` instead of figures")
     args = parser.parse_args()
     num_rows, num_steps = args.workers * args.rows, args.workers * args.steps
+    meter = StealMeter()
     figures = {}
     phases = {"steady": None, "churn": args.mean_output}
     for phase, mean_output in phases.items() if not args.profile else [("churn", args.mean_output)]:
@@ -160,7 +162,7 @@ def main() -> None:
         figures[phase] = measure(cluster, num_steps, mean_output)
         print(f"  {figures[phase]}", flush=True)
         del cluster
-    print(json.dumps(figures))
+    print(json.dumps({**figures, **describe(), "steal_pct": meter.pct()}))
 
 
 def profile(cluster: Cluster, num_steps: int, mean_output: int | None) -> None:

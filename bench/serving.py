@@ -106,7 +106,7 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
         ask_stack(services, requests, "warm-up", args.places)
         for i in range(args.repeats):
             stack.append(quiet_run(services, requests, str(i), args.places))
-            inproc.append(quiet(lambda: engine_speed(name, args)))
+            inproc.append(engine_speed(name, args))
     best = fastest(stack)
     inproc_tok_s = max(speed["tok_s"] for speed in inproc)
     inproc_per_cpu_s = max(speed["tok_per_cpu_s"] for speed in inproc)

@@ -9,7 +9,7 @@ a mask is that of llguidance; the time of a step also has the change of threads,
 Throughput: 32 rows of the shape of W2 (Qwen3-0.6B), bfloat16, temperature 1, exact mode, the engine alone. Runs with
 and without grammars alternate; the ratio is that of the best runs, and `cpu_ratio` that of processor time, which other
 processes disturb less. Prompts are short, so that most of the time is decoding. The last line is one JSON object.
-`steal_pct` is the share of processor time that other machines took.
+A run that lost much time to other virtual machines is repeated (bench/machine.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import string
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
 
 import numpy as np
 
+from bench.machine import Figures, describe, quiet
 from bench.worker import Loop, Running
 from bench.workloads import QWEN3_06B, Model, Request, Workload, make_model
 from request_fields.fields import SamplingParams
@@ -63,14 +64,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs with and without grammars")
     parser.add_argument("--output-tokens", type=int, default=24, help="per row")
     args = parser.parse_args()
-    before = cpu_times()
     with tempfile.TemporaryDirectory() as folder:
         model = QWEN3_06B | ({"num_hidden_layers": 4} if args.quick else {})
         made = make_model(Path(folder) / "model", model)
         make_tokenizer(made / "tokenizer.json", model["vocab_size"])
         masks = measure_masks(made, model["vocab_size"], 100 if args.quick else 1000)
-        rates = measure_rates(made, model, args)
-    result = masks | rates | {"machine": platform.processor() or platform.machine(), "steal_pct": steal_pct(before)}
+        rates = quiet(partial(measure_rates, made, model, args))
+    result = masks | rates | describe()
     print(
         f"{ROWS} rows with a grammar / without: {rates['ratio']:.3f} (target {TARGET_RATIO}); "
         f"by processor time {rates['cpu_ratio']:.3f}"
@@ -182,7 +182,7 @@ class ConstrainedLoop(Loop):
         return replace(super()._open(i, state, sampling), grammar=grammar())
 
 
-def measure_rates(folder: Path, model: Model, args: argparse.Namespace) -> dict[str, float]:
+def measure_rates(folder: Path, model: Model, args: argparse.Namespace) -> Figures:
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 8192) for _ in range(rng.randint(8, 16))] for _ in range(ROWS)]
     workload = Workload([Request(prompt, args.output_tokens) for prompt in prompts], model, 0)
@@ -202,20 +202,6 @@ def measure_rates(folder: Path, model: Model, args: argparse.Namespace) -> dict[
     rates = {f"{name}_tok_s": workload.num_output / min(times) for name, times in spent.items()}
     ratios = {"ratio": min(spent["free"]) / min(spent["constrained"])}
     return rates | ratios | {"cpu_ratio": min(used["free"]) / min(used["constrained"])}
-
-
-def cpu_times() -> list[int]:
-    """The counters of /proc/stat over all processors; empty where there is no such file."""
-    try:
-        return [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-    except OSError:
-        return []
-
-
-def steal_pct(before: list[int]) -> float | None:
-    """Share of processor time since `before` that other machines took, in percent."""
-    spent = [b - a for a, b in zip(before, cpu_times(), strict=True)]
-    return round(100 * spent[7] / max(1, sum(spent[:8])), 1) if spent else None
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from quire_client.demo import demo_model_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.attach_load import AttachLoad
+from bench.machine import cpu_s, describe, quiet_async
 from scheduler_svc import wire as scheduler_wire
 from scheduler_svc import worker_wire as step_wire
 from scheduler_svc.core.config import SchedulerConfig
@@ -198,7 +200,8 @@ async def measure_round_trip(stack: Stack) -> dict[str, Any]:
     figures = {}
     for num_rows in (1, 256):
         for depth in (1, 2):
-            found = figures[f"{num_rows} rows, depth {depth}"] = await round_trip(worker.address, num_rows, depth)
+            found = await quiet_async(partial(round_trip, worker.address, num_rows, depth))
+            figures[f"{num_rows} rows, depth {depth}"] = found
             print(f"round trip, {num_rows} rows, depth {depth}: {json.dumps(found)}", flush=True)
     worker.terminate()
     return figures
@@ -212,11 +215,6 @@ def start_worker(stack: Stack, scheduler: Service | None, *flags: str) -> Servic
     if scheduler is not None:
         own += ["--scheduler", scheduler.address]
     return stack._start("worker", "worker_svc.server", [*own, *flags])
-
-
-def cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 def busy_s() -> float:
@@ -285,7 +283,7 @@ def idle_percentile_ms(counts: np.ndarray, percent: float) -> float:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    figures: dict[str, Any] = {"cores": os.cpu_count()}
+    figures = describe()
     parts = args.only.split(",")
     if "codec" in parts:
         figures["codec"] = measure_codec()
@@ -293,10 +291,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if "round-trip" in parts:
             figures["round_trip"] = await measure_round_trip(stack)
         if "idle" in parts:
-            figures["idle"] = await under_load(stack, 2, 64, 5.0, args.seconds)
+            figures["idle"] = await quiet_async(partial(under_load, stack, 2, 64, 5.0, args.seconds))
             print(f"two workers at 5 ms per step: {json.dumps(figures['idle'])}", flush=True)
         if "many" in parts:
-            figures["many"] = await under_load(stack, 8, 128, 19.0, args.seconds)
+            figures["many"] = await quiet_async(partial(under_load, stack, 8, 128, 19.0, args.seconds))
             print(f"eight workers of 128 rows at 19 ms per step: {json.dumps(figures['many'])}", flush=True)
     return figures
 

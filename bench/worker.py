@@ -7,8 +7,8 @@
 The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
 speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
 step the longer of multiplying and reading the weights), divided by the measured time. int8 is --quantize int8 with
-bfloat16. tok_s is the best of the repeats; tok_per_cpu_s uses processor time, which other processes disturb less. The
-last line is one JSON object.
+bfloat16. tok_s is the best of the repeats; tok_per_cpu_s uses processor time, which other processes disturb less. A run
+that lost much time to other virtual machines is repeated (bench/machine.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; Ope
 import numpy as np
 import torch
 
+from bench.machine import Figures, describe, quiet
 from bench.padded import PaddedLoop
 from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
@@ -203,19 +204,25 @@ def measure_engine(folder: Path, number: str, workload: Workload, args: argparse
     load_s = time.perf_counter() - started
     loop = Loop(runner, workload)
     loop.run(GREEDY)
-    seconds, cpu = [], []
-    for _ in range(args.repeats):
-        cpu_before = time.process_time()
-        seconds.append(loop.run(GREEDY))
-        cpu.append(time.process_time() - cpu_before)
+    runs = [quiet(partial(timed, loop)) for _ in range(args.repeats)]
     if args.profile:
         profile(loop)
+    seconds = min(run["seconds"] for run in runs)
     return {
-        "tok_s": round(workload.num_output / min(seconds), 1),
-        "tok_per_cpu_s": round(workload.num_output / min(cpu), 1),
-        "of_limit": round(limits.seconds(number, workload, loop.steps) / min(seconds), 3),
+        "tok_s": round(workload.num_output / seconds, 1),
+        "tok_per_cpu_s": round(workload.num_output / min(run["cpu_s"] for run in runs), 1),
+        "of_limit": round(limits.seconds(number, workload, loop.steps) / seconds, 3),
         "load_s": round(load_s, 1),
+        "steal_pct": max(run["steal_pct"] or 0.0 for run in runs),
+        "num_repeats": sum(run["num_repeats"] for run in runs),
     }
+
+
+def timed(loop: Loop) -> Figures:
+    """Time and processor time of one run."""
+    cpu_before = time.process_time()
+    seconds = loop.run(GREEDY)
+    return {"seconds": seconds, "cpu_s": time.process_time() - cpu_before}
 
 
 def measure_padded(folder: Path, number: str, workload: Workload, args: argparse.Namespace) -> float:
@@ -305,7 +312,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "machine": platform.processor() or platform.machine(),
+                **describe(),
                 "torch": torch.__version__,
                 "threads": args.threads,
                 "quick": args.quick,
