@@ -5,33 +5,41 @@
 #include <memory>
 #include <vector>
 
+#include "attention_dots.h"
 #include "attention_lanes.h"
-#include "attention_pairs.h"
+#include "attention_tiles.h"
 #include "kernels.h"
 
 namespace {
 
 // Scratch memory of a thread, kept between calls because allocating would fault in fresh pages.
-template <typename Scratch> Scratch& scratch_of_thread(int64_t head_dim, int64_t padded_dim) {
+template <typename Scratch> Scratch& scratch_of_thread(int64_t head_dim, int64_t key_size, int64_t padded_dim) {
   thread_local std::unique_ptr<Scratch> scratch;
   thread_local int64_t dim = 0;
-  if (dim != head_dim) scratch = std::make_unique<Scratch>(head_dim, padded_dim), dim = head_dim;
+  if (dim != head_dim) scratch = std::make_unique<Scratch>(key_size, padded_dim), dim = head_dim;
   return *scratch;
 }
+
+#if QUIRE_HAS_TILES
+typedef TileProducts Products;
+#elif QUIRE_HAS_DOTS
+typedef Dots Products;
+#endif
 
 template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const std::vector<Task>& tasks) {
   const int64_t padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes, count = tasks.size();
   const int64_t grain = std::clamp<int64_t>(count / (16 * pass.threads), 1, 8);
   pass.run(count, grain, [&](int64_t first, int64_t last) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if QUIRE_HAS_PAIRS
     if constexpr (sizeof(T) == sizeof(uint16_t)) {
-      PairedScratch& scratch = scratch_of_thread<PairedScratch>(a.head_dim, padded_dim);
+      PairedScratch& scratch = scratch_of_thread<PairedScratch>(a.head_dim, Products::key_pairs(a.head_dim), padded_dim);
+      const Products products{};  // configures the tiles of this thread
       for (int64_t i = first; i < last; i++)
-        paired_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], padded_dim, scratch);
+        paired_task<Products>(a, tasks[i], tasks[std::min(i + 1, count - 1)], scratch);
       return;
     }
 #endif
-    Scratch<T>& scratch = scratch_of_thread<Scratch<T>>(a.head_dim, padded_dim);
+    Scratch<T>& scratch = scratch_of_thread<Scratch<T>>(a.head_dim, a.head_dim, padded_dim);
     for (int64_t i = first; i < last; i++) attention_task(a, tasks[i], padded_dim, scratch);
   });
 }

@@ -143,7 +143,7 @@ void value_tile(const float* probs, int queries, const KeyTile<T>& tile, int cou
 }
 
 // Turns one row of scores into weights. Keys of the tile after the first `visible` get weight 0.
-INLINE void softmax_row(float* scores, int64_t visible, int groups, float& row_max, float& row_sum, float* acc,
+INLINE void softmax_lanes(float* scores, int64_t visible, int groups, float& row_max, float& row_sum, float* acc,
                         int64_t dim) {
   if (visible <= 0) {
     for (int v = 0; v < groups; v++) store16(scores + v * kLanes, v16{});
@@ -194,7 +194,7 @@ void attention_task(const AttentionArgs<T>& a, const Task& task, int64_t padded_
     gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
     score_tile(q, queries, dim, tile, groups, scores);
     for (int r = 0; r < queries; r++)
-      softmax_row(scores + r * kKeyTile, context + (first + r) / group + 1 - key, groups, scratch.row_max[r],
+      softmax_lanes(scores + r * kKeyTile, context + (first + r) / group + 1 - key, groups, scratch.row_max[r],
                   scratch.row_sum[r], acc + r * padded_dim, padded_dim);
     value_tile(scores, queries, tile, count, padded_dim, acc);
   }

@@ -1,6 +1,9 @@
-// Attention in bfloat16 for AVX512-BF16, which multiplies pairs: scores sum over pairs of dimensions, outputs over pairs of
-// keys. Even and odd pairs of keys have separate sums, which keeps the multipliers busy with few queries. Softmax weights
-// are rounded to bfloat16 before they are summed and applied.
+// Attention in bfloat16 over blocks that are stored in pairs: two dimensions of a key, two keys of a dimension of values.
+// Here: the loop over tiles of keys, and the softmax. attention_dots.h and attention_tiles.h compute scores and outputs.
+//
+// Softmax weights are rounded to bfloat16 before they are summed and applied. A key that a query does not see has weight
+// 0, and values after the last key are read as 0. Such products add zeros only, so a result does not depend on the other
+// queries of its task: `finished` hides that adding 0 may flush a denormal sum or change the sign of a 0.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -8,284 +11,261 @@
 
 #include "attention.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if QUIRE_HAS_PAIRS
 namespace {
 
 typedef AttentionArgs<uint16_t> PairedArgs;
 
-constexpr int kPairs = kKeyTile / 2;
+constexpr int kPairs = kKeyTile / 2, kGroupPairs = kLanes / 2;
+constexpr int kScratchRows = kQueryTile;
+
+// Memory that starts at a cache line.
+template <typename T> class Lines {
+ public:
+  explicit Lines(int64_t count) : lines_((count * sizeof(T) + sizeof(v16) - 1) / sizeof(v16)) {}
+  T* data() { return (T*)lines_.data(); }
+
+ private:
+  std::vector<v16> lines_;
+};
+
+struct PairedScratch {
+  const int64_t key_pairs, padded_dim;
+  Lines<uint32_t> q, probs;                // [kScratchRows, key_pairs], [kScratchRows, kPairs]
+  Lines<float> scores, acc;                // [kScratchRows, kKeyTile], [kScratchRows, padded_dim]
+  Lines<uint32_t> k_pack, v_pack, v_tail;  // [key_pairs, kKeyTile], [kPairs, padded_dim], [kGroupPairs, padded_dim]
+  Lines<v16> row_sum;                      // [kScratchRows] 16 sums, which are added at the end
+  float row_max[kScratchRows];
+
+  PairedScratch(int64_t key_pairs, int64_t padded_dim)
+      : key_pairs(key_pairs),
+        padded_dim(padded_dim),
+        q(kScratchRows * key_pairs),
+        probs(kScratchRows * kPairs),
+        scores(kScratchRows * kKeyTile),
+        acc(kScratchRows * padded_dim),
+        k_pack(key_pairs * kKeyTile),
+        v_pack(kPairs * padded_dim),
+        v_tail(kGroupPairs * padded_dim),
+        row_sum(kScratchRows) {}
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Keys and values.
+
+// Keys `from` to `to` of a row and a KV head.
+struct KeyRange {
+  const int32_t* table;
+  int64_t head, from, to;
+};
 
 // A tile of keys and values in groups of 16 keys. Strides are between pairs of dimensions, or of keys, in pairs.
 struct PairedTile {
   const uint32_t *keys[kKeyTile / kLanes], *values[kKeyTile / kLanes];
   int64_t key_stride, value_stride;
+  int count;  // keys
+  int groups() const { return (count + kLanes - 1) / kLanes; }
 };
-
-struct PairedScratch {
-  std::vector<uint32_t> q, probs;  // [kQueryTile, head_dim / 2], [kQueryTile, kPairs]
-  std::vector<float> scores, acc;  // [kQueryTile, kKeyTile], [kQueryTile, padded_dim]
-  std::vector<uint16_t> k_pack, v_pack;  // [head_dim / 2, kKeyTile, 2], [kPairs, padded_dim, 2]
-  float row_max[kQueryTile], row_sum[kQueryTile];
-  PairedScratch(int64_t head_dim, int64_t padded_dim)
-      : q(kQueryTile * head_dim / 2),
-        probs(kQueryTile * kPairs),
-        scores(kQueryTile * kKeyTile),
-        acc(kQueryTile * padded_dim),
-        k_pack(head_dim * kKeyTile),
-        v_pack(kKeyTile * padded_dim) {}
-};
-
-INLINE v16 multiply_pairs(v16 sum, __m512i a, uint32_t b) {
-  return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(int32_t(b)));
-}
 
 // Packs blocks that are not stored in pairs.
-void pack_pairs(const PairedArgs& a, const int32_t* table, int64_t head, int64_t start, int count, int64_t padded_dim,
-                PairedScratch& scratch) {
-  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim;
+void pack_pairs(const PairedArgs& a, const KeyRange& range, int64_t start, int count, PairedScratch& s) {
+  const int64_t bs = a.block_size(), dim = a.head_dim;
+  uint16_t *k_pack = (uint16_t*)s.k_pack.data(), *v_pack = (uint16_t*)s.v_pack.data();
   for (int j = 0; j < count; j++) {
-    const int64_t position = start + j, offset = position & (bs - 1);
-    const int64_t plane = (table[position >> a.block_shift] * a.kv_heads + head) * dim * bs;
+    const int64_t position = start + j, offset = position & (bs - 1), plane = a.plane(range.table, position, range.head);
     const uint16_t *key = a.k_cache + plane + offset, *value = a.v_cache + plane + offset * dim;
     for (int64_t d = 0; d < dim; d++) {
-      scratch.k_pack[(d / 2 * kKeyTile + j) * 2 + d % 2] = key[d * bs];
-      scratch.v_pack[(j / 2 * padded_dim + d) * 2 + j % 2] = value[d];
+      k_pack[(d / 2 * kKeyTile + j) * 2 + d % 2] = key[d * bs];
+      v_pack[(j / 2 * s.padded_dim + d) * 2 + j % 2] = value[d];
     }
   }
 }
 
-// Pads values whose dimension is not a multiple of 16.
-void pad_pairs(const PairedArgs& a, const int32_t* table, int64_t head, int64_t start, int count, int64_t padded_dim,
-               PairedScratch& scratch) {
-  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim;
-  for (int j = 0; j < count; j += 2) {
-    const int64_t position = start + j, offset = position & (bs - 1);
-    const int64_t plane = (table[position >> a.block_shift] * a.kv_heads + head) * dim * bs;
-    memcpy(scratch.v_pack.data() + j * padded_dim, a.v_cache + plane + offset * dim, 2 * dim * sizeof(uint16_t));
+// Copies the groups of paired blocks, for dimensions that need padding.
+void pad_pairs(const PairedArgs& a, const KeyRange& range, int64_t start, int count, PairedScratch& s) {
+  const int64_t bs = a.block_size(), dim = a.head_dim;
+  for (int j = 0; j < count; j += kLanes) {
+    const int64_t position = start + j, offset = position & (bs - 1), plane = a.plane(range.table, position, range.head);
+    const uint32_t* keys = (const uint32_t*)(a.k_cache + plane) + offset;
+    const uint32_t* values = (const uint32_t*)(a.v_cache + plane + offset * dim);
+    for (int64_t d = 0; d < dim / 2; d++) memcpy(s.k_pack.data() + d * kKeyTile + j, keys + d * bs, kLanes * 4);
+    for (int64_t p = 0; p < kGroupPairs; p++)
+      memcpy(s.v_pack.data() + (j / 2 + p) * s.padded_dim, values + p * dim, dim * 4);
   }
 }
 
-void gather_pairs(const PairedArgs& a, const int32_t* table, int64_t head, int64_t start, int count,
-                  int64_t padded_dim, PairedScratch& scratch, PairedTile& tile) {
-  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim, plane = dim * bs;
-  const bool keys_in_place = is_paired<uint16_t>(bs), values_in_place = keys_in_place && padded_dim == dim;
-  if (!keys_in_place)
-    pack_pairs(a, table, head, start, count, padded_dim, scratch);
-  else if (!values_in_place)
-    pad_pairs(a, table, head, start, count, padded_dim, scratch);
-  tile.key_stride = keys_in_place ? bs : kKeyTile;
-  tile.value_stride = padded_dim;
-  for (int v = 0; v * kLanes < count; v++) {
-    const int64_t position = start + v * kLanes, offset = position & (bs - 1);
-    const int64_t base = (table[position >> a.block_shift] * a.kv_heads + head) * plane;
-    const uint16_t* key = keys_in_place ? a.k_cache + base + 2 * offset : scratch.k_pack.data() + 2 * v * kLanes;
-    const uint16_t* value =
-        values_in_place ? a.v_cache + base + offset * dim : scratch.v_pack.data() + v * kLanes * padded_dim;
-    tile.keys[v] = (const uint32_t*)key;
-    tile.values[v] = (const uint32_t*)value;
+bool are_keys_in_place(const PairedArgs& a, const PairedScratch& s) {
+  return is_paired<uint16_t>(a.block_size()) && s.key_pairs * 2 == a.head_dim && s.padded_dim == a.head_dim;
+}
+
+// The tile of a range that begins with key `start`: in place, or packed into the scratch memory.
+PairedTile gather_pairs(const PairedArgs& a, const KeyRange& range, int64_t start, PairedScratch& s) {
+  const int64_t bs = a.block_size(), dim = a.head_dim;
+  const int count = int(std::min<int64_t>(kKeyTile, range.to - start)), groups = (count + kLanes - 1) / kLanes;
+  const bool in_place = are_keys_in_place(a, s);
+  if (!in_place) (is_paired<uint16_t>(bs) ? pad_pairs : pack_pairs)(a, range, start, count, s);
+  PairedTile tile;
+  tile.count = count;
+  tile.key_stride = in_place ? bs : kKeyTile;
+  tile.value_stride = s.padded_dim;
+  for (int v = 0; v < kKeyTile / kLanes; v++) {
+    const int group = std::min(v, groups - 1);  // groups after the last one are only prefetched
+    tile.keys[v] = s.k_pack.data() + group * kLanes;
+    tile.values[v] = s.v_pack.data() + group * kGroupPairs * s.padded_dim;
+    if (!in_place) continue;
+    const int64_t position = start + group * kLanes, offset = position & (bs - 1);
+    const int64_t plane = a.plane(range.table, position, range.head);
+    tile.keys[v] = (const uint32_t*)(a.k_cache + plane + 2 * offset);
+    tile.values[v] = (const uint32_t*)(a.v_cache + plane + offset * dim);
+  }
+  return tile;
+}
+
+// Replaces the last group of values by a copy with zeros after the last key, where the block holds old values.
+void zero_tail(PairedTile& tile, PairedScratch& s) {
+  const int last = tile.groups() - 1, count = tile.count - last * kLanes;
+  if (count == kLanes) return;
+  const uint32_t* from = tile.values[last];
+  uint32_t* to = s.v_tail.data();
+  tile.values[last] = to;
+  for (int p = 0; p < kGroupPairs; p++, to += s.padded_dim, from += tile.value_stride) {
+    const uint32_t mask = 2 * p + 1 < count ? 0xffffffffu : 2 * p < count ? 0x0000ffffu : 0;
+    for (int64_t d = 0; d < s.padded_dim; d++) to[d] = from[d] & mask;
   }
 }
 
-// Scores of R query vectors and V groups of keys. Prefetches the keys of `ahead`.
-template <int R, int V, bool kAhead>
-INLINE void score_pairs_block(const uint32_t* q, int64_t half, const PairedTile& tile, const PairedTile& ahead,
-                              int first, float* scores) {
-  v16 acc[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) acc[r][v] = v16{};
-  for (int64_t d = 0; d < half; d++) {
-    __m512i key[V];
-    for (int v = 0; v < V; v++) {
-      key[v] = _mm512_loadu_si512(tile.keys[first + v] + d * tile.key_stride);
-      if (kAhead) _mm_prefetch((const char*)(ahead.keys[first + v] + d * ahead.key_stride), _MM_HINT_T1);
-    }
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) acc[r][v] = multiply_pairs(acc[r][v], key[v], q[r * half + d]);
-  }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store16(scores + r * kKeyTile + (first + v) * kLanes, acc[r][v]);
-}
+// ---------------------------------------------------------------------------------------------------------------
+// Softmax.
 
-template <int R, int V, bool kAhead>
-void score_pairs_rows(const uint32_t* q, int64_t half, const PairedTile& tile, const PairedTile& ahead, int groups,
-                      float* scores) {
-  int v = 0;
-  for (; v + V <= groups; v += V) score_pairs_block<R, V, kAhead>(q, half, tile, ahead, v, scores);
-  for (; v < groups; v++) score_pairs_block<R, 1, kAhead>(q, half, tile, ahead, v, scores);
-}
-
-// acc[r][first ..] += probs[r] . values for R query vectors and 16 * V dimensions.
-template <int R, int V, bool kAhead>
-INLINE void value_pairs_block(const uint32_t* probs, const PairedTile& tile, const PairedTile& ahead, int count,
-                              int64_t first, int64_t dim, float* out) {
-  v16 acc[2][R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) acc[0][r][v] = load16(out + r * dim + first + v * kLanes), acc[1][r][v] = v16{};
-  auto add = [&](int pair, int parity, uint32_t mask) __attribute__((always_inline)) {
-    const int64_t offset = pair % (kLanes / 2) * tile.value_stride + first;
-    const uint32_t* value = tile.values[pair / (kLanes / 2)] + offset;
-    if (kAhead) {
-      const uint32_t* next = ahead.values[pair / (kLanes / 2)] + pair % (kLanes / 2) * ahead.value_stride + first;
-      for (int v = 0; v < V; v++) _mm_prefetch((const char*)(next + v * kLanes), _MM_HINT_T1);
-    }
-    for (int v = 0; v < V; v++) {
-      const __m512i x =
-          _mm512_and_si512(_mm512_loadu_si512(value + v * kLanes), _mm512_set1_epi32(int32_t(mask)));
-      for (int r = 0; r < R; r++) acc[parity][r][v] = multiply_pairs(acc[parity][r][v], x, probs[r * kPairs + pair]);
-    }
-  };
-  const uint32_t both = 0xffffffffu, even = 0x0000ffffu;  // the last pair may have one key only
-  const int whole = count / 2;
-  int pair = 0;
-  for (; pair + 2 <= whole; pair += 2) {
-    add(pair, 0, both);
-    add(pair + 1, 1, both);
-  }
-  if (pair < whole) {
-    add(pair, 0, both);
-    pair++;
-  }
-  if (count % 2 && pair % 2)
-    add(pair, 1, even);
-  else if (count % 2)
-    add(pair, 0, even);
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store16(out + r * dim + first + v * kLanes, acc[0][r][v] + acc[1][r][v]);
-}
-
-template <int R, bool kAhead>
-void value_pairs_rows(const uint32_t* probs, const PairedTile& tile, const PairedTile& ahead, int count, int64_t dim,
-                      float* out) {
-  constexpr int V = R >= 8 ? 1 : R >= 4 ? 2 : 4;
-  int64_t d = 0;
-  for (; d + V * kLanes <= dim; d += V * kLanes)
-    value_pairs_block<R, V, kAhead>(probs, tile, ahead, count, d, dim, out);
-  if (V > 2 && d + 2 * kLanes <= dim) {
-    value_pairs_block<R, 2, kAhead>(probs, tile, ahead, count, d, dim, out);
-    d += 2 * kLanes;
-  }
-  for (; d < dim; d += kLanes) value_pairs_block<R, 1, kAhead>(probs, tile, ahead, count, d, dim, out);
-}
-
-// 2^x for x <= 0, more precise than bfloat16; NaN stays NaN.
+// 2^x for x <= 0, within 0.0001 of it (relative); NaN stays NaN. 2^0 is 1.
 INLINE v16 exp2_below(v16 x) {
-  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-150.f), (__m512)x);
-  const __m512 n = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const v16 r = (v16)_mm512_sub_ps(clamped, n);
-  v16 p = splat(9.6181291e-3f);
-  p = fma16(p, r, splat(5.5504109e-2f));
-  p = fma16(p, r, splat(2.4022651e-1f));
-  p = fma16(p, r, splat(6.9314718e-1f));
+#if defined(__AVX512DQ__)
+  constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  const v16 r = (v16)_mm512_reduce_ps((__m512)x, kFloor);  // x - floor(x); 0 for -inf
+#else
+  const v16 low = splat(-200.f), magic = splat(12582912.f);  // adding it rounds to an integer
+  x = x < low ? low : x;
+  const v16 nearest = (x + magic) - magic, n = nearest > x ? nearest - 1.f : nearest, r = x - n;
+#endif
+  v16 p = splat(7.70670387e-2f);
+  p = fma16(p, r, splat(2.27644995e-1f));
+  p = fma16(p, r, splat(6.95116786e-1f));
   p = fma16(p, r, splat(1.f));
-  return (v16)_mm512_scalef_ps((__m512)p, n);
+#if defined(__AVX512DQ__)
+  return (v16)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
+#else
+  const i16 shift = __builtin_convertvector(n == n ? n : v16{}, i16) << 23, is_zero = n < splat(-126.f);
+  return (v16)(((i16)p + shift) & ~is_zero);
+#endif
 }
 
-// Turns one row of scores into pairs of weights. Keys of the tile after the first `visible` get weight 0.
-INLINE void softmax_pairs(const float* scores, int64_t visible, int groups, float scale, uint32_t* probs,
-                          float& row_max, float& row_sum, float* acc, int64_t dim) {
-  if (visible <= 0) {
-    std::fill(probs, probs + groups * kLanes / 2, 0u);
-    return;
-  }
+// Stores 32 weights as bfloat16; returns `sum` plus the stored weights.
+INLINE v16 store_weights(v16 low, v16 high, uint32_t* probs, v16 sum) {
+#if QUIRE_HAS_DOTS
+  const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  _mm512_storeu_si512(probs, (__m512i)rounded);
+  return (v16)_mm512_dpbf16_ps((__m512)sum, rounded, (__m512bh)_mm512_set1_epi32(0x3f803f80));
+#else
+  uint16_t* weights = (uint16_t*)probs;
+  store16(weights, low);
+  store16(weights + kLanes, high);
+  return sum + load16(weights) + load16(weights + kLanes);
+#endif
+}
+
+// Turns row `r` of the scores of a tile into weights, of which the first `limit` (at least 1) are not 0.
+template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, int limit, int groups, float scale) {
+  const float* scores = s.scores.data() + r * kKeyTile;
+  uint32_t* probs = s.probs.data() + r * kPairs;
   const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int limit = int(std::min<int64_t>(visible, kKeyTile));
-  v16 masked[kKeyTile / kLanes];
-  v16 top = splat(row_max);
-  for (int v = 0; v < kKeyTile / kLanes; v++) masked[v] = splat(kNegInf);
-  for (int v = 0; v < groups; v++) {
-    const v16 s = load16(scores + v * kLanes);
-    masked[v] = lane < limit - v * kLanes ? s : splat(kNegInf);
-    top = vmax(masked[v], top);
-  }
+  auto score = [&](int v) __attribute__((always_inline)) {
+    const v16 x = load16(scores + v * kLanes);
+    return kMasked ? (lane < limit - v * kLanes ? x : splat(kNegInf)) : x;
+  };
+  const float old_max = s.row_max[r];
+  v16 top = splat(old_max);
+  for (int v = 0; v < groups; v++) top = vmax(score(v), top);
   const float new_max = max_lanes(top), shift = -new_max * scale;
-  const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-  __m512 sum = _mm512_setzero_ps();
+  v16 sum{};
   for (int v = 0; v < groups; v += 2) {
-    const v16 low = exp2_below(fma16(masked[v], splat(scale), splat(shift)));
-    const v16 high = exp2_below(fma16(masked[v + 1], splat(scale), splat(shift)));
-    const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    sum = _mm512_dpbf16_ps(sum, rounded, ones);
-    _mm512_storeu_si512(probs + v * kLanes / 2, (__m512i)rounded);
+    const v16 low = exp2_below(fma16(score(v), splat(scale), splat(shift)));
+    const v16 high = v + 1 < groups ? exp2_below(fma16(score(v + 1), splat(scale), splat(shift))) : v16{};
+    sum = store_weights(low, high, probs + v * kGroupPairs, sum);
   }
-  const float shrink = exp2_below(splat(fma1(row_max, scale, shift)))[0];
-  row_sum = fma1(row_sum, shrink, sum_lanes((v16)sum));
-  row_max = new_max;
-  if (shrink == 1.f) return;
-  for (int64_t d = 0; d < dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
+  const v16 shrink = exp2_below(splat(fma1(old_max, scale, shift)));
+  s.row_sum.data()[r] = fma16(s.row_sum.data()[r], shrink, sum);
+  s.row_max[r] = new_max;
+  if (shrink[0] == 1.f) return;
+  float* acc = s.acc.data() + r * s.padded_dim;
+  for (int64_t d = 0; d < s.padded_dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
 }
 
-template <int R, bool kAhead>
-INLINE void attend_rows(PairedScratch& s, int first, int64_t dim, int64_t padded_dim, const PairedTile& tile,
-                        const PairedTile& ahead, int count, const int64_t* visible, float scale) {
-  const int groups = (count + kLanes - 1) / kLanes;
-  constexpr int V = R >= 8 ? 2 : 4;
-  float* scores = s.scores.data() + first * kKeyTile;
-  uint32_t* probs = s.probs.data() + first * kPairs;
-  float* acc = s.acc.data() + first * padded_dim;
-  score_pairs_rows<R, V, kAhead>(s.q.data() + first * dim / 2, dim / 2, tile, ahead, groups, scores);
-  for (int r = 0; r < R; r++)
-    softmax_pairs(scores + r * kKeyTile, visible[r], groups, scale, probs + r * kPairs, s.row_max[first + r],
-                  s.row_sum[first + r], acc + r * padded_dim, padded_dim);
-  value_pairs_rows<R, kAhead>(probs, tile, ahead, count, padded_dim, acc);
+// `visible` keys of the tile are seen by row `r`, if any.
+INLINE void softmax_pairs(PairedScratch& s, int r, int64_t visible, int groups, float scale) {
+  if (visible >= groups * kLanes)
+    softmax_row<false>(s, r, 0, groups, scale);
+  else if (visible > 0)
+    softmax_row<true>(s, r, int(visible), groups, scale);
+  else
+    std::fill_n(s.probs.data() + r * kPairs, groups * kGroupPairs, 0u);
 }
 
-// All query vectors of a task over one tile, whose first key is `shift` positions after the first query's token.
-void attend_tile(const PairedArgs& a, const Task& task, int64_t shift, int64_t padded_dim, const PairedTile& tile,
-                 const PairedTile& ahead, int count, PairedScratch& s) {
-  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim;
+// An output as it is stored: sums of zeros and denormals are 0, whatever zeros were added to them.
+INLINE v16 finished(v16 sum, float scale) {
+  const v16 y = sum * scale, size = (v16)((i16)y & 0x7fffffff);
+  return (v16)((i16)y & ~(size < splat(std::numeric_limits<float>::min())));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Tasks.
+
+// Rows `first` to first + count - 1 of the scratch memory over a range of keys; row first + i sees visible[i] keys.
+// Prefetches the first tile of `next`. Products::attend computes one tile.
+template <typename Products>
+void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& next, int first, int count,
+                  const int64_t* visible, PairedScratch& s) {
+  const bool in_place = are_keys_in_place(a, s);
   const float scale = a.scale * 1.44269504088896341f;  // exp(x) = 2^(x log2 e)
-  int64_t visible[kQueryTile];
-  for (int r = 0; r < task.queries; r++) visible[r] = (task.first + r) / group + 1 - shift;
-  int r = 0;
-  auto run = [&](auto rows) {
-    constexpr int R = decltype(rows)::value;
-    for (; r + R <= task.queries; r += R) {
-      if (r == 0)
-        attend_rows<R, true>(s, r, dim, padded_dim, tile, ahead, count, visible + r, scale);
-      else
-        attend_rows<R, false>(s, r, dim, padded_dim, tile, ahead, count, visible + r, scale);
-    }
-  };
-  run(std::integral_constant<int, 8>());
-  run(std::integral_constant<int, 4>());
-  run(std::integral_constant<int, 2>());
-  run(std::integral_constant<int, 1>());
+  PairedTile tile = gather_pairs(a, range, range.from, s);
+  for (int64_t key = range.from; key < range.to; key += kKeyTile) {
+    const bool is_last = key + kKeyTile >= range.to;
+    PairedTile ahead = tile;
+    if (in_place) ahead = is_last ? gather_pairs(a, next, next.from, s) : gather_pairs(a, range, key + kKeyTile, s);
+    zero_tail(tile, s);
+    int64_t left[kQueryTile];
+    for (int i = 0; i < count; i++) left[i] = visible[i] - key;
+    Products::attend(s, first, count, tile, ahead, left, scale);
+    if (!is_last) tile = in_place ? ahead : gather_pairs(a, range, key + kKeyTile, s);
+  }
 }
 
-void paired_task(const PairedArgs& a, const Task& task, const Task& following, int64_t padded_dim, PairedScratch& s) {
-  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.rows.context_lens[task.row];
-  const int64_t start = a.rows.query_starts[task.row];
-  const bool in_place = is_paired<uint16_t>(int64_t(1) << a.block_shift) && padded_dim == dim;
-  auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + task.head * group + i % group) * dim; };
-  auto gather = [&](const Task& t, int64_t key, PairedTile& tile) {
-    const int count = int(std::min<int64_t>(kKeyTile, t.num_keys - key));
-    gather_pairs(a, a.rows.table(t.row), t.head, key, count, padded_dim, s, tile);
-    return count;
-  };
+void start_row(const PairedArgs& a, const uint16_t* q, int r, PairedScratch& s) {
+  memcpy(s.q.data() + r * s.key_pairs, q, a.head_dim * sizeof(uint16_t));  // what pads it stays 0
+  std::fill_n(s.acc.data() + r * s.padded_dim, s.padded_dim, 0.f);
+  s.row_max[r] = kNegInf;
+  s.row_sum.data()[r] = v16{};
+}
+
+void finish_row(const PairedArgs& a, int r, uint16_t* out, PairedScratch& s) {
+  const float scale = 1.f / sum_lanes(s.row_sum.data()[r]);
+  for (int64_t d = 0; d < a.head_dim; d += kLanes) {
+    uint16_t y[kLanes];
+    store16(y, finished(load16(s.acc.data() + r * s.padded_dim + d), scale));
+    memcpy(out + d, y, std::min<int64_t>(kLanes, a.head_dim - d) * sizeof(uint16_t));
+  }
+}
+
+KeyRange keys_of(const PairedArgs& a, const Task& task) { return {a.rows.table(task.row), task.head, 0, task.num_keys}; }
+
+template <typename Products>
+void paired_task(const PairedArgs& a, const Task& task, const Task& following, PairedScratch& s) {
+  int64_t visible[kQueryTile];
   for (int r = 0; r < task.queries; r++) {
-    memcpy(s.q.data() + r * dim / 2, a.q + offset(task.first + r), dim * sizeof(uint16_t));
-    s.row_max[r] = kNegInf;
-    s.row_sum[r] = 0.f;
+    start_row(a, a.q + a.query(task.row, task.head, task.first + r), r, s);
+    visible[r] = a.visible(task.row, task.first + r);
   }
-  std::fill(s.acc.begin(), s.acc.begin() + task.queries * padded_dim, 0.f);
-  PairedTile tile, ahead;
-  int count = gather(task, 0, tile), next_count = 0;
-  for (int64_t key = 0; key < task.num_keys; key += kKeyTile) {
-    ahead = tile;
-    const bool is_last = key + kKeyTile >= task.num_keys;
-    if (in_place) next_count = is_last ? gather(following, 0, ahead) : gather(task, key + kKeyTile, ahead);
-    attend_tile(a, task, key - context, padded_dim, tile, ahead, count, s);
-    if (is_last) break;
-    if (in_place)
-      tile = ahead, count = next_count;
-    else
-      count = gather(task, key + kKeyTile, tile);
-  }
-  for (int r = 0; r < task.queries; r++) {
-    uint16_t* out = a.out + offset(task.first + r);
-    const float scale = 1.f / s.row_sum[r];
-    for (int64_t d = 0; d < dim; d++) out[d] = from_float<uint16_t>(s.acc[r * padded_dim + d] * scale);
-  }
+  attend_range<Products>(a, keys_of(a, task), keys_of(a, following), 0, task.queries, visible, s);
+  for (int r = 0; r < task.queries; r++) finish_row(a, r, a.out + a.query(task.row, task.head, task.first + r), s);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Tiles: 8 registers of 16 rows of 64 bytes, and products of them, on processors with AMX. QUIRE_HAS_TILES is 0 where the
-// compiler or the processor lacks them, and with -DQUIRE_NO_TILES. -DQUIRE_EMULATED_TILES gives the same functions and the
+// Tiles: 8 registers of 16 rows of 64 bytes, and products of them, on processors with AMX. QUIRE_HAS_TILES (vec.h) is 0 where
+// the compiler or the processor lacks them, and with -DQUIRE_NO_TILES. -DQUIRE_EMULATED_TILES gives the same functions and the
 // same bits in software, so that tests run the loops around them on any processor.
 //
 // A product adds to a sum tile [16 rows][16 columns] the product of a row tile [16 rows][16 groups] and a weight tile
@@ -14,47 +14,60 @@
 #pragma once
 #include "vec.h"
 
-#if defined(QUIRE_NO_TILES)
-#define QUIRE_HAS_TILES 0
-#elif defined(QUIRE_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
-#define QUIRE_HAS_TILES 1
-#else
-#define QUIRE_HAS_TILES 0
-#endif
-
 #if QUIRE_HAS_TILES
 namespace tiles {
 
 constexpr int kRows = 16, kColumns = 16, kGroups = 16;
 constexpr int kRowBytes = 64, kBytes = kRows * kRowBytes;
 
+// The sizes of the tiles of a scope: whole ones, unless changed. The processor reads this structure.
+struct alignas(64) Config {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes};
+  uint8_t rows[16] = {kRows, kRows, kRows, kRows, kRows, kRows, kRows, kRows};
+
+  // The same with another size of one tile.
+  constexpr Config with(int tile, int num_rows, int num_bytes) const {
+    Config changed = *this;
+    changed.rows[tile] = uint8_t(num_rows);
+    changed.row_bytes[tile] = uint16_t(num_bytes);
+    return changed;
+  }
+};
+inline constexpr Config kWhole;
+
 #if defined(QUIRE_EMULATED_TILES)
 
 struct State {
   alignas(64) char tiles[8][kRows][kRowBytes];
-  bool has_scope = false;
+  const Config* config = nullptr;  // of the scope, if there is one
 };
 inline thread_local State state;
 
 inline State& used_state() {
-  if (!state.has_scope) __builtin_trap();  // as the processor does
+  if (!state.config) __builtin_trap();  // as the processor does
   return state;
 }
 
 class Scope {
  public:
-  Scope() { state.has_scope = true; }
-  ~Scope() { state.has_scope = false; }
+  explicit Scope(const Config& config = kWhole) { state.config = &config; }
+  ~Scope() { state.config = nullptr; }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 };
 
 template <int kTile> void zero() { memset(used_state().tiles[kTile], 0, kBytes); }
 template <int kTile> void load(const void* from, int64_t stride) {
-  for (int r = 0; r < kRows; r++) memcpy(used_state().tiles[kTile][r], (const char*)from + r * stride, kRowBytes);
+  zero<kTile>();
+  const Config& config = *state.config;
+  for (int r = 0; r < config.rows[kTile]; r++)
+    memcpy(state.tiles[kTile][r], (const char*)from + r * stride, config.row_bytes[kTile]);
 }
 template <int kTile> void store(void* to, int64_t stride) {
-  for (int r = 0; r < kRows; r++) memcpy((char*)to + r * stride, used_state().tiles[kTile][r], kRowBytes);
+  const Config& config = *used_state().config;
+  for (int r = 0; r < config.rows[kTile]; r++)
+    memcpy((char*)to + r * stride, state.tiles[kTile][r], config.row_bytes[kTile]);
 }
 
 INLINE v16 size_of(v16 x) { return (v16)((i16)x & 0x7fffffff); }
@@ -80,7 +93,7 @@ template <int kSum, int kRow, int kWeight> void multiply_bf16() {
   State& s = used_state();
   for (int r = 0; r < kRows; r++) {
     v16 chains[2] = {};
-    for (int g = 0; g < kGroups; g++)
+    for (int g = 0; g < s.config->rows[kWeight]; g++)
       for (int odd = 0; odd < 2; odd++) {
         u16v pairs;
         memcpy(&pairs, s.tiles[kWeight][g], kRowBytes);
@@ -114,20 +127,11 @@ template <int kSum, int kRow, int kWeight> void multiply_int8() {
 // with unused tiles sleeps more deeply. Both take about 140 ns together. Scopes do not nest.
 class Scope {
  public:
-  Scope() {
-    static constexpr Config config;
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
+  explicit Scope(const Config& config = kWhole) { asm volatile("ldtilecfg %0" ::"m"(config)); }
   ~Scope() { asm volatile("tilerelease" ::: "memory"); }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
- private:
-  struct alignas(64) Config {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes, kRowBytes};
-    uint8_t rows[16] = {kRows, kRows, kRows, kRows, kRows, kRows, kRows, kRows};
-  };
 };
 
 // Assembly: the intrinsics of some compilers are macros that need a literal number, and do not say that they read memory.

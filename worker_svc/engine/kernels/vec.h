@@ -11,6 +11,21 @@
 #include <arm_neon.h>
 #endif
 
+// Whether products of bfloat16 use AMX tiles (tiles.h), and whether `vdpbf16ps` is there.
+#if defined(QUIRE_NO_TILES)
+#define QUIRE_HAS_TILES 0
+#elif defined(QUIRE_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#define QUIRE_HAS_TILES 1
+#else
+#define QUIRE_HAS_TILES 0
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define QUIRE_HAS_DOTS 1
+#else
+#define QUIRE_HAS_DOTS 0
+#endif
+#define QUIRE_HAS_PAIRS (QUIRE_HAS_TILES || QUIRE_HAS_DOTS)
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -145,13 +160,9 @@ INLINE v16 exp16(v16 x) {
   return (v16)((i16)e & ~is_zero);
 }
 
-// Whether a block of the KV pool is stored in pairs, for AVX512-BF16.
+// Whether a block of the KV pool is stored in pairs, as products of bfloat16 read them.
 template <typename T> INLINE bool is_paired(int64_t block_size) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  return sizeof(T) == 2 && block_size % kLanes == 0;
-#else
-  return false;
-#endif
+  return QUIRE_HAS_PAIRS && sizeof(T) == 2 && block_size % kLanes == 0;
 }
 
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t dim) {

@@ -1,0 +1,108 @@
+"""The attention of a token is the same bits for any chunks, other rows, threads and block size, on every processor."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.engine.test_engine_kernels import kernel_layout
+from worker_svc.engine import cpu_backend
+from worker_svc.engine.backend import ForwardBatch, HeadShape
+from worker_svc.engine.backends import make_backend
+from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
+from worker_svc.engine.machine import instruction_sets
+
+SHAPES = [HeadShape(4, 2, 32), HeadShape(3, 1, 40), HeadShape(2, 1, 96)]
+LENGTH = 300
+AMX = {"amx_tile", "amx_bf16", "amx_int8"}
+
+
+class Sequence:
+    """Queries, keys and values of all positions: [length, heads, dim]."""
+
+    def __init__(self, shape, length, dtype, seed=0, scale=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        self.length = length
+        self.q = torch.randn(length, shape.num_q_heads, shape.head_dim, generator=generator).to(dtype)
+        self.k, self.v = (
+            (torch.randn(length, shape.num_kv_heads, shape.head_dim, generator=generator) * scale).to(dtype)
+            for _ in range(2)
+        )
+
+
+def attend(backend, shape, chunks, block_size=16, shared=0):
+    """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first `shared`
+    tokens of all sequences are in the same blocks. What no token has written is NaN."""
+    dtype = chunks[0][0].q.dtype
+    ends = [end for _, _, end in chunks]
+    per_row = -(-max(ends) // block_size)
+    common = shared // block_size
+    order = np.random.default_rng(1).permutation(per_row * len(chunks)).astype(np.int32)
+    tables = order.reshape(len(chunks), per_row)
+    tables[:, :common] = tables[0, :common]
+    keys = torch.full((len(order), shape.num_kv_heads, shape.head_dim, block_size), float("nan"), dtype=dtype)
+    values = torch.full((len(order), shape.num_kv_heads, block_size, shape.head_dim), float("nan"), dtype=dtype)
+    for table, (sequence, _, end) in zip(tables, chunks, strict=True):
+        for position in range(end):
+            block, offset = int(table[position // block_size]), position % block_size
+            keys[block, :, :, offset] = sequence.k[position]
+            values[block, :, offset] = sequence.v[position]
+    starts = np.cumsum([0, *(end - first for _, first, end in chunks)]).astype(np.int32)
+    context = np.array([first for _, first, _ in chunks], np.int32)
+    unused = np.zeros(starts[-1], np.int64)
+    rows = np.arange(len(chunks), dtype=np.int32)
+    batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused)
+    q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
+    out = torch.empty_like(q)
+    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, shape)
+    return list(out.split([end - first for _, first, end in chunks]))
+
+
+def plain_attention(sequence, shape):
+    """The same in float64."""
+    group = shape.num_q_heads // shape.num_kv_heads
+    q, k, v = (x.double().transpose(0, 1) for x in (sequence.q, sequence.k, sequence.v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request):
+    return getattr(torch, request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_q_heads}x{s.num_kv_heads}x{s.head_dim}")
+def test_a_token_does_not_depend_on_its_batch(kernel_build, dtype, shape):
+    backend, other_threads = make_backend("cpu", 1, "exact"), make_backend("cpu", 2, "exact")
+    sequence = Sequence(shape, LENGTH, dtype)
+    broken, huge = Sequence(shape, 150, dtype, 1, float("nan")), Sequence(shape, 40, dtype, 2, 1e30)
+    (whole,) = attend(backend, shape, [(sequence, 0, LENGTH)])
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    assert (whole.double() - plain_attention(sequence, shape)).abs().max() < tolerance
+    cuts = [0, 1, 7, 100, 128, 129, 255, 256, 290, LENGTH]
+    chunks = [(sequence, *ends) for ends in pairwise(cuts)]
+    for found, (_, first, end) in zip(attend(backend, shape, chunks), chunks, strict=True):
+        assert torch.equal(found, whole[first:end]), (first, end)
+    last = (sequence, LENGTH - 1, LENGTH)
+    for block_size in (1, 8, 64):
+        (found,) = attend(backend, shape, [last], block_size)
+        assert torch.equal(found, whole[-1:]), block_size
+    crowd = [(broken, 0, 150), (huge, 30, 40), last, (broken, 149, 150), (sequence, 200, 261), (huge, 0, 40)]
+    found = attend(other_threads, shape, crowd)
+    assert torch.equal(found[2], whole[-1:])
+    assert torch.equal(found[4], whole[200:261])
+
+
+def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch):
+    if missing := AMX - instruction_sets():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    shape = HeadShape(4, 2, 48)
+    sequence = Sequence(shape, 200, torch.bfloat16, scale=2.0)
+    results = []
+    for kernels in (kernel_builds("native"), load_kernels_built_with(*native_flags(), "-O1", "-DQUIRE_EMULATED_TILES")):
+        monkeypatch.setattr(cpu_backend, "load_kernels", lambda kernels=kernels: kernels)
+        results.append(attend(make_backend("cpu", 1, "exact"), shape, [(sequence, 0, 200)])[0])
+    assert torch.equal(*results)
