@@ -26,7 +26,7 @@ from worker_svc.engine.backend import (
     TopLogprobs,
 )
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.fused import ACTIVATIONS, FusedModel, address_of, fuse
+from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, address_of, fuse, pointer
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import PackedLinear, check_int8_width
@@ -43,9 +43,14 @@ _LONG = ctypes.c_int64
 _FLOAT = ctypes.c_float
 
 _SIGNATURES = {
-    "quire_add_rms_norm": [_INT, *[_POINTER] * 4, _LONG, _LONG, _FLOAT, _INT],
+    "quire_add_norm": [_INT, _INT, *[_POINTER] * 5, _LONG, _LONG, _FLOAT, _INT],
+    "quire_activate": [_INT, _POINTER, _LONG, _LONG, _INT, _INT],
+    "quire_soft_cap": [_INT, _POINTER, _LONG, _LONG, _FLOAT, _INT],
     "quire_gated_activation": [_INT, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT],
-    "quire_qk_norm_rope_store": [_INT, *[_POINTER] * 10, *[_LONG] * 5, _FLOAT, _INT],
+    "quire_qk_norm_rope_store": [
+        *(_INT, _POINTER, _INT, *[_POINTER] * 4, _LONG),
+        *([_POINTER] * 5 + [_LONG] * 5 + [_FLOAT, _INT]),
+    ],
     "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
@@ -100,7 +105,7 @@ class CpuBackend:
     """The compiled kernels. Raises KernelBuildError where they cannot be compiled."""
 
     name = "cpu"
-    features = ALL_FEATURES - {"sliding_window", "soft_caps", "learned_positions", "partial_rotary"}
+    features = ALL_FEATURES - {"sliding_window", "soft_caps"}
 
     def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
@@ -133,15 +138,19 @@ class CpuBackend:
         return fuse(self._kernels, parts, pool, self._threads)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-        if norm.kind != "rms":
-            if residual is not None:
-                x += residual
-            out.copy_(torch_ops.normed(x, norm))
-            return
         n, dim = x.shape
-        added = None if residual is None else residual.data_ptr()
-        self._kernels.quire_add_rms_norm(
-            _is_bf16(x), x.data_ptr(), added, norm.weight.data_ptr(), out.data_ptr(), n, dim, norm.eps, self._threads
+        self._kernels.quire_add_norm(
+            _is_bf16(x),
+            NORM_KINDS[norm.kind],
+            x.data_ptr(),
+            pointer(residual),
+            norm.weight.data_ptr(),
+            pointer(norm.bias),
+            out.data_ptr(),
+            n,
+            dim,
+            norm.eps,
+            self._threads,
         )
 
     def qk_norm_rope_store(
@@ -154,17 +163,17 @@ class CpuBackend:
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
-        if rotary is None:
-            raise NotImplementedError("the kernels rotate queries and keys; see `features`")
         addresses = self._addresses_of(batch)
-        q_norm, k_norm = (None, None) if norms is None else (norm.weight.data_ptr() for norm in norms)
+        q_norm, k_norm = norms or (None, None)
         self._kernels.quire_qk_norm_rope_store(
             _is_bf16(qkv),
             qkv.data_ptr(),
-            q_norm,
-            k_norm,
-            rotary.cos.data_ptr(),
-            rotary.sin.data_ptr(),
+            0 if q_norm is None else NORM_KINDS[q_norm.kind],
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            None if rotary is None else rotary.cos.data_ptr(),
+            None if rotary is None else rotary.sin.data_ptr(),
+            0 if rotary is None else 2 * rotary.cos.shape[1],
             addresses.positions,
             addresses.slots,
             cache[0].data_ptr(),
@@ -175,7 +184,7 @@ class CpuBackend:
             shape.num_kv_heads,
             shape.head_dim,
             cache[0].shape[-1],
-            0.0 if norms is None else norms[0].eps,
+            0.0 if q_norm is None else q_norm.eps,
             self._threads,
         )
 
@@ -215,7 +224,8 @@ class CpuBackend:
         )
 
     def activation(self, x: torch.Tensor, activation: str) -> None:
-        x.copy_(torch_ops.activate(x.float(), activation))
+        n, dim = x.shape
+        self._kernels.quire_activate(_is_bf16(x), x.data_ptr(), n, dim, ACTIVATIONS[activation], self._threads)
 
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
@@ -223,7 +233,8 @@ class CpuBackend:
         torch_ops.experts(x, router_logits, experts, self.gated_activation, activation, out)
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
-        x.copy_(torch_ops.soft_cap(x.float(), cap))
+        n, dim = x.shape
+        self._kernels.quire_soft_cap(_is_bf16(x), x.data_ptr(), n, dim, cap, self._threads)
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         num_layers, num_blocks = pool.shape[:2]

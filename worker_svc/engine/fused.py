@@ -8,13 +8,13 @@ interrupted, and the event loop can use the interpreter during the call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine.backend import ForwardBatch, Linear
+from worker_svc.engine.backend import ALL_FEATURES, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
 from worker_svc.engine.weights import FeedForward, Layer
 
@@ -27,26 +27,37 @@ _LONG = ctypes.c_int64
 
 _Bytes = ctypes.c_char * 0
 
-FUSED_FEATURES = frozenset({"attention_scale"})  # that forward.cpp computes
+FUSED_FEATURES = ALL_FEATURES - {"experts", "sliding_window", "soft_caps"}  # that forward.cpp computes
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
+
+
+class _NormStruct(ctypes.Structure):
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER))
+
+
+class _RotaryStruct(ctypes.Structure):
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dims", _LONG))
 
 
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _NormStruct) for name in ("input_norm", "attended_norm", "post_norm", "fed_norm")),
+        *((name, _POINTER) for name in ("q_norm", "k_norm")),
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        ("rotary", _RotaryStruct),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
     )
 
 
 class _ModelStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "embedding", "final_norm")),
+        *((name, _POINTER) for name in ("layers", "embedding", "position_embedding")),
+        ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _LONG) for name in ("num_layers", "hidden", "inner", "q_heads", "kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("block_size", "activation", "is_bf16", "threads")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "logit_cap")),
     )
 
 
@@ -67,15 +78,14 @@ class FusedModel:
         self._run_logits = kernels.quire_forward_logits
         self._kept = (parts, pool)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
-            *(_describe(layer, pool.layer(index)) for index, layer in enumerate(parts.layers))
+            *(_describe(layer, parts.rotary(index), pool.layer(index)) for index, layer in enumerate(parts.layers))
         )
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
             parts.embedding.data_ptr(),
-            parts.final_norm.weight.data_ptr(),
-            *_structs([parts.head]),
-            parts.rotaries[0].cos.data_ptr(),
-            parts.rotaries[0].sin.data_ptr(),
+            pointer(parts.position_embedding),
+            _norm_struct(parts.final_norm),
+            _linear_struct(parts.head),
             len(parts.layers),
             config.hidden_size,
             config.widest_inner,
@@ -83,11 +93,15 @@ class FusedModel:
             heads.num_kv_heads,
             heads.head_dim,
             pool.block_size,
+            NORM_KINDS[config.norm],
             ACTIVATIONS[config.activation],
+            int(config.is_gated),
             int(parts.embedding.dtype is torch.bfloat16),
             threads,
             config.norm_eps,
             config.attention_scale,
+            config.embedding_scale,
+            config.logit_soft_cap or 0.0,
         )
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
         # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
@@ -141,10 +155,11 @@ def address_of(x: npt.NDArray[Any]) -> int:
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless forward.cpp computes all features of the model, all linear layers are KernelLinear, and gate and up
-    fill whole panels."""
+    """None unless forward.cpp computes all features of the model, all linear layers are KernelLinear, and gates fill
+    whole panels."""
     needed = {name for name, is_needed in parts.config.features().items() if is_needed}
-    if needed - FUSED_FEATURES or parts.config.activation not in ACTIVATIONS or parts.config.widest_inner % PANEL:
+    has_panels = not parts.config.is_gated or not parts.config.widest_inner % PANEL
+    if needed - FUSED_FEATURES or not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
     if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
@@ -152,19 +167,36 @@ def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: 
     return FusedModel(kernels, parts, pool, threads)
 
 
+def pointer(x: torch.Tensor | None) -> int | None:
+    """The address of a tensor. None: null."""
+    return None if x is None else x.data_ptr()
+
+
 def _linears(layer: Layer) -> tuple[Linear, ...]:
     part = layer.feed_forward
     return (layer.qkv, layer.o, part.gate_up, part.down) if isinstance(part, FeedForward) else ()
 
 
-def _structs(linears: Iterable[Linear]) -> Iterable[LinearStruct]:
-    return (linear.struct() for linear in linears if isinstance(linear, KernelLinear))
-
-
-def _describe(layer: Layer, cache: tuple[torch.Tensor, torch.Tensor]) -> _LayerStruct:
-    norms = (layer.input_norm, layer.post_norm, *(layer.qk_norms or (None, None)))
+def _describe(layer: Layer, rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]) -> _LayerStruct:
+    qk_norms = layer.qk_norms or (None, None)
     return _LayerStruct(
-        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        *_structs(_linears(layer)),
+        *map(_norm_struct, (layer.input_norm, layer.attended_norm, layer.post_norm, layer.fed_norm)),
+        *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
+        *map(_linear_struct, _linears(layer)),
+        _RotaryStruct() if rotary is None else _rotary_struct(rotary),
         *(part.data_ptr() for part in cache),
     )
+
+
+def _linear_struct(linear: Linear) -> LinearStruct:
+    if not isinstance(linear, KernelLinear):
+        raise TypeError(f"forward.cpp computes layers of type KernelLinear, not {type(linear).__name__}")
+    return linear.struct()
+
+
+def _norm_struct(norm: Norm | None) -> _NormStruct:
+    return _NormStruct() if norm is None else _NormStruct(norm.weight.data_ptr(), pointer(norm.bias))
+
+
+def _rotary_struct(rotary: RotaryTable) -> _RotaryStruct:
+    return _RotaryStruct(rotary.cos.data_ptr(), rotary.sin.data_ptr(), 2 * rotary.cos.shape[1])

@@ -37,19 +37,41 @@ def assert_close(found, expected, dtype):
     assert (found.float() - expected.float()).abs().max() <= DTYPES[dtype] * expected.float().abs().max().clamp_min(1)
 
 
+def make_norm(randn, kind, dim, dtype):
+    bias = randn(dim).to(dtype) if kind == "layer" else None
+    return Norm(randn(dim).to(dtype), bias, 1e-6, kind)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 33, 64, 160])
 @pytest.mark.parametrize("has_residual", [True, False])
-def test_add_rms_norm(backends, randn, dtype, dim, has_residual):
-    x, weight = randn(300, dim).to(dtype), randn(dim).to(dtype)
+@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer"])
+def test_add_norm(backends, randn, dtype, dim, has_residual, kind):
+    x, norm = randn(300, dim).to(dtype) + 1, make_norm(randn, kind, dim, dtype)
     residual = randn(300, dim).to(dtype) if has_residual else None
     results = []
     for backend in backends:
         kept, out = x.clone(), torch.empty_like(x)
-        backend.add_norm(kept, residual, Norm(weight, None, 1e-6), out)
+        backend.add_norm(kept, residual, norm, out)
         results.append((kept, out))
+        in_place = kept.clone()
+        backend.add_norm(in_place, None, norm, in_place)
+        assert torch.equal(in_place, out)
     assert torch.equal(results[0][0], results[1][0])
     assert_close(results[0][1], results[1][1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [7, 32])
+def test_activation_and_soft_cap(backends, randn, dtype, dim):
+    x = (randn(200, dim) * 9).to(dtype)
+    x[0, 0], x[1, 0] = 300.0, -300.0
+    kernels, reference = backends
+    for apply in (lambda b, y: b.activation(y, "gelu_tanh"), lambda b, y: b.soft_cap(y, 5.0)):
+        found, expected = x.clone(), x.clone()
+        apply(kernels, found)
+        apply(reference, expected)
+        assert_close(found, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,13 +158,18 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("norm", ["rms", "rms_offset", None])
 @pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 18)], ids=["32", "18"])
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_qk_norm_rope_store(backends, randn, dtype, has_norms, shape, block_size):
-    weights = (randn(shape.head_dim).to(dtype), randn(shape.head_dim).to(dtype))
-    norms = (Norm(weights[0], None, 1e-6), Norm(weights[1], None, 1e-6)) if has_norms else None
-    table = Rotary(1.0 / 1e4 ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)).table(256)
+@pytest.mark.parametrize("unrotated", [0, 4, None], ids=["whole", "part", "none"])
+def test_qk_norm_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated):
+    norms = None
+    if norm is not None:
+        norms = make_norm(randn, norm, shape.head_dim, dtype), make_norm(randn, norm, shape.head_dim, dtype)
+    table = None
+    if unrotated is not None:
+        dims = shape.head_dim - unrotated
+        table = Rotary(1.0 / 1e4 ** (torch.arange(0, dims, 2).float() / dims)).table(256)
     results = []
     qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     for backend in backends:

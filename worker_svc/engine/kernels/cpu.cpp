@@ -18,11 +18,26 @@ namespace {
 
 constexpr int64_t kSerialWork = 32768;  // elements below which waking other threads costs more than they save
 
-template <typename T>
-void add_rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t n, int64_t dim, float eps, int threads) {
-  Pass(threads_for(n * dim, kSerialWork, threads)).run(n, 4, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++)
-      add_rms_norm_row(x + i * dim, residual ? residual + i * dim : nullptr, weight, out + i * dim, dim, eps);
+// Calls run(first, last, T()) for ranges of rows.
+template <typename Run> void over_rows(Pass& pass, int is_bf16, int64_t n, const Run& run) {
+  pass.run(n, 4, [&](int64_t first, int64_t last) {
+    is_bf16 ? run(first, last, uint16_t()) : run(first, last, float());
+  });
+}
+
+// x = op(x) for 16 lanes at a time, over rows x [n, dim].
+template <typename Op> void map_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, const Op& op) {
+  over_rows(pass, is_bf16, n, [&](int64_t first, int64_t last, auto type) {
+    typedef decltype(type) T;
+    T* row = (T*)x + first * dim;
+    const int64_t count = (last - first) * dim;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store16(row + i, op(load16(row + i)));
+    if (i == count) return;
+    T rest[kLanes] = {};
+    memcpy(rest, row + i, (count - i) * sizeof(T));
+    store16(rest, op(load16(rest)));
+    memcpy(row + i, rest, (count - i) * sizeof(T));
   });
 }
 
@@ -56,17 +71,21 @@ void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, Activati
 // [head_dim / 2, block_size, 2] and [block_size / 2, head_dim, 2].
 
 template <typename T>
-INLINE void norm_rope_head(const T* x, const T* weight, const float* cos, const float* sin, int64_t head_dim, float eps,
-                           T* out) {
-  const int64_t half = head_dim / 2;
-  const float scale = weight ? 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + eps) : 1.f;
+INLINE void norm_rope_head(const T* x, const T* weight, const QkNorms& norms, const float* cos, const float* sin,
+                           int64_t half, int64_t head_dim, T* out) {
+  const float scale = weight ? 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + norms.eps) : 1.f;
+  const bool is_offset = norms.kind == kRmsOffset;
   auto normed16 = [&](int64_t d) {
     const v16 v = load16(x + d);
-    return weight ? round16<T>(round16<T>(v * scale) * load16(weight + d)) : v;
+    if (!weight) return v;
+    if (is_offset) return round16<T>(v * scale * (load16(weight + d) + 1.f));
+    return round16<T>(round16<T>(v * scale) * load16(weight + d));
   };
   auto normed1 = [&](int64_t d) {
     const float v = to_float(x[d]);
-    return weight ? round_to<T>(round_to<T>(v * scale) * to_float(weight[d])) : v;
+    if (!weight) return v;
+    if (is_offset) return round_to<T>(v * scale * (to_float(weight[d]) + 1.f));
+    return round_to<T>(round_to<T>(v * scale) * to_float(weight[d]));
   };
   int64_t d = 0;
   for (; d + kLanes <= half; d += kLanes) {
@@ -79,6 +98,7 @@ INLINE void norm_rope_head(const T* x, const T* weight, const float* cos, const 
     out[d] = from_float<T>(a * cos[d] - b * sin[d]);
     out[d + half] = from_float<T>(b * cos[d] + a * sin[d]);
   }
+  for (d = 2 * half; d < head_dim; d++) out[d] = from_float<T>(normed1(d));
 }
 
 // Stores one key, or one value, in its block. `width` is 2 in a paired block, else 1.
@@ -90,26 +110,26 @@ template <typename T, int width> INLINE void store_value(const T* value, int64_t
 }
 
 template <typename T> struct Qkv {
-  const T *qkv, *q_norm, *k_norm;
-  const float *cos, *sin;
+  const T* qkv;
+  QkNorms norms;
+  Rotary rotary;
   const int32_t* positions;
   const int64_t* slots;
   T *k_cache, *v_cache, *q_out;
   QkvShape shape;
-  float eps;
 };
 
 template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const QkvShape& s = a.shape;
-  const int64_t dim = s.head_dim, half = dim / 2, heads = s.q_heads + 2 * s.kv_heads;
-  const T* x = a.qkv + i * heads * dim;
-  const float *cos = a.cos + a.positions[i] * half, *sin = a.sin + a.positions[i] * half;
+  const int64_t dim = s.head_dim, half = a.rotary.dims / 2, heads = s.q_heads + 2 * s.kv_heads;
+  const T *x = a.qkv + i * heads * dim, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
+  const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
   const int64_t width = is_paired<T>(s.block_size) ? 2 : 1;
   for (int64_t h = 0; h < s.q_heads; h++)
-    norm_rope_head(x + h * dim, a.q_norm, cos, sin, dim, a.eps, a.q_out + (i * s.q_heads + h) * dim);
+    norm_rope_head(x + h * dim, q_norm, a.norms, cos, sin, half, dim, a.q_out + (i * s.q_heads + h) * dim);
   for (int64_t h = 0; h < s.kv_heads; h++) {
-    norm_rope_head(x + (s.q_heads + h) * dim, a.k_norm, cos, sin, dim, a.eps, key);
+    norm_rope_head(x + (s.q_heads + h) * dim, k_norm, a.norms, cos, sin, half, dim, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
     T* k = a.k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
     T* v = a.v_cache + ((block * s.kv_heads + h) * s.block_size + offset / width * width) * dim + offset % width;
@@ -143,15 +163,41 @@ void copy_blocks(char* pool, const int64_t* src, const int64_t* dst, int64_t n, 
 
 }  // namespace
 
-void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_norm, const void* k_norm,
-                        const float* cos, const float* sin, const int32_t* positions, const int64_t* slots,
-                        void* k_cache, void* v_cache, void* q_out, int64_t n, const QkvShape& shape, float eps) {
+void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim) {
+  over_rows(pass, is_bf16, n, [&](int64_t first, int64_t last, auto type) {
+    typedef decltype(type) T;
+    for (int64_t i = first; i < last; i++) add_norm_row(norm, i, (T*)out + i * dim, dim);
+  });
+}
+
+void scale_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float factor) {
+  const float rounded = is_bf16 ? round_to<uint16_t>(factor) : factor;
+  map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return lanes * rounded; });
+}
+
+void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const int32_t* positions, int64_t n,
+                   int64_t dim) {
+  over_rows(pass, is_bf16, n, [&](int64_t first, int64_t last, auto type) {
+    typedef decltype(type) T;
+    for (int64_t i = first; i < last; i++) add_row((T*)x + i * dim, (const T*)table + positions[i] * dim, dim);
+  });
+}
+
+void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activation activation) {
+  map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return activate16(lanes, activation); });
+}
+
+void soft_cap(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float cap) {
+  map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return soft_cap16(lanes, cap); });
+}
+
+void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms& norms, const Rotary& rotary,
+                        const int32_t* positions, const int64_t* slots, void* k_cache, void* v_cache, void* q_out,
+                        int64_t n, const QkvShape& shape) {
   auto store = [&](auto type) {
     typedef decltype(type) T;
     store_tokens(pass,
-                 Qkv<T>{(const T*)qkv, (const T*)q_norm, (const T*)k_norm, cos, sin, positions, slots, (T*)k_cache,
-                        (T*)v_cache, (T*)q_out, shape, eps},
-                 n);
+                 Qkv<T>{(const T*)qkv, norms, rotary, positions, slots, (T*)k_cache, (T*)v_cache, (T*)q_out, shape}, n);
   };
   is_bf16 ? store(uint16_t()) : store(float());
 }
@@ -161,7 +207,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_
 
 extern "C" {
 
-int quire_abi_version() { return 9; }
+int quire_abi_version() { return 10; }
 
 // The instructions that this build computes with, as words. The first three affect results, vector widths do not.
 const char* quire_arithmetic() {
@@ -187,12 +233,20 @@ const char* quire_arithmetic() {
       ;
 }
 
-void quire_add_rms_norm(int is_bf16, void* x, const void* residual, const void* weight, void* out, int64_t n,
-                        int64_t dim, float eps, int threads) {
-  if (is_bf16)
-    add_rms_norm((uint16_t*)x, (const uint16_t*)residual, (const uint16_t*)weight, (uint16_t*)out, n, dim, eps, threads);
-  else
-    add_rms_norm((float*)x, (const float*)residual, (const float*)weight, (float*)out, n, dim, eps, threads);
+void quire_add_norm(int is_bf16, int kind, void* x, const void* residual, const void* weight, const void* bias, void* out,
+                    int64_t n, int64_t dim, float eps, int threads) {
+  Pass pass(threads_for(n * dim, kSerialWork, threads));
+  add_norm(pass, is_bf16, {x, residual, {weight, bias}, NormKind(kind), eps}, out, n, dim);
+}
+
+void quire_activate(int is_bf16, void* x, int64_t n, int64_t dim, int activation, int threads) {
+  Pass pass(threads_for(n * dim, kSerialWork, threads));
+  activate(pass, is_bf16, x, n, dim, Activation(activation));
+}
+
+void quire_soft_cap(int is_bf16, void* x, int64_t n, int64_t dim, float cap, int threads) {
+  Pass pass(threads_for(n * dim, kSerialWork, threads));
+  soft_cap(pass, is_bf16, x, n, dim, cap);
 }
 
 void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim, int activation,
@@ -203,13 +257,14 @@ void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t
     gated_activation((const float*)gate_up, (float*)out, n, dim, Activation(activation), threads);
 }
 
-void quire_qk_norm_rope_store(int is_bf16, const void* qkv, const void* q_norm, const void* k_norm, const float* cos,
-                              const float* sin, const int32_t* positions, const int64_t* slots, void* k_cache,
-                              void* v_cache, void* q_out, int64_t n, int64_t q_heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t block_size, float eps, int threads) {
+void quire_qk_norm_rope_store(int is_bf16, const void* qkv, int norm_kind, const void* q_norm, const void* k_norm,
+                              const float* cos, const float* sin, int64_t rotary_dims, const int32_t* positions,
+                              const int64_t* slots, void* k_cache, void* v_cache, void* q_out, int64_t n,
+                              int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float eps,
+                              int threads) {
   Pass pass(threads_for(n * (q_heads + 2 * kv_heads) * head_dim, kSerialWork, threads));
-  qk_norm_rope_store(pass, is_bf16, qkv, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, q_out, n,
-                     {q_heads, kv_heads, head_dim, block_size}, eps);
+  qk_norm_rope_store(pass, is_bf16, qkv, {q_norm, k_norm, NormKind(norm_kind), eps}, {cos, sin, rotary_dims}, positions,
+                     slots, k_cache, v_cache, q_out, n, {q_heads, kv_heads, head_dim, block_size});
 }
 
 void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers,

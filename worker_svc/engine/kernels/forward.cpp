@@ -7,21 +7,27 @@
 
 namespace {
 
+// The structs are those of fused.py.
 struct Layer {
-  const void *input_norm, *post_norm;
-  const void *q_norm, *k_norm;  // null: none
-  Linear qkv, o, gate_up, down;
+  NormWeights input_norm, attended_norm, post_norm, fed_norm;  // of outputs of attention and feed-forward part: or null
+  const void *q_norm, *k_norm;                                 // null: none
+  Linear qkv, o, gate_up, down;                                // gate_up: `up` alone if there is no gate
+  Rotary rotary;
   void *k_cache, *v_cache;
 };
 
 struct Model {
   const Layer* layers;
-  const void *embedding, *final_norm;
+  const void *embedding, *position_embedding;  // positions are learned, or null
+  NormWeights final_norm;
   Linear head;
-  const float *cos, *sin;
-  int64_t num_layers, hidden, inner, q_heads, kv_heads, head_dim, block_size, activation;
-  int64_t is_bf16, threads;
-  float eps, scale;
+  int64_t num_layers, hidden, inner, q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
+  int64_t is_gated, is_bf16, threads;
+  float eps, scale, embedding_scale, logit_cap;  // logit_cap 0: none
+
+  Norm norm(void* x, const void* residual, const NormWeights& weights) const {
+    return {x, residual, weights, NormKind(norm_kind), eps};
+  }
 };
 
 struct Batch {
@@ -53,6 +59,11 @@ struct Parts {
   }
 };
 
+void head(Pass& pass, const Model& m, void* x, const void* residual, void* logits, int64_t n) {
+  linear_of_norm(pass, int(m.is_bf16), m.head, m.norm(x, residual, m.final_norm), logits, n);
+  if (m.logit_cap != 0.f) soft_cap(pass, int(m.is_bf16), logits, n, m.head.out, m.logit_cap);
+}
+
 // One forward pass.
 struct Forward {
   const Model& m;
@@ -77,23 +88,37 @@ struct Forward {
     const int64_t bytes = m.hidden * (m.is_bf16 ? 2 : 4);
     for (int64_t t = 0; t < b.num_tokens; t++)
       memcpy(p.x + t * bytes, (const char*)m.embedding + b.token_ids[t] * bytes, bytes);
+    if (m.embedding_scale != 1.f) scale_rows(pass, int(m.is_bf16), p.x, b.num_tokens, m.hidden, m.embedding_scale);
+    if (m.position_embedding)
+      add_positions(pass, int(m.is_bf16), p.x, m.position_embedding, b.positions, b.num_tokens, m.hidden);
   }
 
   // `added`: the residual of the previous layer, to be added to x; null: none.
   void attend(const Layer& layer, const void* added, const std::vector<AttentionTask>& tasks) {
     const int is_bf16 = int(m.is_bf16);
-    linear_of_norm(pass, is_bf16, layer.qkv, {p.x, added, layer.input_norm, m.eps}, p.qkv, b.num_tokens);
-    qk_norm_rope_store(pass, is_bf16, p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, b.positions, b.slots,
-                       layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape, m.eps);
+    linear_of_norm(pass, is_bf16, layer.qkv, m.norm(p.x, added, layer.input_norm), p.qkv, b.num_tokens);
+    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, layer.rotary,
+                       b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
     paged_attention(pass, is_bf16, tasks, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended, m.scale);
   }
 
   void feed_forward(const Layer& layer, int64_t n) {
     const int is_bf16 = int(m.is_bf16);
+    const Norm norm = m.norm(p.x, p.residual, layer.post_norm);
     linear(pass, is_bf16, layer.o, p.attended, p.residual, n);
-    gated_linear_of_norm(pass, is_bf16, layer.gate_up, {p.x, p.residual, layer.post_norm, m.eps},
-                         Activation(m.activation), p.activated, n);
+    norm_output(layer.attended_norm, n);
+    if (m.is_gated) {
+      gated_linear_of_norm(pass, is_bf16, layer.gate_up, norm, Activation(m.activation), p.activated, n);
+    } else {
+      linear_of_norm(pass, is_bf16, layer.gate_up, norm, p.activated, n);
+      activate(pass, is_bf16, p.activated, n, layer.gate_up.out, Activation(m.activation));
+    }
     linear(pass, is_bf16, layer.down, p.activated, p.residual, n);
+    norm_output(layer.fed_norm, n);
+  }
+
+  void norm_output(const NormWeights& weights, int64_t n) {
+    if (weights.weight) add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, weights), p.residual, n, m.hidden);
   }
 
   void run(void* logits) {
@@ -109,8 +134,7 @@ struct Forward {
       const int64_t n = is_last ? b.num_heads : b.num_tokens;
       if (n) feed_forward(m.layers[i], n);
     }
-    if (b.num_heads && logits)
-      linear_of_norm(pass, int(m.is_bf16), m.head, {p.x, p.residual, m.final_norm, m.eps}, logits, b.num_heads);
+    if (b.num_heads && logits) head(pass, m, p.x, p.residual, logits, b.num_heads);
   }
 
   // Moves the rows of the head tokens to the front.
@@ -143,6 +167,6 @@ void quire_forward_logits(const void* model, int64_t num_tokens, int64_t first, 
   const Parts p(m, num_tokens, (char*)workspace);
   const int64_t offset = first * m.hidden * (m.is_bf16 ? 2 : 4);
   Pass pass(int(m.threads));
-  linear_of_norm(pass, int(m.is_bf16), m.head, {p.x + offset, p.residual + offset, m.final_norm, m.eps}, logits, count);
+  head(pass, m, p.x + offset, p.residual + offset, logits, count);
 }
 }

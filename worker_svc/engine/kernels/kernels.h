@@ -17,12 +17,33 @@ struct Linear {
   int64_t in, out;
 };
 
-// x += residual (null: no residual), then RMSNorm of x times weight.
+enum NormKind { kRms = 0, kRmsOffset = 1, kLayerNorm = 2 };  // see `Norm` of backend.py
+
+// Only LayerNorm has a bias. A null weight: no norm.
+struct NormWeights {
+  const void *weight, *bias;
+};
+
+// x += residual (null: no residual), then a norm of x.
 struct Norm {
   void* x;
   const void* residual;
-  const void* weight;
+  NormWeights weights;
+  NormKind kind;
   float eps;
+};
+
+// Norms of queries and keys. Null: none.
+struct QkNorms {
+  const void *q, *k;
+  NormKind kind;
+  float eps;
+};
+
+// Rotates the first `dims` dimensions of each head, in two halves. cos and sin are [positions, dims / 2].
+struct Rotary {
+  const float *cos, *sin;
+  int64_t dims;
 };
 
 struct QkvShape {
@@ -54,9 +75,25 @@ void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& no
 void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
                           int64_t n);
 
-void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const void* q_norm, const void* k_norm,
-                        const float* cos, const float* sin, const int32_t* positions, const int64_t* slots,
-                        void* k_cache, void* v_cache, void* q_out, int64_t n, const QkvShape& shape, float eps);
+// out = norm of rows x [n, dim]; `out` may be x.
+void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim);
+
+// x *= factor, x [n, dim]; the factor is rounded to the storage type.
+void scale_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float factor);
+
+// x [n, dim] += rows `positions` of table [.., dim].
+void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const int32_t* positions, int64_t n,
+                   int64_t dim);
+
+// x = activation(x), x [n, dim].
+void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activation activation);
+
+// x = cap * tanh(x / cap), x [n, dim].
+void soft_cap(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float cap);
+
+void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms& norms, const Rotary& rotary,
+                        const int32_t* positions, const int64_t* slots, void* k_cache, void* v_cache, void* q_out,
+                        int64_t n, const QkvShape& shape);
 
 // The tasks of all tokens, or of `tokens`, which are ascending.
 std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape);

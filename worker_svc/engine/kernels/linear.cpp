@@ -86,8 +86,7 @@ template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
   if (!c.norm) return c.x + row * c.in;
   const Norm& norm = *c.norm;
   T* normed = buffer_of_thread<T>(c.in);
-  const T* residual = norm.residual ? (const T*)norm.residual + row * c.in : nullptr;
-  add_rms_norm_row((T*)norm.x + row * c.in, residual, (const T*)norm.weight, normed, c.in, norm.eps);
+  add_norm_row(norm, row, normed, c.in);
   return normed;
 }
 

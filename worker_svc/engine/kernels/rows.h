@@ -7,21 +7,48 @@
 
 namespace {
 
-// out = norm(x + residual) * weight; x keeps the sum. A null residual adds nothing.
-template <typename T>
-void add_rms_norm_row(T* x, const T* residual, const T* weight, T* out, int64_t dim, float eps) {
+template <typename T> void add_row(T* x, const T* residual, int64_t dim) {
   int64_t i = 0;
-  if (residual) {
-    for (; i + kLanes <= dim; i += kLanes) store16(x + i, load16(x + i) + load16(residual + i));
-    for (; i < dim; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
-  }
+  for (; i + kLanes <= dim; i += kLanes) store16(x + i, load16(x + i) + load16(residual + i));
+  for (; i < dim; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
+}
+
+template <typename T> void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
   const float scale = 1.f / sqrtf(sum_of_squares(x, dim) / float(dim) + eps);
-  for (i = 0; i + kLanes <= dim; i += kLanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
     T normed[kLanes];
     store16(normed, load16(x + i) * scale);
     store16(out + i, load16(normed) * load16(weight + i));
   }
   for (; i < dim; i++) out[i] = from_float<T>(round_to<T>(to_float(x[i]) * scale) * to_float(weight[i]));
+}
+
+template <typename T> void rms_offset_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
+  const float scale = 1.f / sqrtf(sum_of_squares(x, dim) / float(dim) + eps);
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store16(out + i, load16(x + i) * scale * (load16(weight + i) + 1.f));
+  for (; i < dim; i++) out[i] = from_float<T>(to_float(x[i]) * scale * (to_float(weight[i]) + 1.f));
+}
+
+template <typename T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t dim, float eps) {
+  const float mean = sum_of(x, dim) / float(dim);
+  const float scale = 1.f / sqrtf(sum_of_squared_distances(x, mean, dim) / float(dim) + eps);
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes)
+    store16(out + i, (load16(x + i) - mean) * scale * load16(weight + i) + load16(bias + i));
+  for (; i < dim; i++) out[i] = from_float<T>((to_float(x[i]) - mean) * scale * to_float(weight[i]) + to_float(bias[i]));
+}
+
+// Row `row` of `norm`, [dim], into out. x keeps the sum with the residual.
+template <typename T> void add_norm_row(const Norm& norm, int64_t row, T* out, int64_t dim) {
+  T* x = (T*)norm.x + row * dim;
+  if (norm.residual) add_row(x, (const T*)norm.residual + row * dim, dim);
+  const T *weight = (const T*)norm.weights.weight, *bias = (const T*)norm.weights.bias;
+  if (norm.kind == kRms) return rms_norm_row(x, weight, out, dim, norm.eps);
+  if (norm.kind == kRmsOffset) return rms_offset_norm_row(x, weight, out, dim, norm.eps);
+  layer_norm_row(x, weight, bias, out, dim, norm.eps);
 }
 
 INLINE float gelu1(float x, Activation activation) {
@@ -35,5 +62,8 @@ INLINE v16 activate16(v16 x, Activation activation) {
   for (int i = 0; i < kLanes; i++) x[i] = gelu1(x[i], activation);
   return x;
 }
+
+// cap * tanh(x / cap)
+INLINE v16 soft_cap16(v16 x, float cap) { return cap * (1.f - 2.f / (exp16(x * (2.f / cap)) + 1.f)); }
 
 }  // namespace

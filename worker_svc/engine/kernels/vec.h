@@ -165,6 +165,27 @@ template <typename T> INLINE bool is_paired(int64_t block_size) {
   return QUIRE_HAS_PAIRS && sizeof(T) == 2 && block_size % kLanes == 0;
 }
 
+template <typename T> INLINE float sum_of(const T* x, int64_t dim) {
+  v16 acc{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) acc = acc + load16(x + i);
+  float sum = sum_lanes(acc);
+  for (; i < dim; i++) sum += to_float(x[i]);
+  return sum;
+}
+
+template <typename T> INLINE float sum_of_squared_distances(const T* x, float mean, int64_t dim) {
+  v16 acc{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    const v16 v = load16(x + i) - mean;
+    acc = fma16(v, v, acc);
+  }
+  float sum = sum_lanes(acc);
+  for (; i < dim; i++) sum = fma1(to_float(x[i]) - mean, to_float(x[i]) - mean, sum);
+  return sum;
+}
+
 template <typename T> INLINE float sum_of_squares(const T* x, int64_t dim) {
   v16 acc{};
   int64_t i = 0;
