@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
+from worker_svc.engine.families import ARCHITECTURES
+from worker_svc.engine.features import FEATURES, OF_BACKEND, features_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {
@@ -179,6 +181,22 @@ def refused_body_rows() -> Iterator[list[str]]:
         yield [f"`{name}`", accepted, ", ".join(f"`{endpoint}`" for endpoint in endpoints)]
 
 
+def architecture_rows() -> Iterator[list[str]]:
+    """One row per architecture, with what each backend computes of it."""
+    for name, row in ARCHITECTURES.items():
+        needed = features_of(row)
+        what = ", ".join(FEATURES[feature] for feature in sorted(needed | row.may_need))
+        yield [f"`{name}`", row.models, what, *(_served(backend, needed, row.may_need) for backend in OF_BACKEND)]
+
+
+def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
+    features = OF_BACKEND[backend]
+    if needed - features:
+        return "no"
+    missing = [FEATURES[feature] for feature in sorted(may_need - features)]
+    return f"yes, without {' and '.join(missing)}" if missing else "yes"
+
+
 def written() -> dict[Path, str]:
     """Text of each page, with its tables generated."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
@@ -193,7 +211,9 @@ def written() -> dict[Path, str]:
     head = ("field", "request field", "type", "limits", "meaning")
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
     tables["refused body fields"] = table(("field", "value that is accepted", "endpoints"), refused_body_rows())
-    pages = [ROOT / "docs" / name for name in ("configuration.md", "http.md", "metrics.md", "request-fields.md")]
+    tables["architectures"] = table(("architecture", "models", "needs", *OF_BACKEND), architecture_rows())
+    names = ("configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
+    pages = [ROOT / "docs" / name for name in names]
     return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.families import Architecture, Names, NormKind, architecture_of
+from worker_svc.engine.features import features_of
 from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, parse_rotary, positive
 
@@ -44,26 +45,39 @@ class LayerSpec:
 class ModelConfig:
     """A decoder, checked."""
 
-    names: Names
+    architecture: Architecture
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
     heads: HeadShape
     layers: tuple[LayerSpec, ...]
     rotaries: tuple[Rotary, ...]
-    norm: NormKind
     norm_eps: float
-    has_qk_norm: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
-    is_gated: bool
     activation: str
     attention_scale: float
     attention_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None
     embedding_scale: float
     is_tied: bool
+
+    @property
+    def names(self) -> Names:
+        return self.architecture.names
+
+    @property
+    def norm(self) -> NormKind:
+        return self.architecture.norm
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.architecture.has_qk_norm
+
+    @property
+    def is_gated(self) -> bool:
+        return self.architecture.is_gated
 
     @property
     def num_layers(self) -> int:
@@ -91,22 +105,16 @@ class ModelConfig:
         """The attention of a layer."""
         return AttentionShape(self.heads, self.attention_scale, self.attention_soft_cap, self.layers[index].window)
 
-    def features(self) -> dict[str, bool]:
-        """What a backend needs beyond RMSNorm, rotary positions and a gated feed-forward part; see backend.FEATURES."""
+    def features(self) -> set[str]:
+        """What a backend must compute; see features.py."""
         rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
-        return {
-            "experts": any(layer.experts for layer in self.layers),
-            "layer_norm": self.norm == "layer",
-            "offset_norm": self.norm == "rms_offset",
-            "output_norms": bool(self.names.attended_norm),
+        needed = {
             "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
-            "learned_positions": bool(self.names.position_embedding),
-            "plain_feed_forward": not self.is_gated,
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
-            "embedding_scale": self.embedding_scale != 1.0,
             "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
         }
+        return features_of(self.architecture) | {name for name, is_needed in needed.items() if is_needed}
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:
@@ -118,22 +126,19 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     hidden_size = _size(config, "hidden_size")
     rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
     return ModelConfig(
-        names=architecture.names,
+        architecture=architecture,
         hidden_size=hidden_size,
         vocab_size=_size(config, "vocab_size"),
         max_position_embeddings=_size(config, "max_position_embeddings"),
         heads=heads,
         layers=_layers(config, architecture, rotary_of),
         rotaries=rotaries,
-        norm=architecture.norm,
         norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
-        has_qk_norm=architecture.has_qk_norm,
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
         has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False))
         if architecture.has_mlp_bias is None
         else architecture.has_mlp_bias,
-        is_gated=architecture.is_gated,
         activation=_activation(config, architecture),
         attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=_optional(config, "attn_logit_softcapping"),

@@ -25,35 +25,8 @@ F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
-# What a decoder may need beyond RMSNorm, rotary positions and a gated feed-forward part. A backend names those that it
-# computes in `features`.
-FEATURES = {
-    "experts": "experts",
-    "layer_norm": "LayerNorm",
-    "offset_norm": "RMSNorm with weights around 0",
-    "output_norms": "norms of the outputs of attention and feed-forward part",
-    "partial_rotary": "rotation of a part of each head",
-    "learned_positions": "learned positions",
-    "plain_feed_forward": "a feed-forward part without gate",
-    "sliding_window": "sliding windows",
-    "soft_caps": "soft caps of attention scores or logits",
-    "embedding_scale": "scaled embeddings",
-    "attention_scale": "a scale of attention scores that is not head_dim^-0.5",
-}
-ALL_FEATURES = frozenset(FEATURES)
-
-
 class BackendUnavailableError(RuntimeError):
     """The requested backend cannot run here; the message says which one can."""
-
-
-def check_features(needed: Mapping[str, bool], supported: frozenset[str], backend: str) -> None:
-    """Raises BackendUnavailableError if a decoder needs a feature that the backend does not compute."""
-    missing = [FEATURES[name] for name, is_needed in needed.items() if is_needed and name not in supported]
-    if missing:
-        raise BackendUnavailableError(
-            f"backend {backend} does not support {', '.join(missing)}, which this model needs; use --backend cpu"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +132,7 @@ class Backend(Protocol):
 
     name: str
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
-    features: frozenset[str]  # of FEATURES
+    features: frozenset[str]  # see features.py
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. The caller must not change it afterwards, because the result may refer to it."""

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine import torch_ops
+from worker_svc.engine import features, torch_ops
 from worker_svc.engine.backend import (
-    ALL_FEATURES,
     I64,
     U32,
     AttentionShape,
@@ -105,7 +104,7 @@ class CpuBackend:
     """The compiled kernels. Raises KernelBuildError where they cannot be compiled."""
 
     name = "cpu"
-    features = ALL_FEATURES - {"sliding_window", "soft_caps"}
+    features = features.CPU
 
     def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())

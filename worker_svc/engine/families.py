@@ -76,6 +76,8 @@ GPT2_NAMES = Names(
 class Architecture:
     """The differences of one family from the common decoder. None: config.json decides."""
 
+    models: str  # of the Hub, for docs/models.md
+    may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
     has_qk_norm: bool = False
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_bias`
@@ -93,7 +95,10 @@ class Architecture:
     names: Names = LLAMA_NAMES
 
 
+WINDOWS = frozenset({"sliding_window"})
 GEMMA2 = Architecture(
+    "Gemma 2",
+    frozenset({"attention_scale", "sliding_window", "soft_caps"}),
     norm="rms_offset",
     windows="even",
     default_window=4096,
@@ -114,15 +119,26 @@ GPT2_FIELDS = {
 }
 
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture(has_qk_norm=True),
-    "Qwen2ForCausalLM": Architecture(has_qkv_bias=True, has_o_bias=False),
-    "LlamaForCausalLM": Architecture(has_mlp_bias=None, windows="none"),
-    "MistralForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, windows="all", default_window=4096),
-    "Phi3ForCausalLM": Architecture(has_qkv_bias=False, has_o_bias=False, windows="all", names=FUSED_NAMES),
+    "Qwen3ForCausalLM": Architecture("Qwen3", WINDOWS, has_qk_norm=True),
+    "Qwen2ForCausalLM": Architecture("Qwen2, Qwen2.5", WINDOWS, has_qkv_bias=True, has_o_bias=False),
+    "LlamaForCausalLM": Architecture("Llama 2 and 3", has_mlp_bias=None, windows="none"),
+    "MistralForCausalLM": Architecture(
+        "Mistral", WINDOWS, has_qkv_bias=False, has_o_bias=False, windows="all", default_window=4096
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "Phi-3, Phi-3.5 and Phi-4",
+        WINDOWS | {"partial_rotary"},
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="all",
+        names=FUSED_NAMES,
+    ),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(GEMMA2, has_qk_norm=True, windows="five_of_six"),
-    "Qwen3MoeForCausalLM": Architecture(has_qk_norm=True, has_experts=True),
+    "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", has_qk_norm=True, windows="five_of_six"),
+    "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, has_qk_norm=True, has_experts=True),
     "MixtralForCausalLM": Architecture(
+        "Mixtral",
+        WINDOWS,
         has_qkv_bias=False,
         has_o_bias=False,
         windows="all",
@@ -132,6 +148,7 @@ ARCHITECTURES = {
         names=MIXTRAL_NAMES,
     ),
     "GPT2LMHeadModel": Architecture(
+        "GPT-2",
         has_qkv_bias=True,
         has_o_bias=True,
         has_mlp_bias=True,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine.backend import ALL_FEATURES, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.features import CPU_FUSED
 from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
 from worker_svc.engine.weights import FeedForward, Layer
 
@@ -27,7 +28,6 @@ _LONG = ctypes.c_int64
 
 _Bytes = ctypes.c_char * 0
 
-FUSED_FEATURES = ALL_FEATURES - {"experts", "sliding_window", "soft_caps"}  # that forward.cpp computes
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
 
@@ -157,9 +157,8 @@ def address_of(x: npt.NDArray[Any]) -> int:
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
     """None unless forward.cpp computes all features of the model, all linear layers are KernelLinear, and gates fill
     whole panels."""
-    needed = {name for name, is_needed in parts.config.features().items() if is_needed}
     has_panels = not parts.config.is_gated or not parts.config.widest_inner % PANEL
-    if needed - FUSED_FEATURES or not has_panels:
+    if parts.config.features() - CPU_FUSED or not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
     if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):

@@ -14,7 +14,7 @@ import torch
 from request_fields.checks import default_sampling
 from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig, parse_config
-from worker_svc.engine.backend import I64, ForwardBatch, check_features
+from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import (
     EMPTY,
@@ -30,6 +30,7 @@ from worker_svc.engine.batch import (
 from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import PendingMasks, compiled_grammars
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
@@ -101,7 +102,7 @@ class ModelRunner:
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
         max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
         model = model.within(max_model_len)
-        check_features(model.features(), self._backend.features, self._backend.name)
+        check_features(model.features(), self._backend.name)
         loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
         loader.check()
         checkpoint.start_digest(self._threads)

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
-from worker_svc.engine import exact_ops, torch_ops
+from worker_svc.engine import exact_ops, features, torch_ops
 from worker_svc.engine.backend import (
-    ALL_FEATURES,
     I64,
     U32,
     AttentionShape,
@@ -41,7 +40,7 @@ class ReferenceBackend:
 
     name = "reference"
     arithmetic = "fixed point"
-    features = ALL_FEATURES
+    features = features.REFERENCE
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self._quantize = quantize

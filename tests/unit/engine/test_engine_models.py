@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import ARCHITECTURES, load_reference, make_model
-from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.model_runner import ModelRunner
 
 LLAMA3_ROPE = {
@@ -97,7 +97,7 @@ SERVED = [
 
 @pytest.mark.parametrize(("backend", "architecture"), sorted(REFUSED))
 def test_missing_features_are_named(tmp_path, backend, architecture):
-    with pytest.raises(BackendUnavailableError, match="backend cpu does not support soft caps"):
+    with pytest.raises(CheckpointError, match=r"soft caps.*use --backend reference"):
         load(make_model(tmp_path, architecture), backend=backend)
 
 

@@ -18,8 +18,6 @@ from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
 from worker_svc.engine.weights import FeedForward, Layer, WeightLoader
 
-FEATURES: frozenset[str] = frozenset()  # of backend.FEATURES
-
 
 class DeviceDecoder:
     """A loaded decoder, or one rank's shard. `forward` computes a step; `hidden` and `logits` compute its parts."""
@@ -121,7 +119,7 @@ class DeviceDecoder:
         _add_norm(x, residual, layer.post_norm, normed)
         part = layer.feed_forward
         if not isinstance(part, FeedForward):
-            raise TypeError("the device computes dense feed-forward parts; see FEATURES")
+            raise TypeError("the device computes dense feed-forward parts; see features.py")
         gate_up = part.gate_up(normed)
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, activated, self._config.activation)

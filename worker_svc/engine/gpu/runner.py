@@ -19,12 +19,14 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
+from worker_svc.engine import features
 from worker_svc.engine.architectures import ModelConfig, parse_config
-from worker_svc.engine.backend import I64, BackendUnavailableError, check_features
+from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.checks.case import Setup
@@ -37,7 +39,7 @@ from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.model import FEATURES, DeviceDecoder
+from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.scores import StepScores, WantedScores
@@ -80,7 +82,7 @@ class DeviceRunner:
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
         # Sequences are no longer than a window (settings.py), so no token leaves it.
-        check_features(whole.within(whole.window or 0).features(), FEATURES, "cuda")
+        check_features(whole.within(whole.window or 0).features(), "cuda")
         model = shard_config(whole, self._group)
         _check_heads(model)
         dtype = _choose_dtype(config, checkpoint, self._device)
@@ -99,7 +101,7 @@ class DeviceRunner:
             attention = _choose_checked(config, setup)
             num_blocks = self._load(config, setup, loader, attention, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
-        max_model_len = choose_max_model_len(config, whole, num_blocks, FEATURES)
+        max_model_len = choose_max_model_len(config, whole, num_blocks, features.CUDA)
         self._contents = BlockContents(num_blocks, config.block_size)
         grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
         self._rows = RowTable(
