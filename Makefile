@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,9 @@ demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
 
 test: $(STAMP)  ## checks and tests: at most 12 minutes on two cores
 	scripts/test $(BIN)
+
+audit: $(STAMP)  ## published vulnerabilities of the locked versions
+	$(BIN)/python scripts/audit.py
 
 test-deep: $(STAMP)  ## more seeds, longer chaos, stock clients: an hour or more on two cores, not part of CI
 	scripts/install_clients $(BIN)

@@ -1,15 +1,34 @@
-"""Build hook: generates the stubs, which are not committed."""
+"""Build hook: generates the stubs, which are not committed, and the SBOM of a published wheel (PEP 770)."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+SCRIPTS = Path(__file__).parent
+PUBLISHED = ("quire-client", "quire-server")
+WITH_STUBS = ("quire", "quire-client")
 
-class GenerateStubs(BuildHookInterface):  # type: ignore[type-arg]
+
+class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        subprocess.run([sys.executable, str(Path(__file__).with_name("gen_protos.py"))], check=True)
+        name = self.metadata.name
+        if name in WITH_STUBS:
+            subprocess.run([sys.executable, str(SCRIPTS / "gen_protos.py")], check=True)
+        if name in PUBLISHED and self.target_name == "wheel":
+            self._folder = tempfile.TemporaryDirectory()
+            path = Path(self._folder.name) / f"{name}.cdx.json"
+            with path.open("w") as file:
+                subprocess.run([sys.executable, str(SCRIPTS / "sbom.py"), "wheel", name], check=True, stdout=file)
+            build_data["sbom_files"].append(str(path))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -9,6 +9,8 @@ RUN uv venv /opt/quire \
 
 FROM python:3.11.14-slim-bookworm
 COPY --from=build /opt/quire /opt/quire
+RUN --mount=type=bind,source=scripts/sbom.py,target=/build/sbom.py \
+  /opt/quire/bin/python /build/sbom.py image quire-gateway:0.1.0 >/opt/quire/sbom.cdx.json
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 LABEL org.opencontainers.image.title="quire-gateway" \
   org.opencontainers.image.version="0.1.0" \

@@ -37,11 +37,15 @@ RUN install --directory --owner 10001 --group 10001 /var/cache/quire
 
 FROM runtime AS cuda
 COPY --from=build-cuda /opt/quire /opt/quire
+RUN --mount=type=bind,source=scripts/sbom.py,target=/build/sbom.py \
+  /opt/quire/bin/python /build/sbom.py image quire-worker:0.1.0-cuda >/opt/quire/sbom.cdx.json
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 CMD ["quire-worker"]
 
 FROM runtime AS cpu
 COPY --from=build-cpu /opt/quire /opt/quire
+RUN --mount=type=bind,source=scripts/sbom.py,target=/build/sbom.py \
+  /opt/quire/bin/python /build/sbom.py image quire-worker:0.1.0-cpu >/opt/quire/sbom.cdx.json
 USER 10001:10001
 CMD ["quire-worker"]

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from quire_client import Client
 from quire_client.demo import demo_model_dir
 
@@ -167,6 +169,33 @@ def test_every_version_is_pinned(environments: dict[str, Path]) -> None:
     for folder in environments.values():
         installed = {name: version for name, version in packages(folder).items() if name not in free}
         assert installed.items() <= pinned.items()
+
+
+@every_dockerfile
+def test_images_have_an_sbom(path: Path, environments: dict[str, Path], tmp_path: Path) -> None:
+    """The commands of the Dockerfile, with the script and Debian's list of packages in other places."""
+    (tmp_path / "status").write_text(
+        "Package: libssl3\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1:3.0.17+b1\n\n"
+        "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1.0\n"
+    )
+    (tmp_path / "release").write_text('ID=debian\nVERSION_ID="12"\n')
+    for stage in stages(path).values():
+        if not any(word == "CMD" for word, _ in stage):
+            continue
+        (command,) = (rest for word, rest in stage if word == "RUN" and "sbom" in rest)
+        found = re.match(r"--mount=type=bind,source=(\S+),target=/build/sbom.py .* image (\S+) >/opt/quire/", command)
+        assert found is not None, command
+        python = str(environments[path.stem] / "bin" / "python")
+        words = [python, str(ROOT / found[1]), "image", found[2], "--dpkg-status", str(tmp_path / "status")]
+        done = subprocess.run([*words, "--os-release", str(tmp_path / "release")], capture_output=True, text=True)
+        assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(done.stdout) is None, done.stderr
+        purls = {part["purl"] for part in json.loads(done.stdout)["components"]}
+        installed = {f"pkg:pypi/{name}@{version}" for name, version in packages(environments[path.stem]).items()}
+        assert {purl for purl in purls if purl.startswith("pkg:pypi/")} == installed
+        assert {purl for purl in purls if purl.startswith("pkg:deb/")} == {
+            "pkg:deb/debian/libssl3@1%3A3.0.17%2Bb1?arch=amd64&distro=debian-12"
+        }
+        assert found[2] in re.findall(r"--tag (\S+)", path.read_text())
 
 
 def test_the_worker_image_contains_the_demo_model(environments: dict[str, Path]) -> None:

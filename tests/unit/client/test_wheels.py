@@ -1,6 +1,8 @@
 """The two wheels: the SDK works alone, the services bring everything else."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,8 +12,12 @@ from pathlib import Path
 import google.protobuf
 import grpc
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 ROOT = Path(__file__).parents[3]
+LOCKED, IMAGES = ROOT / "packaging" / "requirements.txt", ROOT / "deploy" / "docker" / "constraints.txt"
+SBOM = ROOT / "scripts" / "sbom.py"
 SERVICES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index", "grammars"}
 
 
@@ -62,6 +68,47 @@ def test_the_server_wheel_has_the_services_and_needs_the_sdk(wheels):
     needed, extras = requirements(server)
     assert needed == {"quire-client==0.1.0"}
     assert {"gateway", "scheduler", "worker", "cuda", "all"} <= extras
+
+
+def sbom(wheel, name):
+    path = next(path for path in wheel.namelist() if path.endswith(f".dist-info/sboms/{name}.cdx.json"))
+    text = wheel.read(path).decode()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("name", ["quire-client", "quire-server"])
+def test_a_wheel_lists_its_requirements_in_an_sbom(wheels, name):
+    wheel = wheels[name.replace("-", "_")]
+    found = sbom(wheel, name)
+    about, components = found["metadata"]["component"], {part["name"]: part for part in found["components"]}
+    assert (about["purl"], about["licenses"]) == (f"pkg:pypi/{name}@0.1.0", [{"expression": "Apache-2.0"}])
+    text = LOCKED.read_text()
+    locked = dict(re.findall(r"^([\w.-]+?)(?:\[.*\])?==([^\s;]+)", text, re.MULTILINE))
+    own = {"quire-client": "0.1.0"} if name == "quire-server" else {}
+    assert {name: part["version"] for name, part in components.items()}.items() <= (locked | own).items()
+    for part in components.values():
+        hashes = [entry["content"] for given in part.get("externalReferences", ()) for entry in given["hashes"]]
+        assert part["name"] in own or (hashes and all(digest in text for digest in hashes))
+    needed, _ = requirements(wheel)
+    depends = {entry["ref"]: entry["dependsOn"] for entry in found["dependencies"]}
+    names = {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in depends[about["bom-ref"]]}
+    assert {re.match(r"[\w-]+", line)[0] for line in needed} <= names
+    refs = {part["bom-ref"] for part in components.values()}
+    assert {ref for needs in depends.values() for ref in needs} == refs, "each is needed by another one"
+
+
+def test_the_sbom_of_the_services_has_every_package_of_the_images(wheels):
+    components = {part["name"]: part["version"] for part in sbom(wheels["quire_server"], "quire-server")["components"]}
+    images = dict(line.split("==") for line in IMAGES.read_text().splitlines() if not line.startswith("#"))
+    images = {re.sub(r"\[.*\]", "", name): version for name, version in images.items()}
+    assert images.items() <= components.items()
+
+
+def test_equal_wheels_have_equal_sboms():
+    made = [subprocess.run([sys.executable, str(SBOM), "wheel", "quire-client"], capture_output=True) for _ in range(2)]
+    assert made[0].stdout
+    assert made[0].stdout == made[1].stdout
 
 
 def test_the_sdk_wheel_works_without_the_services(wheels, tmp_path):
