@@ -12,6 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
+from gateway_svc.audit.entry import note_target
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.scheduler_client import SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError
@@ -40,6 +41,7 @@ class AdminServicer(AdminServiceServicer):
             words = f"timeout_s is {request.timeout_s:g}; must be a number from 0 to {MAX_DRAIN_S:g}"
             raise InvalidRequestError(words, field="timeout_s")
         client, worker = await self._find(request.worker_id, request.model)
+        note_target(worker.worker_id)
         num_moved = await client.release_worker(worker.worker_id, request.timeout_s)
         log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)

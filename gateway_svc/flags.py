@@ -133,6 +133,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_caller_flags(parser)
     parser.add_argument(
+        "--audit-log",
+        metavar="FILE",
+        help="append a JSON line per request, with its caller, tokens and result, but no text (docs/keys.md). The file "
+        "is opened again after a rotation, and several gateways of a machine may share it. -: stdout. Unset: none",
+    )
+    parser.add_argument(
         "--max-logprobs",
         type=config.in_range(int, 0, MAX_LOGPROBS),
         default=DEFAULT_MAX_LOGPROBS,

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.audit.audit_log import AuditLog
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.scheduler_client import SchedulerClient
 from prefix_index.reader import RedisPrefixReader
@@ -77,6 +78,11 @@ SPECS = (
     Spec("gateway_request_bytes", "gauge", "size of all open requests", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
+    Spec(
+        "audit_lost_lines_total",
+        "counter",
+        "lines of the audit log that were dropped because it could not be written; absent without --audit-log",
+    ),
     Spec("redis_up", "gauge", "1 if the last call to Redis succeeded; absent without --redis"),
     Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
 )
@@ -109,12 +115,14 @@ class RequestMeter:
         self._started_at = now()
         self._first_at: dict[int, float] = {}  # by sample
         self._last_at: dict[int, float] = {}
-        self._num_prompt = 0
-        self._num_output = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason = ""  # of the last sample that ended
         self._reason = "stop"  # for a continuation that is already complete
 
     def on_accepted(self, num_prompt: int, *, resumes: bool) -> None:
-        self._num_prompt = num_prompt
+        self.num_prompt_tokens = num_prompt
         self._times.prompt_tokens += num_prompt
         self._times.num_resumed += resumes
         if not log.isEnabledFor(logging.DEBUG):
@@ -129,7 +137,7 @@ class RequestMeter:
         """`count` new tokens of a sample arrived together. Called tens of thousands of times per second."""
         last_at = self._last_at.get(sample)
         self._last_at[sample] = now
-        self._num_output += count
+        self.num_output_tokens += count
         self._times.output_tokens += count
         if last_at is not None:
             self._times.itl.observe((now - last_at) / count, count)
@@ -138,18 +146,19 @@ class RequestMeter:
             self._times.ttft.observe(now - self._started_at)
         self._first_at[sample] = now
 
-    def on_finished(self, reason: types.FinishReason.ValueType) -> None:
-        """One sample has ended."""
-        self._reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+    def on_finished(self, reason: types.FinishReason.ValueType, num_cached: int = 0) -> None:
+        """One sample has ended; `num_cached` tokens of its prompt were cached."""
+        self._reason = self.finish_reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        self.num_cached_tokens += num_cached
 
     def end(self, reason: str | None = None) -> None:
         """The request ended. Default reason: the finish reason of the last sample. Called once."""
         reason, times, now = reason or self._reason, self._times, self._now()
         times.ends[reason] += 1
         times.e2e.observe(now - self._started_at)
-        times.prompt.observe(self._num_prompt)
-        times.generation.observe(self._num_output)
-        num_further = self._num_output - len(self._first_at)
+        times.prompt.observe(self.num_prompt_tokens)
+        times.generation.observe(self.num_output_tokens)
+        num_further = self.num_output_tokens - len(self._first_at)
         if num_further > 0:
             decode_s = sum(last - self._first_at[sample] for sample, last in self._last_at.items())
             times.per_token.observe(decode_s / num_further)
@@ -164,15 +173,15 @@ class RequestMeter:
             "request %s ended (%s): %d prompt tokens, %d output tokens, %.3f s",
             self._request_id,
             reason,
-            self._num_prompt,
-            self._num_output,
+            self.num_prompt_tokens,
+            self.num_output_tokens,
             total_s,
             extra={
                 "request_id": self._request_id,
                 "model": self._model,
                 "reason": reason,
-                "prompt_tokens": self._num_prompt,
-                "output_tokens": self._num_output,
+                "prompt_tokens": self.num_prompt_tokens,
+                "output_tokens": self.num_output_tokens,
                 "first_token_s": None if first_s is None else round(first_s, 4),
                 "seconds": round(total_s, 4),
             },
@@ -222,12 +231,14 @@ class GatewayReader:
         directory: ModelDirectory,
         num_moves: Callable[[], int],
         redis: RedisPrefixReader | None,
+        audit: AuditLog | None = None,
     ) -> None:
         self._metrics = metrics
         self._gateway = gateway
         self._directory = directory
         self._num_moves = num_moves
         self._redis = redis
+        self._audit = audit
 
     def __call__(self) -> Iterator[Row]:
         yield "gateway_streams", (), self._gateway.num_streams
@@ -241,6 +252,8 @@ class GatewayReader:
             yield "gateway_ready_workers", (model.name,), num_workers
         for name, times in list(self._metrics.models.items()):
             yield from model_rows(name, times)
+        if self._audit is not None:
+            yield "audit_lost_lines_total", (), self._audit.num_lost
         if self._redis is not None:
             yield "redis_up", (), float(self._redis.is_up)
             yield "redis_errors_total", (), self._redis.num_errors

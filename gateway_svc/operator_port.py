@@ -17,6 +17,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
+from gateway_svc.audit.audit_log import AuditLog
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.flags import identifies_callers
@@ -59,6 +60,7 @@ def add_admin_service(
     status: Callable[[], Awaitable[pb.GetStatusResponse]],
     public: GrpcServer,
     tls: TlsFiles | None,
+    audit: AuditLog | None,
 ) -> GrpcServer | None:
     """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
 
@@ -81,6 +83,7 @@ def add_admin_service(
         service_names=[SERVICE_NAME],
         credentials=None if tls is None else server_credentials(tls),
         interceptors=[] if keys is None else [CallerInterceptor(Authenticator(keys))],
+        on_call=None if audit is None else audit.on_call,
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)
     server.grpc.add_generic_rpc_handlers((_status_only(status),))

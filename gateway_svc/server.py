@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
+from gateway_svc.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make_authenticator, min_priority
@@ -67,6 +68,7 @@ START_ERRORS = (
     TlsError,
     TrustError,
     CallersError,
+    AuditLogError,
     LimitsError,
     TemplateFileError,
     ParserNameError,
@@ -141,6 +143,7 @@ async def serve(
     tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
     trust = make_trust(args, "gateway")
     authenticator = make_authenticator(args)
+    audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
     server = GrpcServer(
         listen=args.listen,
         service_names=SERVICE_NAMES,
@@ -150,6 +153,7 @@ async def serve(
         max_receive_bytes=MAX_RECEIVE_BYTES,
         accepts_compression=True,
         interceptors=[] if authenticator is None else [CallerInterceptor(authenticator)],
+        on_call=None if audit is None else audit.on_call,
     )
     changed = asyncio.Event()
     bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
@@ -187,11 +191,11 @@ async def serve(
         isolates_tenants=isolates_tenants(args),
         shows_workers=is_public_for_operators(args),
     )
-    read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader)
+    read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
-    http = make_http(args, servicer, directory, prompts, server, authenticator, tls, shares_port=shares_port)
+    http = make_http(args, servicer, directory, prompts, server, authenticator, audit, tls, shares_port=shares_port)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, tls)
+    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, tls, audit)
     await admin.start()
     templates.start()
     if reader is not None:
@@ -234,6 +238,8 @@ async def serve(
         await grammars.close()
         await templates.close()
         await admin.close()
+        if audit is not None:
+            await asyncio.to_thread(audit.close)
 
 
 def _security(files: TlsFiles | None) -> str:
@@ -249,6 +255,7 @@ def make_http(
     prompts: PromptReader,
     server: GrpcServer,
     authenticator: Authenticator | None,
+    audit: AuditLog | None,
     tls: TlsFiles | None,
     *,
     shares_port: bool,
@@ -261,7 +268,9 @@ def make_http(
     from gateway_svc.http.server import HttpServer
 
     handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
-    app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=server.rpc), args.http_allow_origin)
+    app = with_cors(
+        HttpApp(handlers.routes(), authenticator=authenticator, stats=server.rpc, audit=audit), args.http_allow_origin
+    )
     context = None if tls is None else ssl_context(tls)
     return HttpServer(
         app, args.http_listen, max_connections=args.http_max_connections, shares_port=shares_port, tls=context

@@ -15,6 +15,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc import validation
+from gateway_svc.audit.entry import note, note_generation, note_request_id, note_target
 from gateway_svc.best_of import source_of
 from gateway_svc.callers.caller import current_caller, scoped
 from gateway_svc.callers.isolation import tenant_salt
@@ -130,6 +131,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continue a request from its record, after the output that the client has."""
         validation.check_resume(request)
+        note_request_id(request.request_id)
         record = await self.recorder.records.load(scoped(request.request_id))
         if record is None:
             raise no_record(request.request_id)
@@ -177,18 +179,22 @@ class InferenceServicer(InferenceServiceServicer):
         `on_open` is called with the request before it is submitted. `notes` are kept in the request's record.
         """
         validation.check_generate(request)
+        note_request_id(request.request_id)
         if resumed is None:
             validation.check_combinations(request)
         validation.check_priority(request.scheduling.priority, self._min_priority)
         grammar = validation.grammar_of(request.sampling)
         validation.check_logprobs(request.output, self._max_logprobs)
         model = self._directory.find(request.model, request.continuation.revision)
+        note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
         with (
             self._open_stream(request) as (request_id, stream),
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
+            note_request_id(request_id)
+            note_generation(meter)
             validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, request_id, grammar, resumed)
             resumes = request.HasField("continuation")
@@ -358,6 +364,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the caller's requests by id, in this process directly and on other gateways through the schedulers."""
         validation.check_abort(request.request_ids)
+        note_target(" ".join(request.request_ids))
         asked = {scoped(request_id): request_id for request_id in request.request_ids}
         found = {scoped_id for scoped_id in asked if scoped_id in self._streams}
         for scoped_id in found:
@@ -404,12 +411,14 @@ class InferenceServicer(InferenceServiceServicer):
         """Token ids of a prompt."""
         validation.check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
+        note(model=model.name)
         return await self._prompts.tokenize(request, model)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
         validation.check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
+        note(model=model.name)
         return await self._prompts.run_call(request.ByteSize(), detokenize, request, model)
 
     # -- models and status --------------------------------------------------------------------------------------------

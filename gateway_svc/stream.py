@@ -47,6 +47,7 @@ class SampleStream:
         self.is_done = plan.finished[index]
         self.is_stopped = False  # a stop string matched
         self.num_output = 0
+        self.num_cached = 0  # tokens of the prompt; known when it is done
         self._sent = 0 if plan.replay is None else plan.replay.sent[index]  # output that the client has
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
@@ -200,6 +201,7 @@ class SampleStream:
         usage.CopyFrom(finish.usage)
         usage.prompt_tokens = len(self._plan.prompt_ids)
         usage.output_tokens = self.num_output
+        self.num_cached = usage.cached_tokens
         usage.reasoning_tokens = 0 if self._answer is None else self._answer.num_reasoning_tokens
         finished = pb.Finished(
             index=self.index,
@@ -301,7 +303,7 @@ class GenerationStream:
                 if recording is not None:
                     recording.advance(index, sample.num_output, is_done=sample.is_done)
                 if sample.is_done:
-                    meter.on_finished(sample.reason)
+                    meter.on_finished(sample.reason, sample.num_cached)
                 if sample.is_stopped and not was_stopped:
                     request.close_sample(index)
 

@@ -183,6 +183,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) 
     await context.abort(error.code, error.message, trailing_metadata=status_metadata(error))
 
 
+OnCall = Callable[[str, "grpc.aio.ServicerContext[Any, Any]"], None]  # the method, without the first slash
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
@@ -217,10 +218,14 @@ class RpcStats:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`."""
+    """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`.
 
-    def __init__(self, stats: RpcStats | None = None) -> None:
+    `on_call` is called at the start of each call, also if its request is refused or cannot be decoded.
+    """
+
+    def __init__(self, stats: RpcStats | None = None, on_call: OnCall | None = None) -> None:
         self.stats = stats or RpcStats()
+        self._on_call = on_call or (lambda method, context: None)
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: the last handler, and its wrapper
 
     async def intercept_service(
@@ -255,6 +260,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, behaviour: Any, method: str) -> Any:
         async def call(request: Any, context: Any) -> Any:
+            self._on_call(method, context)
             try:
                 if isinstance(request, _Undecodable):
                     request.refuse()
@@ -268,6 +274,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _streaming(self, behaviour: Any, method: str) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            self._on_call(method, context)
             try:
                 if isinstance(request, _Undecodable):
                     request.refuse()

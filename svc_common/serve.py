@@ -23,7 +23,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from svc_common.errors import ErrorInterceptor
+from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
 from svc_common.tasks import cancel
 
@@ -117,7 +117,7 @@ class GrpcServer:
     `credentials`: TLS; None is plaintext. `max_connection_age_s`: clients must reconnect after about this time (10 %
     jitter); 0: never. `max_receive_bytes` limits a message before and after decompression. Without
     `accepts_compression` a compressed request is refused with UNIMPLEMENTED; Quire's own services never compress.
-    `interceptors` run after the error interceptor and before the handlers.
+    `interceptors` run after the error interceptor and before the handlers. `on_call` is called when a call starts.
     """
 
     def __init__(
@@ -132,8 +132,9 @@ class GrpcServer:
         accepts_compression: bool = False,
         has_reflection: bool = True,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+        on_call: OnCall | None = None,
     ) -> None:
-        errors = ErrorInterceptor()
+        errors = ErrorInterceptor(on_call=on_call)
         self.rpc = errors.stats
         options = _server_options(shares_port, max_connection_age_s) | {
             "grpc.max_receive_message_length": max_receive_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -13,7 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway_svc.audit.audit_log import AuditLog
+from gateway_svc.audit.entry import CANCELLED, OK, note
 from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.caller import current_caller
 from gateway_svc.http.answers import encode
 from gateway_svc.http.errors import (
     BodyTimeoutError,
@@ -23,7 +27,7 @@ from gateway_svc.http.errors import (
     error_headers,
 )
 from gateway_svc.validation import REQUEST_ID
-from svc_common.errors import NotFoundError, RpcStats, shown_error
+from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
 from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
@@ -60,16 +64,28 @@ class ClientGoneError(Exception):
 class HttpApp:
     """Calls the routes. When a client disconnects, its request is cancelled, also on the scheduler."""
 
-    def __init__(self, routes: Sequence[BaseRoute], *, authenticator: Authenticator | None, stats: RpcStats) -> None:
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        *,
+        authenticator: Authenticator | None,
+        stats: RpcStats,
+        audit: AuditLog | None = None,
+    ) -> None:
         self._router = Router(routes)
         self._authenticator = authenticator
         self._stats = stats
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
         headers = Headers(scope=scope)
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
         scope["request_id"] = answer.request_id
+        with self._audited(scope, answer):
+            await self._answer(scope, headers, receive, answer)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sender) -> None:
         try:
             await self._authenticate(scope["path"], headers)
             body = await _read_body(receive)
@@ -80,6 +96,21 @@ class HttpApp:
             await self._answer_unrouted(scope, error, answer)
         except Exception as error:
             await self._answer_error(scope, error, answer)
+
+    @contextmanager
+    def _audited(self, scope: Scope, answer: _Sender) -> Iterator[None]:
+        """Write the line of this request to the audit log. Probes have none."""
+        if self._audit is None or scope["path"] in OPEN_PATHS:
+            yield
+            return
+        host, port = scope.get("client") or ("", 0)
+        entry = self._audit.begin("", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        try:
+            yield
+        finally:
+            entry.method, entry.caller = _method(scope), current_caller.get()
+            entry.http_status, entry.http_request_id = answer.status, answer.request_id
+            entry.end(OK if answer.is_complete else CANCELLED)
 
     async def _authenticate(self, path: str, headers: Headers) -> None:
         if self._authenticator is None or path in OPEN_PATHS:
@@ -98,9 +129,11 @@ class HttpApp:
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
+            note(code=getattr(error, "code", QuireError.code).name)
             raise error
         shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1
+        note(code=shown.code.name)
         body = encode(error_body(shown, scope.get("names")))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(shown)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -115,13 +148,20 @@ class _Sender:
         self.request_id = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
         self._send = send
         self._header = (REQUEST_ID_HEADER.encode(), self.request_id.encode())
-        self.has_started = False
+        self.status: int | None = None
+        self.is_complete = False
+
+    @property
+    def has_started(self) -> bool:
+        return self.status is not None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_started = True
+            self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), self._header]
         await self._send(message)
+        if message["type"] == "http.response.body":
+            self.is_complete = not message.get("more_body", False)
 
 
 async def _read_body(receive: Receive) -> bytes:

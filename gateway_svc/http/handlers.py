@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from gateway_svc.audit.entry import note, note_request_id
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies, openapi
 from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, model_of, sse
@@ -140,6 +141,7 @@ class Handlers:
         prompts = [await self._parts_of(one, asked) for one in asked.requests]
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
+        note_request_id(answer_id)
         requests = _with_ids(asked.requests, answer_id)
         events = self._events(requests, asked.timeout_s)
         headers = ignored_headers(asked.ignored)
@@ -198,7 +200,9 @@ async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> Async
         except Exception as error:
             if not is_begun:
                 raise
-            yield sse(error_body(shown_error(f"HTTP {scope['path']}", error), scope["names"]))
+            shown = shown_error(f"HTTP {scope['path']}", error)
+            note(code=shown.code.name)
+            yield sse(error_body(shown, scope["names"]))
             return
     yield answer.end()
 

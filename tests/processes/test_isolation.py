@@ -6,6 +6,7 @@ The worker is simulated: it computes no model, but counts tokens, checks every b
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -39,8 +40,10 @@ class Tenants:
         scheduler = stack.start_scheduler("--metrics-listen", self.pages["scheduler"])
         metrics = ("--metrics-listen", self.pages["worker"])
         stack.start_worker(scheduler, Path(demo_model_dir()), "--model-name", "demo", *SIM, *metrics)
-        self.isolating = stack.start_gateway(scheduler, flags=("--api-keys", str(keys)))
-        self.sharing = stack.start_gateway(scheduler, flags=("--api-keys", str(keys), "--isolation", "none"))
+        self.audit = folder / "audit.jsonl"
+        flags = ("--api-keys", str(keys), "--audit-log", str(self.audit))
+        self.isolating = stack.start_gateway(scheduler, flags=flags)
+        self.sharing = stack.start_gateway(scheduler, flags=(*flags, "--isolation", "none"))
         for gateway in (self.isolating, self.sharing):
             gateway.wait_ready()
 
@@ -102,7 +105,9 @@ async def test_a_tenant_cannot_use_the_salt_of_another(tenants: Tenants) -> None
 
 
 async def test_a_resumed_request_uses_the_blocks_of_its_tenant(tenants: Tenants) -> None:
-    request = pb.GenerateRequest(prompt={"tokens": {"ids": PROMPT}}, scheduling={"cache_salt": "resume"})
+    request = pb.GenerateRequest(
+        request_id="resumed", prompt={"tokens": {"ids": PROMPT}}, scheduling={"cache_salt": "resume"}
+    )
     request.sampling.seed, request.stop.max_tokens, request.stop.ignore_eos = 7, 40, True
     async with tenants.client(tenants.isolating, "a") as client:
         whole = await ids_of(client, request)
@@ -115,3 +120,21 @@ async def test_a_resumed_request_uses_the_blocks_of_its_tenant(tenants: Tenants)
 async def ids_of(client: AsyncClient, request: pb.GenerateRequest) -> list[int]:
     call = client.raw.Generate(request, metadata=(("authorization", "Bearer key-of-a"),), timeout=60)
     return [id_ async for event in call for id_ in event.chunk.token_ids]
+
+
+async def test_audit_lines_of_one_request_on_two_gateways_join_by_its_id(tenants: Tenants) -> None:
+    request = pb.GenerateRequest(request_id="joined", prompt={"tokens": {"ids": PROMPT}})
+    request.sampling.seed, request.stop.max_tokens, request.stop.ignore_eos = 7, 10, True
+    async with tenants.client(tenants.isolating, "a") as client:
+        whole = await ids_of(client, request)
+    request.continuation.samples.add(index=0, output_token_ids=whole[:4])
+    async with tenants.client(tenants.sharing, "a") as client:
+        await ids_of(client, request)
+    for gateway in (tenants.isolating, tenants.sharing):
+        assert gateway.terminate() == 0  # a gateway writes its last lines before it ends
+    lines = [json.loads(line) for line in tenants.audit.read_text().splitlines()]
+    joined = [line for line in lines if (line["owner"], line["request_id"]) == ("a", "joined")]
+    assert [line["output_tokens"] for line in joined] == [10, 6]
+    assert [line["code"] for line in joined] == ["OK", "OK"]
+    assert len({line["gateway"] for line in joined}) == 2
+    assert {line["method"] for line in lines} == {"quire.v1.InferenceService/Generate"}

@@ -66,7 +66,8 @@ class Observed:
             )
             for i, worker_id in enumerate(WORKER_IDS)
         ]  # fmt: skip
-        self.gateway = stack.start_gateway(self.scheduler, flags=("--redis", redis.url, *self._flags("gateway-0")))
+        flags = ("--redis", redis.url, "--audit-log", "/dev/null", *self._flags("gateway-0"))
+        self.gateway = stack.start_gateway(self.scheduler, flags=flags)
 
     def _flags(self, name: str) -> tuple[str, ...]:
         self.ports[name] = metrics, health = free_port(), free_port()

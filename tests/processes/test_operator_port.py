@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
 
 NO_SCHEDULER = Service("none", [], "127.0.0.1:1", Path("none"))  # no scheduler listens here
+AUDIT = "operators.jsonl"
 USER, OPERATOR = "key-of-a-user", "key-of-an-operator"
 
 
@@ -27,7 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def ports(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses for inference and for operations."""
     admin = f"127.0.0.1:{free_port()}"
-    flags = (f"--api-keys={folders['users']}", f"--admin-keys={folders['operators']}", f"--admin-listen={admin}")
+    keys = (f"--api-keys={folders['users']}", f"--admin-keys={folders['operators']}")
+    flags = (*keys, f"--admin-listen={admin}", f"--audit-log={folders['operators'].parent / AUDIT}")
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
         gateway = stack.start_gateway(NO_SCHEDULER, flags=flags)
         wait_for(gateway, "AdminService at")
@@ -35,8 +39,6 @@ def ports(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def wait_for(service: Service, words: str) -> None:
-    import time
-
     deadline = time.monotonic() + 30.0
     while words not in service.log():
         assert time.monotonic() < deadline, service.log()
@@ -63,6 +65,22 @@ def test_each_port_accepts_its_own_keys_only(ports: tuple[str, str]) -> None:
     with Client.connect(admin, api_key=OPERATOR) as client, pytest.raises(QuireError) as refused:
         client.generate(token_ids=[1], max_tokens=1)
     assert refused.value.code.name == "UNIMPLEMENTED", "no inference on the port for operations"
+
+
+def test_calls_of_operators_are_in_the_audit_log(ports: tuple[str, str], folders: dict[str, Path]) -> None:
+    _, admin = ports
+    path = folders["operators"].parent / AUDIT
+    before = len(path.read_text().splitlines())
+    refusal_of_drain(admin, OPERATOR)
+    refusal_of_drain(admin, USER)
+    deadline = time.monotonic() + 30.0
+    while len(lines := path.read_text().splitlines()[before:]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    found = [(line["method"], line["owner"], line["code"]) for line in map(json.loads, lines)]
+    drain = "quire.v1.AdminService/DrainWorker"
+    assert found == [(drain, "ops", "NOT_FOUND"), (drain, "", "UNAUTHENTICATED")]
+    assert OPERATOR not in path.read_text()
 
 
 def status_of(address: str, key: str | None) -> Status:

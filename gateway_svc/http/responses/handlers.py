@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway_svc.audit.entry import CANCELLED, OK, forked, note_request_id
 from gateway_svc.callers.caller import scoped
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http.answers import encode
@@ -68,6 +69,7 @@ class ResponsesHandlers:
         self._directory.find_text(asked.request.model).require_tokenizer("input")
         is_stored = await self._is_stored(asked)
         response_id = f"resp_{secrets.token_hex(24)}"
+        note_request_id(response_id)
         await self._add_conversation(asked)
         run = self._new_run(response_id, asked, is_stored=is_stored)
         try:
@@ -195,7 +197,18 @@ class ResponsesHandlers:
             return stored
 
         run = self._runs[scoped_id] = Run(head, source, store if is_stored else None)
-        run.start(lambda: self._forget(scoped_id, run))
+        if not is_stored:
+            run.start(lambda: self._forget(scoped_id, run))
+            return run
+        with forked("http/response_run") as entry:  # a stored response may be computed after the request has ended
+
+            def on_over() -> None:
+                self._forget(scoped_id, run)
+                if entry is not None:
+                    ended = OK if run.is_complete else CANCELLED
+                    entry.end(ended if run.error is None else run.error.code.name)
+
+            run.start(on_over)
         return run
 
     def _forget(self, scoped_id: str, run: Run) -> None:
@@ -295,6 +308,8 @@ async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes,
 
 def _id_of(request: Request) -> str:
     response_id: str = request.path_params["response_id"]
+    if REQUEST_ID.fullmatch(response_id):
+        note_request_id(response_id)
     return response_id
 
 

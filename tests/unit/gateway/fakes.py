@@ -289,6 +289,7 @@ class TestGateway:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         recorder: Any = None,
         isolates_tenants: bool = False,
+        on_call: Any = None,
     ) -> None:
         bundles = BundleCache()
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
@@ -315,6 +316,7 @@ class TestGateway:
             max_receive_bytes=MAX_RECEIVE_BYTES,
             accepts_compression=True,
             interceptors=interceptors,
+            on_call=on_call,
         )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
         add_AdminServiceServicer_to_server(AdminServicer(self.directory), self._server.grpc)

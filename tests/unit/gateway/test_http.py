@@ -42,11 +42,12 @@ class HttpGateway:
         *,
         origins: Sequence[str] = (),
         max_connections: int = MAX_CONNECTIONS,
+        audit: Any = None,
     ) -> None:
         self.is_serving = True
         self.stats = RpcStats()
         handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
-        app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats), origins)
+        app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats, audit=audit), origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
     async def __aenter__(self) -> HttpGateway:
