@@ -43,13 +43,13 @@ class OwnCertificate:
             client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
         try:
             _shake_hands(client, server, self._name)
-        except ssl.SSLCertVerificationError as error:
-            return error.verify_message
+        except ssl.SSLError as error:
+            return getattr(error, "verify_message", "") or str(error)
         return ""
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:
-    """A mutual TLS handshake in memory. Raises ssl.SSLCertVerificationError."""
+    """A mutual TLS handshake in memory. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(to_client, to_server, server_hostname=name or None)
     called = server.wrap_bio(to_server, to_client, server_side=True)

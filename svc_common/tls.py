@@ -69,7 +69,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
     With a client CA, clients must present a certificate.
     """
-    reader = _Reader(files)
+    reader = TlsReader(files)
     return grpc.dynamic_ssl_server_credentials(
         reader.served.to_grpc(),
         reader.fetch,  # type: ignore[arg-type]  # grpc documents None as a result but does not declare it
@@ -79,42 +79,51 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 def ssl_context(files: TlsFiles) -> ssl.SSLContext:
     """A TLS context for the HTTP port, also updated when the files change. Raises TlsError."""
-    reader = _Reader(files)
-    newest = ssl_settings(files)
+    reader = TlsReader(files)
 
     def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called at each handshake."""
-        nonlocal newest
-        if reader.fetch() is not None:
-            newest = ssl_settings(files)
-        connection.context = newest
+        reader.newest()
+        connection.context = reader.settings
 
-    newest.sni_callback = renew
-    return newest
+    first = reader.settings
+    first.sni_callback = renew
+    return first
 
 
-class _Reader:
-    """The certificate in use. If changed files are invalid, logs an error and keeps the previous certificate."""
+class TlsReader:
+    """The certificate in use. If changed files are invalid, logs an error and keeps the previous certificate.
+
+    Raises TlsError if the first files are invalid.
+    """
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._last_error = ""
         self.served = read_files(files)
-        ssl_settings(files)
+        self.settings = ssl_settings(files)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC on its own thread before each handshake. None: no change."""
+        before = self.served
+        after = self.newest()
+        return None if after is before else after.to_grpc()
+
+    def newest(self) -> Contents:
+        """The files as they are now, or as they were when they were valid last."""
         try:
             contents = read_files(self._files)
-            if contents == self.served:
-                return None
-            ssl_settings(self._files)
+            if contents != self.served:
+                self._use(contents, ssl_settings(self._files))
         except TlsError as error:
             self._log_once(str(error))
-            return None
-        self.served = contents
+        return self.served
+
+    def _use(self, contents: Contents, settings: ssl.SSLContext) -> None:
+        if read_files(self._files) != contents:
+            return  # the files are being replaced: key and certificate may not fit together; the next call reads them
+        self.served, self.settings = contents, settings
         log.info("loaded a new certificate from %s", self._files.cert)
-        return contents.to_grpc()
 
     def _log_once(self, words: str) -> None:
         """Log an error once, not for every connection."""

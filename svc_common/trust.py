@@ -31,7 +31,7 @@ from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedErr
 from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
 from svc_common.serve import CHANNEL_OPTIONS, OpenChannel, open_channel
-from svc_common.tls import TlsFiles, TlsFlags, read_files, server_credentials, tls_files
+from svc_common.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
 
 SCHEME = "Bearer "
 DIGEST = "sha256:"
@@ -188,12 +188,16 @@ class Trust:
     name: str = "quire-{role}"
     tokens: Tokens | None = None
     worker_name: str | None = None
-    own: OwnCertificate | None = field(init=False)
+    own: OwnCertificate | None = field(init=False, default=None)
+    reader: TlsReader | None = field(init=False, default=None)  # of channels; each port has its own
 
     def __post_init__(self) -> None:
+        """Raises TlsError."""
+        if self.files is None:
+            return
         served_as = "" if self.role not in SERVERS or "://" in self.name else self.name.format(role=self.role)
-        own = None if self.files is None else OwnCertificate(self.files, served_as)
-        object.__setattr__(self, "own", own)
+        object.__setattr__(self, "own", OwnCertificate(self.files, served_as))
+        object.__setattr__(self, "reader", TlsReader(self.files))
 
     @property
     def is_on(self) -> bool:
@@ -225,12 +229,12 @@ class Trust:
         return self._open(target, self.worker_name.format(id=worker_id))
 
     def _open(self, target: str, name: str) -> grpc.aio.Channel:
-        channel = open_channel(target) if self.files is None else self._secure_channel(target, self.files, name)
+        channel = open_channel(target) if self.reader is None else self._secure_channel(target, self.reader, name)
         return channel if self.tokens is None else _TokenChannel(channel, self.tokens, self.role)
 
-    def _secure_channel(self, target: str, files: TlsFiles, name: str) -> grpc.aio.Channel:
+    def _secure_channel(self, target: str, reader: TlsReader, name: str) -> grpc.aio.Channel:
         self.check_own_certificate()
-        served = read_files(files)
+        served = reader.newest()
         credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
         # Check the role in the certificate, not the address: the address of a worker is that of its pod.
         override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]

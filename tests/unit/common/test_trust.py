@@ -8,11 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire_client.cli.certificates import Authority, write
 
 from scheduler_svc import server as scheduler_server
 from svc_common.config import make_parser, parse
 from svc_common.reread import REREAD_S
-from svc_common.trust import Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
+from svc_common.tls import TlsFiles
+from svc_common.trust import INTERNAL, Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
 from worker_svc import server as worker_server
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"
@@ -93,6 +95,41 @@ async def test_an_open_channel_sends_a_replaced_token(tmp_path: Path) -> None:
     finally:
         await server.stop(None)
     assert seen == [f"Bearer {OLD_TOKEN}", f"Bearer {WORKER_TOKEN}"]
+
+
+async def test_a_channel_opens_while_the_files_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A certificate that does not fit its key, or is missing, leaves the previous pair in use."""
+    authority = Authority.create()
+    (tmp_path / "ca.crt").write_bytes(authority.pair.cert)
+    for role in ("scheduler", "gateway"):
+        write(tmp_path / role, authority.issue(f"quire-{role}"))
+    ours, theirs = (
+        Trust(role, TlsFiles(tmp_path / f"{role}.crt", tmp_path / f"{role}.key", tmp_path / "ca.crt", INTERNAL))
+        for role in ("gateway", "scheduler")
+    )
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return b""
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("q.S", {"M": method}),))
+    port = server.add_secure_port("127.0.0.1:0", theirs.server_credentials())
+    await server.start()
+    try:
+        for content in (None, authority.issue("quire-gateway").cert, b""):
+            if content is not None:
+                (tmp_path / "gateway.crt").write_bytes(content)
+            async with ours.open_channel(f"127.0.0.1:{port}", "scheduler") as channel:
+                assert await channel.unary_unary("/q.S/M")(b"", timeout=20) == b""
+        write(tmp_path / "gateway", authority.issue("quire-gateway"))
+        async with ours.open_channel(f"127.0.0.1:{port}", "scheduler") as channel:
+            assert await channel.unary_unary("/q.S/M")(b"", timeout=20) == b""
+    finally:
+        await server.stop(None)
+    assert "keeping the previous one: --internal-tls-cert-file" in caplog.text
+    assert ours.reader is not None
+    assert ours.reader.served.cert == (tmp_path / "gateway.crt").read_bytes()
 
 
 @pytest.mark.parametrize(
