@@ -14,6 +14,7 @@ one large product; each is a lower limit where it applies. The last line is one 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from bench.worker import Limits, measure_limits
-from worker_svc.engine.backend import ForwardBatch, HeadShape
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape
 from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.kernels import build
 from worker_svc.engine.kv_cache import KVCachePool
@@ -108,7 +109,8 @@ def paged_call(backend: CpuBackend, case: Case, dtype: torch.dtype) -> Callable[
     values.normal_()
     q = torch.randn(case.rows * case.queries, case.shape.num_q_heads, case.shape.head_dim).to(dtype)
     out = torch.empty_like(q)
-    return lambda: backend.paged_attention(q, (keys, values), batch, out, case.shape)
+    shape = AttentionShape(case.shape, case.shape.head_dim**-0.5)
+    return lambda: backend.paged_attention(q, (keys, values), batch, out, shape)
 
 
 def torch_call(case: Case, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -140,13 +142,17 @@ def measure(
     return {name: round(1e6 * seconds, 1) for name, seconds in least.items()}
 
 
-def backend_of(folder: Path | None) -> CpuBackend:
-    """The CPU backend with the kernels of this checkout, or of another one's folder of kernels."""
-    if folder:
-        build.SOURCES = tuple(sorted(folder.glob("*.cpp")))
-        build.HEADERS = tuple(sorted(folder.glob("*.h")))
-        build.ABI_VERSION = _abi_version(folder)
-    return CpuBackend(1, "exact")
+def with_kernels_of(folder: Path, ours: CpuBackend) -> CpuBackend:
+    """The backend with another checkout's kernels, whose attention has the same arguments."""
+    build.SOURCES = tuple(sorted(folder.glob("*.cpp")))
+    build.HEADERS = tuple(sorted(folder.glob("*.h")))
+    build.ABI_VERSION = _abi_version(folder)
+    kernels = build.load_kernels()
+    kernels.quire_paged_attention.argtypes = ours._kernels.quire_paged_attention.argtypes
+    kernels.quire_paged_attention.restype = None
+    other = copy.copy(ours)
+    other._kernels = kernels
+    return other
 
 
 def _abi_version(folder: Path) -> int:
@@ -165,9 +171,9 @@ def main() -> None:
     args = parser.parse_args()
     limits = measure_limits([args.numbers], 1)
     torch.manual_seed(0)
-    backends = {"ours": backend_of(None)}
+    backends = {"ours": CpuBackend(1, "exact")}
     if args.against:
-        backends["other"] = backend_of(args.against)
+        backends["other"] = with_kernels_of(args.against, backends["ours"])
     figures = {}
     for case in CASES:
         if args.cases in case.name:

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.engine.test_engine_kernels import kernel_layout
 from worker_svc.engine import cpu_backend
-from worker_svc.engine.backend import ForwardBatch, HeadShape
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
 from worker_svc.engine.machine import instruction_sets
@@ -57,7 +57,8 @@ def attend(backend, shape, chunks, block_size=16, shared=0):
     batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused)
     q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
     out = torch.empty_like(q)
-    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, shape)
+    attention = AttentionShape(shape, shape.head_dim**-0.5)
+    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, attention)
     return list(out.split([end - first for _, first, end in chunks]))
 
 
