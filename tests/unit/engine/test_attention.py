@@ -33,16 +33,16 @@ class Sequence:
         )
 
 
-def attend(backend, shape, chunks, block_size=16, shared=0):
-    """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first `shared`
-    tokens of all sequences are in the same blocks. What no token has written is NaN."""
+def attend(backend, shape, chunks, block_size=16, shared=()):
+    """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first shared[i]
+    tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN."""
     dtype = chunks[0][0].q.dtype
     ends = [end for _, _, end in chunks]
     per_row = -(-max(ends) // block_size)
-    common = shared // block_size
     order = np.random.default_rng(1).permutation(per_row * len(chunks)).astype(np.int32)
     tables = order.reshape(len(chunks), per_row)
-    tables[:, :common] = tables[0, :common]
+    for table, num_tokens in zip(tables, shared, strict=False):
+        table[: num_tokens // block_size] = tables[0, : num_tokens // block_size]
     keys = torch.full((len(order), shape.num_kv_heads, shape.head_dim, block_size), float("nan"), dtype=dtype)
     values = torch.full((len(order), shape.num_kv_heads, block_size, shape.head_dim), float("nan"), dtype=dtype)
     for table, (sequence, _, end) in zip(tables, chunks, strict=True):
@@ -95,6 +95,25 @@ def test_a_token_does_not_depend_on_its_batch(kernel_build, dtype, shape):
     found = attend(other_threads, shape, crowd)
     assert torch.equal(found[2], whole[-1:])
     assert torch.equal(found[4], whole[200:261])
+
+
+@pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(6, 1, 16)], ids=["4x2", "6x1"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_that_share_blocks_compute_as_if_alone(kernel_build, dtype, shape, threads):
+    backend = make_backend("cpu", threads, "exact")
+    first = Sequence(shape, LENGTH, dtype)
+    shared = [0, 256, 128, 272, 0, 256, 144, 256, 16]
+    ends = [LENGTH, 257, 256, 280, 258, 299, 129, 144, 150]
+    chunks = []
+    for seed, (num_shared, end) in enumerate(zip(shared, ends, strict=True)):
+        sequence = Sequence(shape, end, dtype, seed)
+        sequence.k[:num_shared], sequence.v[:num_shared] = first.k[:end][:num_shared], first.v[:end][:num_shared]
+        chunks.append((sequence, end - (2 if seed == 5 else 1), end))
+    alone = [attend(backend, shape, [chunk])[0] for chunk in chunks]
+    order = [0, 4, 7, 2, 5, 1, 8, 3, 6]  # rows with a common prefix are not neighbours
+    found = attend(backend, shape, [chunks[i] for i in order], shared=[shared[i] for i in order])
+    for i, output in zip(order, found, strict=True):
+        assert torch.equal(output, alone[i]), i
 
 
 def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch):

@@ -1,6 +1,5 @@
-// Paged attention over mixed batches. A task is up to kQueryTile query vectors of one row and one KV head; query
-// vector i of a row is token i / group, head i % group. Softmax is online over tiles of keys at absolute positions, so
-// results depend neither on chunk boundaries nor on the other rows of a batch.
+// Paged attention over mixed batches, as attention_plan.cpp divides it. Softmax is online over tiles of keys at absolute
+// positions, so results depend neither on chunk boundaries nor on the other rows of a batch.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -26,8 +25,8 @@ typedef TileProducts Products;
 typedef Dots Products;
 #endif
 
-template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const std::vector<Task>& tasks) {
-  const int64_t padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes, count = tasks.size();
+template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const AttentionPlan& plan) {
+  const int64_t padded_dim = (a.head_dim + kLanes - 1) / kLanes * kLanes, count = plan.tasks.size();
   const int64_t grain = std::clamp<int64_t>(count / (16 * pass.threads), 1, 8);
   pass.run(count, grain, [&](int64_t first, int64_t last) {
 #if QUIRE_HAS_PAIRS
@@ -35,49 +34,20 @@ template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const s
       PairedScratch& scratch = scratch_of_thread<PairedScratch>(a.head_dim, Products::key_pairs(a.head_dim), padded_dim);
       const Products products{};  // configures the tiles of this thread
       for (int64_t i = first; i < last; i++)
-        paired_task<Products>(a, tasks[i], tasks[std::min(i + 1, count - 1)], scratch);
+        paired_task<Products>(a, plan, plan.tasks[i], plan.tasks[std::min(i + 1, count - 1)], scratch);
       return;
     }
 #endif
     Scratch<T>& scratch = scratch_of_thread<Scratch<T>>(a.head_dim, a.head_dim, padded_dim);
-    for (int64_t i = first; i < last; i++) attention_task(a, tasks[i], padded_dim, scratch);
+    for (int64_t i = first; i < last; i++)
+      for (int64_t j = 0; j < plan.tasks[i].num_spans; j++)
+        attend_span(a, plan.spans[plan.tasks[i].first_span + j], plan.tasks[i].head, padded_dim, scratch);
   });
-}
-
-// Appends the tasks of `count` tokens of a row, starting with its token `first`.
-void add_tasks(const AttentionRows& rows, const QkvShape& shape, int32_t row, int64_t first, int64_t count,
-               std::vector<Task>& tasks) {
-  const int64_t group = shape.q_heads / shape.kv_heads, end = (first + count) * group;
-  for (int64_t i = first * group; i < end; i += kQueryTile) {
-    const int64_t queries = std::min<int64_t>(kQueryTile, end - i);
-    const int64_t num_keys = rows.context_lens[row] + (i + queries - 1) / group + 1;
-    for (int32_t h = 0; h < shape.kv_heads; h++) tasks.push_back({row, h, int32_t(i), int32_t(queries), num_keys});
-  }
 }
 
 }  // namespace
 
-std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape) {
-  std::vector<Task> tasks;
-  for (int32_t b = 0; b < rows.count; b++)
-    add_tasks(rows, shape, b, 0, rows.query_starts[b + 1] - rows.query_starts[b], tasks);
-  return tasks;
-}
-
-std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape, const int64_t* tokens,
-                                           int64_t num_tokens) {
-  std::vector<Task> tasks;
-  int32_t row = 0;
-  for (int64_t i = 0, next; i < num_tokens; i = next) {
-    while (rows.query_starts[row + 1] <= tokens[i]) row++;
-    for (next = i + 1; next < num_tokens && tokens[next] == tokens[next - 1] + 1; next++)
-      if (tokens[next] == rows.query_starts[row + 1]) break;
-    add_tasks(rows, shape, row, tokens[i] - rows.query_starts[row], next - i, tasks);
-  }
-  return tasks;
-}
-
-void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const AttentionRows& rows,
+void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
                      const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
                      float scale) {
   auto run = [&](auto type) {
@@ -85,7 +55,7 @@ void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& 
     const int64_t block_shift = __builtin_ctzll(uint64_t(shape.block_size));
     const AttentionArgs<T> args{(const T*)q,   (const T*)k_cache, (const T*)v_cache, (T*)out,     rows,
                                 shape.q_heads, shape.kv_heads,    shape.head_dim,    block_shift, scale};
-    attend(pass, args, tasks);
+    attend(pass, args, plan);
   };
   is_bf16 ? run(uint16_t()) : run(float());
 }
@@ -104,6 +74,6 @@ void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, cons
   Pass pass(threads);
   const AttentionRows all{tables, table_stride, rows, query_starts, context_lens, num_rows};
   const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
-  paged_attention(pass, is_bf16, attention_tasks(all, shape), all, shape, q, k_cache, v_cache, out, scale);
+  paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out, scale);
 }
 }

@@ -6,7 +6,8 @@
 namespace {
 
 constexpr int kKeyTile = 128;   // keys per online-softmax step
-constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head) per task
+constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head) per span
+constexpr int kSharingQueries = 16;  // query vectors of spans that share keys
 
 template <typename T> struct AttentionArgs {
   const T *q, *k_cache, *v_cache;
@@ -29,6 +30,7 @@ template <typename T> struct AttentionArgs {
   int64_t visible(int64_t row, int64_t i) const { return rows.context_lens[row] + i / group() + 1; }
 };
 
+typedef AttentionSpan Span;
 typedef AttentionTask Task;
 
 }  // namespace

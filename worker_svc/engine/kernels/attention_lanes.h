@@ -173,33 +173,31 @@ INLINE void softmax_lanes(float* scores, int64_t visible, int groups, float& row
 }
 
 template <typename T>
-void attention_task(const AttentionArgs<T>& a, const Task& task, int64_t padded_dim, Scratch<T>& scratch) {
-  const int64_t group = a.q_heads / a.kv_heads, dim = a.head_dim, context = a.rows.context_lens[task.row];
-  const int64_t head = task.head, first = task.first, start = a.rows.query_starts[task.row];
-  const int queries = task.queries;
-  const int32_t* table = a.rows.table(task.row);
+void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int64_t padded_dim, Scratch<T>& scratch) {
+  const int64_t dim = a.head_dim, first = span.first;
+  const int queries = span.queries;
+  const int32_t* table = a.rows.table(span.row);
   float *q = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
-  auto offset = [&](int64_t i) { return ((start + i / group) * a.q_heads + head * group + i % group) * dim; };
   for (int r = 0; r < queries; r++) {
-    const T* x = a.q + offset(first + r);
+    const T* x = a.q + a.query(span.row, head, first + r);
     for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scale;
     scratch.row_max[r] = kNegInf;
     scratch.row_sum[r] = 0.f;
   }
   std::fill(acc, acc + queries * padded_dim, 0.f);
   KeyTile<T> tile;
-  for (int64_t key = 0; key < task.num_keys; key += kKeyTile) {
-    const int count = int(std::min<int64_t>(kKeyTile, task.num_keys - key));
+  for (int64_t key = 0; key < span.num_keys; key += kKeyTile) {
+    const int count = int(std::min<int64_t>(kKeyTile, span.num_keys - key));
     const int groups = (count + kLanes - 1) / kLanes;
     gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
     score_tile(q, queries, dim, tile, groups, scores);
     for (int r = 0; r < queries; r++)
-      softmax_lanes(scores + r * kKeyTile, context + (first + r) / group + 1 - key, groups, scratch.row_max[r],
+      softmax_lanes(scores + r * kKeyTile, a.visible(span.row, first + r) - key, groups, scratch.row_max[r],
                   scratch.row_sum[r], acc + r * padded_dim, padded_dim);
     value_tile(scores, queries, tile, count, padded_dim, acc);
   }
   for (int r = 0; r < queries; r++) {
-    T* out = a.out + offset(first + r);
+    T* out = a.out + a.query(span.row, head, first + r);
     const float scale = 1.f / scratch.row_sum[r];
     for (int64_t d = 0; d < dim; d++) out[d] = from_float<T>(acc[r * padded_dim + d] * scale);
   }

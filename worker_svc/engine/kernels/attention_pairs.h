@@ -17,7 +17,7 @@ namespace {
 typedef AttentionArgs<uint16_t> PairedArgs;
 
 constexpr int kPairs = kKeyTile / 2, kGroupPairs = kLanes / 2;
-constexpr int kScratchRows = kQueryTile;
+constexpr int kScratchRows = kQueryTile + kSharingQueries;
 
 // Memory that starts at a cache line.
 template <typename T> class Lines {
@@ -255,17 +255,56 @@ void finish_row(const PairedArgs& a, int r, uint16_t* out, PairedScratch& s) {
   }
 }
 
-KeyRange keys_of(const PairedArgs& a, const Task& task) { return {a.rows.table(task.row), task.head, 0, task.num_keys}; }
+// Moves a row of the scratch memory.
+void move_row(int from, int to, PairedScratch& s) {
+  memcpy(s.q.data() + to * s.key_pairs, s.q.data() + from * s.key_pairs, s.key_pairs * sizeof(uint32_t));
+  memcpy(s.acc.data() + to * s.padded_dim, s.acc.data() + from * s.padded_dim, s.padded_dim * sizeof(float));
+  s.row_max[to] = s.row_max[from];
+  s.row_sum.data()[to] = s.row_sum.data()[from];
+}
+
+// Keys of a span from `from` on.
+KeyRange keys_of(const PairedArgs& a, const Span& span, const Task& task, int64_t from) {
+  return {a.rows.table(span.row), task.head, from, span.num_keys};
+}
+
+KeyRange first_keys(const PairedArgs& a, const AttentionPlan& plan, const Task& task) {
+  const KeyRange own = keys_of(a, plan.spans[task.first_span], task, 0);
+  return task.shared_keys ? KeyRange{own.table, own.head, 0, task.shared_keys} : own;
+}
+
+// Rows `first` on of the scratch memory, which hold the query vectors of a span, over the keys after the shared ones.
+template <typename Products>
+void attend_span(const PairedArgs& a, const Span& span, const Task& task, const KeyRange& next, int first,
+                 PairedScratch& s) {
+  int64_t visible[kQueryTile];
+  for (int i = 0; i < span.queries; i++) visible[i] = a.visible(span.row, span.first + i);
+  attend_range<Products>(a, keys_of(a, span, task, task.shared_keys), next, first, span.queries, visible, s);
+  for (int i = 0; i < span.queries; i++)
+    finish_row(a, first + i, a.out + a.query(span.row, task.head, span.first + i), s);
+}
 
 template <typename Products>
-void paired_task(const PairedArgs& a, const Task& task, const Task& following, PairedScratch& s) {
-  int64_t visible[kQueryTile];
-  for (int r = 0; r < task.queries; r++) {
-    start_row(a, a.q + a.query(task.row, task.head, task.first + r), r, s);
-    visible[r] = a.visible(task.row, task.first + r);
+void paired_task(const PairedArgs& a, const AttentionPlan& plan, const Task& task, const Task& following,
+                 PairedScratch& s) {
+  const Span* spans = plan.spans.data() + task.first_span;
+  int count = 0;
+  for (int64_t i = 0; i < task.num_spans; i++)
+    for (int j = 0; j < spans[i].queries; j++)
+      start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), count++, s);
+  const KeyRange after = first_keys(a, plan, following);
+  if (!task.shared_keys) return attend_span<Products>(a, *spans, task, after, 0, s);
+  int64_t visible[kSharingQueries];
+  std::fill_n(visible, count, task.shared_keys);
+  attend_range<Products>(a, first_keys(a, plan, task), keys_of(a, *spans, task, task.shared_keys), 0, count, visible, s);
+  int row = 0;
+  for (int64_t i = 0; i < task.num_spans; i++) {
+    // In rows of their own: products may write to the rows after those of a span.
+    for (int j = 0; j < spans[i].queries; j++) move_row(row++, kQueryTile + j, s);
+    const bool is_last = i + 1 == task.num_spans;
+    const KeyRange next = is_last ? after : keys_of(a, spans[i + 1], task, task.shared_keys);
+    attend_span<Products>(a, spans[i], task, next, kQueryTile, s);
   }
-  attend_range<Products>(a, keys_of(a, task), keys_of(a, following), 0, task.queries, visible, s);
-  for (int r = 0; r < task.queries; r++) finish_row(a, r, a.out + a.query(task.row, task.head, task.first + r), s);
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ struct Forward {
   const Parts p;
   const QkvShape shape;
   const AttentionRows rows;
-  const std::vector<AttentionTask> tasks, head_tasks;  // of all tokens, and of those that need logits
+  const AttentionPlan all, heads;  // attention of all tokens, and of those that need logits
   Pass pass;
 
   Forward(const Model& m, const Batch& b, char* workspace)
@@ -80,9 +80,11 @@ struct Forward {
         p(m, b.num_tokens, workspace),
         shape{m.q_heads, m.kv_heads, m.head_dim, m.block_size},
         rows{b.tables, b.table_stride, b.rows, b.query_starts, b.context_lens, b.num_rows},
-        tasks(attention_tasks(rows, shape)),
-        head_tasks(attention_tasks(rows, shape, b.heads, b.num_heads)),
+        all(plan_attention(rows, shape, int(m.threads))),
+        heads(needs_all() ? all : plan_attention(rows, shape, int(m.threads), b.heads, b.num_heads)),
         pass(int(m.threads)) {}
+
+  bool needs_all() const { return b.num_heads == b.num_tokens; }
 
   void embed() {
     const int64_t bytes = m.hidden * (m.is_bf16 ? 2 : 4);
@@ -94,12 +96,12 @@ struct Forward {
   }
 
   // `added`: the residual of the previous layer, to be added to x; null: none.
-  void attend(const Layer& layer, const void* added, const std::vector<AttentionTask>& tasks) {
+  void attend(const Layer& layer, const void* added, const AttentionPlan& plan) {
     const int is_bf16 = int(m.is_bf16);
     linear_of_norm(pass, is_bf16, layer.qkv, m.norm(p.x, added, layer.input_norm), p.qkv, b.num_tokens);
     qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, layer.rotary,
                        b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
-    paged_attention(pass, is_bf16, tasks, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended, m.scale);
+    paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended, m.scale);
   }
 
   void feed_forward(const Layer& layer, int64_t n) {
@@ -126,7 +128,7 @@ struct Forward {
     embed();
     for (int64_t i = 0; i < m.num_layers; i++) {
       const bool is_last = i == m.num_layers - 1;
-      attend(m.layers[i], i ? p.residual : nullptr, is_last ? head_tasks : tasks);
+      attend(m.layers[i], i ? p.residual : nullptr, is_last ? heads : all);
       if (is_last) {
         keep_heads(p.x, m.hidden * element);
         keep_heads(p.attended, m.q_heads * m.head_dim * element);

@@ -60,11 +60,21 @@ struct AttentionRows {
   const int32_t* table(int64_t row) const { return tables + rows[row] * table_stride; }
 };
 
-// Query vectors of one row and one KV head.
-struct AttentionTask {
-  int32_t row, head, first;  // the first query vector
-  int32_t queries;
+// Consecutive query vectors of one row and one KV head: vector i is token i / group, head i % group.
+struct AttentionSpan {
+  int32_t row, first, queries;
   int64_t num_keys;  // visible to the last of them
+};
+
+// Spans of one KV head. Their first `shared_keys` keys are in the same blocks, and visible to all of them.
+struct AttentionTask {
+  int32_t head;
+  int64_t first_span, num_spans, shared_keys;
+};
+
+struct AttentionPlan {
+  std::vector<AttentionSpan> spans;
+  std::vector<AttentionTask> tasks;
 };
 
 void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n);
@@ -96,11 +106,11 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
                         int64_t n, const QkvShape& shape);
 
 // The tasks of all tokens, or of `tokens`, which are ascending.
-std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape);
-std::vector<AttentionTask> attention_tasks(const AttentionRows& rows, const QkvShape& shape, const int64_t* tokens,
-                                           int64_t num_tokens);
+AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads);
+AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
+                             int64_t num_tokens);
 
-// Writes the outputs of the tokens of `tasks` only.
-void paged_attention(Pass& pass, int is_bf16, const std::vector<AttentionTask>& tasks, const AttentionRows& rows,
+// Writes the outputs of the tokens of `plan` only.
+void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
                      const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
                      float scale);
