@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ bench-http: $(STAMP)  ## streaming over HTTP compared with gRPC; memory of 1,000
 
 bench-requests: $(STAMP)  ## short requests: rate, cost in each process, time to the first token, compared with bare gRPC
 	$(BIN)/python bench/short_requests.py
+
+bench-start: $(STAMP)  ## time from quire up to the first token, and the speed of loading a checkpoint of 1 GiB
+	$(BIN)/python bench/start.py
 
 bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
