@@ -171,7 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     limits = measure_limits([args.numbers], 1)
     torch.manual_seed(0)
-    backends = {"ours": CpuBackend(1, "exact")}
+    backends = {"ours": CpuBackend(1)}
     if args.against:
         backends["other"] = with_kernels_of(args.against, backends["ours"])
     figures = {}

@@ -23,7 +23,7 @@ def make_backend(name: str, threads: int, determinism: Determinism, quantize: Qu
     if name != "cpu":
         raise BackendUnavailableError(f"backend {name!r} is not one of cpu, cuda and reference")
     try:
-        return CpuBackend(threads, determinism, quantize)
+        return CpuBackend(threads, quantize)
     except KernelBuildError as error:
         logger.warning("no CPU kernels; plain torch operations are used, about 8 times slower: %s", error)
         return ReferenceBackend(determinism, quantize)

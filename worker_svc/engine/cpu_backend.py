@@ -1,4 +1,4 @@
-"""The CPU backend: compiled kernels, and oneDNN in best_effort mode where AMX makes it faster."""
+"""The CPU backend: compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from worker_svc.engine.backend import (
     SamplingColumns,
     TopLogprobs,
 )
-from worker_svc.engine.config import Determinism, Quantization
+from worker_svc.engine.config import Quantization
 from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, address_of, fuse, pointer
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
-from worker_svc.engine.linear import PackedLinear, check_int8_width
-from worker_svc.engine.machine import has_amx
+from worker_svc.engine.linear import check_int8_width
 from worker_svc.engine.processors import ProcessedRows
 
 if TYPE_CHECKING:
@@ -106,12 +105,11 @@ class CpuBackend:
     name = "cpu"
     features = features.CPU
 
-    def __init__(self, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> None:
+    def __init__(self, threads: int, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
         self.arithmetic = self._kernels.quire_arithmetic().decode().strip()
         self._quantize = quantize
         self._threads = threads
-        self._may_use_onednn = determinism == "best_effort" and quantize is None and has_amx()
         self._addresses: _Addresses | None = None
         self._column_names = self._kernels.quire_sampling_columns().decode().split()
         self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -122,8 +120,6 @@ class CpuBackend:
         return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if self._may_use_onednn and weight.dtype is torch.bfloat16:
-            return PackedLinear(weight, bias)
         return KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads)
 
     def _kind_of(self, weight: torch.Tensor) -> int:

@@ -43,8 +43,3 @@ def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     return next(
         (frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(CPUINFO_FIELDS)), frozenset()
     )
-
-
-def has_amx() -> bool:
-    """Whether the processor has AMX for bfloat16."""
-    return "amx_bf16" in instruction_sets()

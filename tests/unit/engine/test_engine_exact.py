@@ -17,8 +17,6 @@ from tests.unit.engine.test_engine_models import prompts
 from worker_svc.engine import cpu_backend
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.kernel_linear import KernelLinear
-from worker_svc.engine.linear import PackedLinear
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.rotary import Rotary
 
@@ -270,14 +268,3 @@ for dtype in ("float32", "bfloat16"):
         [sys.executable, "-c", code], env=os.environ | masks, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("dtype", "is_packed"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_best_effort_uses_onednn_with_amx(monkeypatch, dtype, is_packed):
-    monkeypatch.setattr(cpu_backend, "has_amx", lambda: True)
-    weight, bias, x = make_layer(96, 40, dtype)
-    exact = make_backend("cpu", 1, "exact").make_linear(weight, bias)
-    fast = make_backend("cpu", 1, "best_effort").make_linear(weight, bias)
-    assert isinstance(exact, KernelLinear)
-    assert isinstance(fast, PackedLinear) == is_packed
-    assert (fast(x) - exact(x)).abs().max() < 0.05

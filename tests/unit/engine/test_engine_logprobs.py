@@ -141,7 +141,7 @@ def test_a_row_with_nan_fails_alone(tmp_path):
 
 @pytest.fixture
 def backends(kernel_build):
-    return CpuBackend(2, "exact"), ReferenceBackend("exact")
+    return CpuBackend(2), ReferenceBackend("exact")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

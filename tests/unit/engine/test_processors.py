@@ -97,7 +97,7 @@ def test_processing_follows_the_definition(name: str, seed: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_kernel_gives_the_bits_of_the_specification(threads: int) -> None:
     rng = np.random.default_rng(5)
-    kernel, reference = CpuBackend(threads, "exact"), ReferenceBackend("exact")
+    kernel, reference = CpuBackend(threads), ReferenceBackend("exact")
     for _ in range(20):
         table, histories = Table(40), {row: draw_history(rng) for row in rng.permutation(40).tolist()}
         for row, history in histories.items():
@@ -124,12 +124,12 @@ def test_long_histories_are_shared_among_threads() -> None:
     selected = table.select(rows, np.full(8, 40_000), np.full(8, 39_900))
     assert selected is not None
     logits = np.random.default_rng(1).normal(0, 4, (8, VOCAB)).astype(np.float32)
-    results = [processed(backend, logits, selected) for backend in (CpuBackend(2, "exact"), ReferenceBackend("exact"))]
+    results = [processed(backend, logits, selected) for backend in (CpuBackend(2), ReferenceBackend("exact"))]
     np.testing.assert_array_equal(bits(results[0]), bits(results[1]))
 
 
 def test_records_have_the_layout_of_the_kernel() -> None:
-    assert CpuBackend(1, "exact")._kernels.quire_processor_row_bytes() == RECORD.itemsize
+    assert CpuBackend(1)._kernels.quire_processor_row_bytes() == RECORD.itemsize
 
 
 def test_a_row_is_selected_only_while_it_needs_processing() -> None:

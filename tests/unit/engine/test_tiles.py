@@ -111,6 +111,7 @@ def same_rows(found, expected):
 def test_a_layer_has_the_bits_of_the_model(make_linear, out_size, in_size):
     weight, bias, x = randn(out_size, in_size), randn(out_size, seed=1), randn(53, in_size, seed=2)
     x[7] *= 1e-38  # denormals
+    x[9], bias[: out_size // 2] = 0, 1e-39  # an output that is a denormal
     for added in (None, bias):
         expected = torch.from_numpy(bfloat16_linear(*(t.float().numpy() for t in (x, weight))))
         expected = (expected if added is None else expected + added.float()).bfloat16()
@@ -118,10 +119,12 @@ def test_a_layer_has_the_bits_of_the_model(make_linear, out_size, in_size):
 
 
 @pytest.mark.parametrize("kind", [BFLOAT16, INT8])
-@pytest.mark.parametrize(("out_size", "in_size"), [(70, 96), (33, 290)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(70, 96), (33, 290), (2048, 40)])
 def test_a_row_depends_on_no_other_row(request, make_linear, out_size, in_size, kind):
     """Neither on their number and values, nor on its position and on threads."""
     is_native = "native" in request.node.callspec.id
+    if out_size == 2048 and not is_native:
+        pytest.skip("outputs larger than a cache take too long in software")
     weight, bias, x = randn(out_size, in_size), randn(out_size, seed=1), randn(613, in_size, seed=2)
     x[333] *= 1e30
     x[334] = float("nan")
@@ -178,7 +181,7 @@ memory = ctypes.create_string_buffer(4096)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
 from worker_svc.engine.cpu_backend import CpuBackend
 logging.basicConfig()
-print(CpuBackend(1, "exact").arithmetic)
+print(CpuBackend(1).arithmetic)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

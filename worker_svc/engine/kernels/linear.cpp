@@ -19,7 +19,6 @@
 
 namespace {
 
-constexpr int64_t kBlockBytes = 512 << 10;  // bytes of packed x per block, which all panels reuse; half of an L2 cache
 constexpr int64_t kAlignment = 64;         // of packed rows
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
@@ -114,7 +113,7 @@ template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c,
 // Calls run(first_tile, last_tile, panel) for every panel, one block of rows at a time.
 template <typename K, typename Run>
 void over_panels(Pass& pass, const Packed& packed, int64_t in, int64_t panels, const Run& run) {
-  const int64_t fitting = kBlockBytes / (K::words_per_row(in) * int64_t(sizeof(int32_t)) * K::kTileRows);
+  const int64_t fitting = K::kBlockBytes / (K::words_per_row(in) * int64_t(sizeof(int32_t)) * K::kTileRows);
   const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);
   const int64_t grain = std::max<int64_t>(1, panels / (8 * pass.threads));
   const int64_t parts = ceil_div(panels, grain);
@@ -125,14 +124,21 @@ void over_panels(Pass& pass, const Packed& packed, int64_t in, int64_t panels, c
       const int64_t start = i % parts * grain;
       for (int64_t panel = start; panel < std::min(start + grain, panels); panel++) run(first, last, panel);
     }
+    end_stream();
   });
+}
+
+// Whether outputs [n, width] are too large for the caches.
+template <typename K, typename T> bool is_streamed(const Call<T>& c, int64_t width) {
+  return c.n * width * int64_t(sizeof(T)) > K::kStreamedBytes;
 }
 
 template <typename K, typename T> void multiply_all(Pass& pass, const Call<T>& c) {
   std::vector<RowScale> scales(c.n);
   const Packed packed = pack_rows<K>(pass, c, scales);
   over_panels<K>(pass, packed, c.in, ceil_div(c.out, kPanel), [&](int64_t first, int64_t last, int64_t panel) {
-    const Target<T> target{c.y + panel * kPanel, c.out, std::min<int64_t>(kPanel, c.out - panel * kPanel), nullptr, kSilu};
+    const int64_t count = std::min<int64_t>(kPanel, c.out - panel * kPanel);
+    const Target<T> target{c.y + panel * kPanel, c.out, count, nullptr, kSilu, is_streamed<K>(c, c.out)};
     multiply_panel(K(), c, packed, first, last, {panel, panel + 1}, target);
   });
 }
@@ -146,8 +152,8 @@ template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>&
     const RowTiles& tiles = packed.tiles;
     const int64_t start = tiles.start(first), rows = tiles.start(last) - start;
     T* gates = buffer_of_thread<T>(rows * kPanel) - start * kPanel;
-    const Target<T> to_gates{gates, kPanel, kPanel, nullptr, activation};
-    const Target<T> to_y{c.y + panel * kPanel, inner, kPanel, gates, activation};
+    const Target<T> to_gates{gates, kPanel, kPanel, nullptr, activation, false};
+    const Target<T> to_y{c.y + panel * kPanel, inner, kPanel, gates, activation, is_streamed<K>(c, inner)};
     multiply_panel(K(), c, packed, first, last, {panel, panels + panel}, to_gates);
     multiply_panel(K(), c, packed, first, last, {panels + panel, panel + 1}, to_y);
   });

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kPanel = 32;          // outputs that are packed together
-constexpr int64_t kBlockTiles = 16; // limit of row tiles per block, so that threads finish together
+constexpr int64_t kBlockTiles = 16; // limit of row tiles per block, which all panels reuse; threads finish together
 
 template <typename T> struct Call {
   const T* x;       // rows without a norm, or
@@ -28,6 +28,7 @@ template <typename T> struct Target {
   int64_t count;   // number of outputs, at most kPanel
   const T* gates;  // [rows, kPanel]: y is multiplied by their activation; null: no gates
   Activation activation;
+  bool is_streamed;
 };
 
 // Rows of x cut into tiles of at most `height` rows, and of nearly equal heights.
@@ -50,33 +51,34 @@ struct Panels {
   int64_t panel, following;
 };
 
-template <typename T> INLINE void store_outputs(T* out, v16 y, int64_t count) {
-  if (count >= kLanes) return store16(out, y);
-  T part[kLanes];
-  store16(part, y);
+template <typename T> INLINE void store_outputs(T* out, v16 low, v16 high, int64_t count, bool is_streamed) {
+  if (count == kPanel) return store32(out, low, high, is_streamed);
+  T part[kPanel];
+  store32(part, low, high, false);
   memcpy(out, part, count * sizeof(T));
 }
 
-// Converts the sums [rows, kPanel] of one row tile, of which `row` is the first row, to outputs.
+// Converts the sums [rows, kPanel] of one row tile, of which `row` is the first row, to outputs. Arguments are copies,
+// because the compiler would read them again after every store.
 template <typename K, typename T>
-INLINE void store_tile(const Call<T>& c, const Target<T>& target, const int32_t* sums, const RowScale* scales,
-                       int64_t row, int rows, int64_t first) {
-  const int halves = target.count > kLanes ? 2 : 1;
-  v16 bias[2] = {};
-  if (c.bias) {
-    T values[kPanel] = {};
-    memcpy(values, c.bias + first, target.count * sizeof(T));
-    for (int half = 0; half < 2; half++) bias[half] = load16(values + half * kLanes);
-  }
-  for (int r = 0; r < rows; r++)
-    for (int half = 0; half < halves; half++) {
-      const int64_t o = half * kLanes;
-      v16 y = K::finish(sums + r * kPanel + o, scales[row + r], c.scales + first + o);
-      if (c.bias) y += bias[half];
-      if (target.gates)
-        y = activate16(load16(target.gates + (row + r) * kPanel + o), target.activation) * round16<T>(y);
-      store_outputs(target.y + (row + r) * target.stride + o, y, target.count - o);
+INLINE void store_tile(const Call<T> c, const Target<T> target, const int32_t* sums, const RowScale* scales, int64_t row,
+                       int rows, int64_t first) {
+  T values[kPanel] = {};
+  if (c.bias) memcpy(values, c.bias + first, target.count * sizeof(T));
+  const v16 bias[2] = {load16(values), load16(values + kLanes)};
+  const float* column_scales = c.scales + first;
+  for (int64_t r = row; r < row + rows; r++, sums += kPanel) {
+    v16 y[2];
+    for (int half = 0; half < 2; half++) {
+      y[half] = K::finish(sums + half * kLanes, scales[r], column_scales + half * kLanes);
+      if (c.bias) y[half] += bias[half];
+      if (target.gates) {
+        const v16 gate = load16(target.gates + r * kPanel + half * kLanes);
+        y[half] = activate16(gate, target.activation) * round16<T>(y[half]);
+      }
     }
+    store_outputs(target.y + r * target.stride, y[0], y[1], target.count, target.is_streamed);
+  }
 }
 
 }  // namespace

@@ -59,6 +59,8 @@ struct TiledInt8 {
 // K: one of the two above.
 template <typename K> struct OnTiles : K {
   static constexpr int kTileRows = tiles::kRows;
+  static constexpr int64_t kBlockBytes = 1 << 20;  // half of an L2 cache: processors with AMX have 2 MB
+  static constexpr int64_t kStreamedBytes = 2 << 20;
   typedef tiles::Scope Scope;
 
   static int64_t steps(int64_t in) { return ceil_div(in, K::kGroup * tiles::kGroups); }
@@ -145,7 +147,7 @@ template <typename K, int R> void multiply_pair(Steps s, int64_t tile, int64_t t
 }
 
 // Rows of [first_tile, last_tile) times one panel. With more than two row tiles the panel is cut into chunks; storing
-// and loading sums between them changes nothing.
+// and loading sums between them changes nothing. Sums are converted while the next ones are multiplied.
 template <typename K, typename T>
 void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t first_tile, int64_t last_tile,
                     Panels panels, const Target<T>& target) {
@@ -153,21 +155,25 @@ void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t 
   const char *w = c.weight + panels.panel * steps * kStepBytes, *ahead = c.weight + panels.following * steps * kStepBytes;
   const int64_t chunk = count > 2 ? kChunk : steps;
   alignas(64) int32_t sums[kBlockTiles * kSumTile];
+  const auto store = [&](int64_t t, const int32_t* from) {
+    const int64_t tile = first_tile + t;
+    store_tile<K>(c, target, from, packed.scales, packed.tiles.start(tile), packed.tiles.rows(tile),
+                  panels.panel * kPanel);
+  };
   for (int64_t first = 0; first < steps; first += chunk)
     for (int64_t t = 0; t < count; t += 2) {
       const Steps part{packed.x + (first_tile + t) * stride + first * kTileWords, stride,
                        w + first * kStepBytes, ahead + first * kStepBytes,
                        std::min(chunk, steps - first), first == 0};
-      if (t + 1 < count)
-        multiply_pair<K, 2>(part, t, count, sums + t * kSumTile);
+      int32_t* pair = sums + (steps > chunk ? t * kSumTile : 0);
+      const bool has_two = t + 1 < count, is_last = first + chunk >= steps;
+      if (has_two)
+        multiply_pair<K, 2>(part, t, count, pair);
       else
-        multiply_pair<K, 1>(part, t, count, sums + t * kSumTile);
+        multiply_pair<K, 1>(part, t, count, pair);
+      if (is_last) store(t, pair);
+      if (is_last && has_two) store(t + 1, pair + kSumTile);
     }
-  for (int64_t t = 0; t < count; t++) {
-    const int64_t tile = first_tile + t;
-    store_tile<K>(c, target, sums + t * kSumTile, packed.scales, packed.tiles.start(tile), packed.tiles.rows(tile),
-                  panels.panel * kPanel);
-  }
 }
 
 }  // namespace

@@ -12,6 +12,8 @@ constexpr int kLine = 64;
 // K: a kind of products.h.
 template <typename K> struct OnVectors : K {
   static constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // with two or more vectors of outputs: kSums sums
+  static constexpr int64_t kBlockBytes = 512 << 10;         // half of an L2 cache
+  static constexpr int64_t kStreamedBytes = std::numeric_limits<int64_t>::max();  // multiplying takes longer
   struct Scope {};
 
   static int64_t words_per_row(int64_t in) { return ceil_div(in, K::kGroup) * K::kWords; }
