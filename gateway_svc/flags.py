@@ -11,6 +11,7 @@ from gateway_svc.operator_port import add_admin_flags
 from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
+from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.redis_server import add_flags as add_redis_flags
 from svc_common.trust import add_flags
 
@@ -96,6 +97,14 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="limit on the total size of Tokenize and Detokenize calls in progress; further ones are refused with "
         "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
+    )
+    parser.add_argument(
+        "--max-bundle-bytes",
+        type=config.size_bytes,
+        default=DEFAULT_MAX_BUNDLE,
+        metavar="SIZE",
+        help="limit on the size of a model's bundle (tokenizer and chat templates); a model with a larger one is not "
+        "served",
     )
     add_redis_flags(
         parser,

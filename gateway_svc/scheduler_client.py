@@ -27,6 +27,7 @@ from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_format import DETECTED, ParserNames
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas, u32_from_bytes
+from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
 from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
@@ -85,6 +86,7 @@ class SchedulerClient:
         parsers: ParserNames = DETECTED,
         deltas_interval_s: float = 0.0,
         open_channel: OpenChannel = open_channel,
+        max_bundle_bytes: int = MAX_BUNDLE_BYTES,
     ) -> None:
         self.address = address
         self.model: ServedModel | None = None
@@ -104,6 +106,7 @@ class SchedulerClient:
         self._bundles = bundles
         self._parsers = parsers
         self._open_channel = open_channel
+        self._max_bundle_bytes = max_bundle_bytes
         self._closing: set[asyncio.Task[None]] = set()
         self._connect()
         self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
@@ -410,10 +413,10 @@ class SchedulerClient:
 
     async def _fetch_bundle(self, digest: bytes) -> bytes:
         call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
-        parts = [part async for part in call]
-        if None in parts:  # grpc could not decode one
-            raise BundleError("the bundle is damaged: one of its parts is not a valid GetBundleResponse")
-        return b"".join(part.data for part in parts)
+        try:
+            return await read_bundle(call, self._max_bundle_bytes)
+        except ReceiveError as error:
+            raise BundleError(str(error)) from None
 
     # -- other calls --------------------------------------------------------------------------------------------------
 

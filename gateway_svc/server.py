@@ -166,6 +166,7 @@ async def serve(
             parsers=parsers,
             deltas_interval_s=chunk_interval_s,
             open_channel=trust.channels_to("scheduler"),
+            max_bundle_bytes=args.max_bundle_bytes,
         )
         for address in dict.fromkeys(args.scheduler)
     ]

@@ -30,7 +30,8 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
 from svc_common.admin import AdminServer
-from svc_common.config import address, in_range, make_parser, parse
+from svc_common.channels import DEFAULT_MAX_BUNDLE
+from svc_common.config import address, in_range, make_parser, parse, size_bytes
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
@@ -55,6 +56,7 @@ CALLERS = {
     }.items()
 }
 BUNDLE_PIECE_BYTES = 1 << 20
+MAX_REGISTER_BYTES = 64 << 10  # of one message of a worker
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -231,6 +233,14 @@ def make_arguments() -> argparse.ArgumentParser:
         default=30.0,
         help="seconds that running requests have to finish after SIGTERM",
     )
+    parser.add_argument(
+        "--max-bundle-bytes",
+        type=size_bytes,
+        default=DEFAULT_MAX_BUNDLE,
+        metavar="SIZE",
+        help="limit on the size of a worker's bundle (tokenizer and chat templates); a worker with a larger one is "
+        "refused",
+    )
     add_flags(parser)
     parser.add_argument(
         "--internal-tls-worker-name",
@@ -267,7 +277,9 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     step_loop = StepLoop(config, index)
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
-    dialer = Dialer(index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys)
+    dialer = Dialer(
+        index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys, args.max_bundle_bytes
+    )
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
     return Parts(step_loop, index, gateways, pool, dialer)
 
@@ -287,6 +299,7 @@ async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
         service_names=[SERVICE_NAME],
         credentials=trust.server_credentials(),
         has_reflection=not trust.is_on,
+        max_bytes={f"{SERVICE_NAME}/Register": MAX_REGISTER_BYTES},
         interceptors=trust.interceptors(CALLERS),
     )
     servicer = SchedulerServicer(parts, trust)

@@ -24,7 +24,8 @@ from scheduler_svc import columns, worker_wire
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.metrics import StepMeter
 from scheduler_svc.seals import BlockKeys
-from svc_common.errors import QuireError, StaleEpochError, UnavailableError, error_from_code
+from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
+from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
@@ -207,6 +208,7 @@ class Dialer:
         meter: StepMeter | None = None,
         open_worker: OpenWorker = lambda address, worker_id: open_channel(address),
         keys: BlockKeys | None = None,
+        max_bundle_bytes: int = MAX_BUNDLE_BYTES,
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
         self._index = index
@@ -215,6 +217,7 @@ class Dialer:
         self._meter = meter or StepMeter()
         self._open_worker = open_worker
         self._keys = keys
+        self._max_bundle_bytes = max_bundle_bytes
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -287,7 +290,10 @@ class Dialer:
         if not digest or digest in self.bundles:
             return
         request = worker_pb2.GetWorkerBundleRequest()
-        data = b"".join([piece.data async for piece in stub.GetWorkerBundle(request, timeout=TRANSFER_TIMEOUT_S)])
+        try:
+            data = await read_bundle(stub.GetWorkerBundle(request, timeout=TRANSFER_TIMEOUT_S), self._max_bundle_bytes)
+        except ReceiveError as error:
+            raise InvalidRequestError(str(error), field="capacity.info.bundle_digest") from None
         found = xxh3_128_digest(data)
         if found != digest:
             raise StaleEpochError(
@@ -300,7 +306,7 @@ class Dialer:
         self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, fence: worker_pb2.Fence, capacity: WorkerCapacity
     ) -> list[CachedBlock]:
         request = worker_pb2.ListBlocksRequest(fence=fence)
-        messages = [message async for message in stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S)]
+        messages = await _listed(stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S), capacity.num_blocks)
         blocks = worker_wire.cached_blocks_from_proto(
             messages,
             block_size=capacity.block_size,
@@ -313,3 +319,20 @@ class Dialer:
             ignored = num_listed - len(blocks)
             log.warning("worker %s: ignored %d cached blocks that have no valid seal", capacity.worker_id, ignored)
         return blocks
+
+
+async def _listed(
+    call: grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.ListBlocksResponse], num_blocks: int
+) -> list[worker_pb2.ListBlocksResponse]:
+    """All messages of a listing. Raises WireError as soon as they list more blocks than the worker has."""
+    messages: list[worker_pb2.ListBlocksResponse] = []
+    num_listed = 0
+    async for message in call:
+        num_here = len(message.block_ids) // 4 if isinstance(message, worker_pb2.ListBlocksResponse) else 0
+        num_listed += num_here
+        if not num_here or num_listed > num_blocks:
+            raise columns.WireError(
+                f"ListBlocks sent an empty or undecodable message, or more than the {num_blocks} blocks of the pool"
+            )
+        messages.append(message)
+    return messages

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from svc_common.field_counts import TooManyFieldsError, check_field_count, layout_of
+from svc_common.field_counts import MAX_FIELDS, MAX_STREAM_FIELDS, TooManyFieldsError, check_field_count, layout_of
 
 log = logging.getLogger(__name__)
 E = TypeVar("E", bound=BaseException)
@@ -220,12 +220,19 @@ class RpcStats:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`.
 
+    Checks the size of requests before they are decoded. `max_bytes`: limits of some methods, below that of the server.
     `on_call` is called at the start of each call, also if its request is refused or cannot be decoded.
     """
 
-    def __init__(self, stats: RpcStats | None = None, on_call: OnCall | None = None) -> None:
+    def __init__(
+        self,
+        stats: RpcStats | None = None,
+        on_call: OnCall | None = None,
+        max_bytes: Mapping[str, int] | None = None,
+    ) -> None:
         self.stats = stats or RpcStats()
         self._on_call = on_call or (lambda method, context: None)
+        self._max_bytes = max_bytes or {}
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: the last handler, and its wrapper
 
     async def intercept_service(
@@ -246,7 +253,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         serializers = {
             "request_deserializer": self.stats.counting_deserializer(
-                deserialize if is_streamed or deserialize is None else _tolerant(deserialize, method), method
+                None if deserialize is None else self._decoder(handler, method), method
             ),
             "response_serializer": self.stats.counting_serializer(handler.response_serializer, method),
         }
@@ -257,6 +264,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(self._streaming(handler.unary_stream, method), **serializers)
         return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), **serializers)
+
+    def _decoder(self, handler: Handler, method: str) -> Callable[[bytes], Any]:
+        """Iterating over the requests of a stream raises the errors of its decoder, so only single requests need
+        `_tolerant`.
+        """
+        is_streamed = handler.request_streaming
+        decode = decoder(
+            handler.request_deserializer, method, is_streamed=is_streamed, max_bytes=self._max_bytes.get(method)
+        )
+        return decode if is_streamed else _tolerant(decode)
 
     def _unary(self, behaviour: Any, method: str) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -330,9 +347,7 @@ class _Undecodable:
         raise self._error
 
 
-def _tolerant(deserialize: Any, method: str) -> Any:
-    decode = decoder(deserialize, method)
-
+def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def convert(data: bytes) -> Any:
         try:
             return decode(data)
@@ -342,21 +357,30 @@ def _tolerant(deserialize: Any, method: str) -> Any:
     return convert
 
 
-def decoder(deserialize: Any, method: str) -> Callable[[bytes], Any]:
-    """`deserialize` with a limit on the number of fields. Raises InvalidRequestError."""
+def decoder(
+    deserialize: Any, method: str, *, is_streamed: bool = False, max_bytes: int | None = None
+) -> Callable[[bytes], Any]:
+    """`deserialize` with limits on bytes and fields. Raises InvalidRequestError.
+
+    `is_streamed`: for messages of streams between services, which may have more fields.
+    """
+    max_fields = MAX_STREAM_FIELDS if is_streamed else MAX_FIELDS
+    words = f"a message of {method}" if is_streamed else f"the request of {method}"
     # `__self__` of a generated FromString is the message class.
     descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
     layout = {} if descriptor is None else layout_of(descriptor)
 
     def decode(data: bytes) -> Any:
+        if max_bytes is not None and len(data) > max_bytes:
+            raise InvalidRequestError(f"{words} has {len(data)} bytes; at most {max_bytes} are allowed")
         try:
-            check_field_count(data, layout)
+            check_field_count(data, layout, max_fields)
             return deserialize(data)
         except TooManyFieldsError as error:
-            raise InvalidRequestError(f"the request of {method} has too many fields: {error}") from None
+            raise InvalidRequestError(f"{words} has too many fields: {error}") from None
         except DecodeError as error:
             raise InvalidRequestError(
-                f"the request of {method} is not a valid protobuf message, or a text in it is not UTF-8: {error}"
+                f"{words} is not a valid protobuf message, or a text in it is not UTF-8: {error}"
             ) from None
 
     return decode
@@ -366,8 +390,5 @@ def shown_error(method: str, error: Exception) -> QuireError:
     """The error that a client gets: a QuireError unchanged; anything else becomes INTERNAL and an error log."""
     if isinstance(error, QuireError):
         return error
-    if isinstance(error, DecodeError):  # a stream received an invalid message
-        log.warning("%s: a message cannot be decoded: %s", method, error)
-        return InvalidRequestError(f"a message of {method} is not a valid protobuf message: {error}")
     log.error("%s failed", method, exc_info=error)
     return QuireError(f"internal error in {method}: {type(error).__name__}; see the server's log")

@@ -1,7 +1,8 @@
 """Refuses a serialized message with very many fields before it is decoded.
 
 An empty repeated message takes 2 bytes on the wire but about 50 bytes decoded, and decoding blocks the event loop.
-Valid requests are large because of long texts and packed ids, not because of many fields.
+Valid requests are large because of long texts and packed ids, not because of many fields. A message between services
+may hold many requests, so it may have more fields.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decode to 2 MB at most
 MAX_FIELDS = 60_000  # above the largest valid request: a chat of 10,000 messages
+MAX_STREAM_FIELDS = 1_000_000  # of a message in a stream between services: the requests of many clients
+MAX_DEPTH = 100  # of messages in each other; the decoder refuses more
 
 
 class TooManyFieldsError(ValueError):
@@ -28,12 +31,18 @@ VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 @cache
 def layout_of(descriptor: Descriptor) -> Layout:
-    """The layout of a message that does not contain its own type."""
-    return {
-        field.number: layout_of(field.message_type)
-        for field in descriptor.fields
-        if field.message_type is not None and _has_objects(field.message_type)
-    }
+    """The layout of a message, which may contain its own type."""
+    return _layout_of(descriptor, {})
+
+
+def _layout_of(descriptor: Descriptor, known: dict[str, dict[int, Any]]) -> Layout:
+    layout = known.get(descriptor.full_name)
+    if layout is None:
+        layout = known[descriptor.full_name] = {}
+        for field in descriptor.fields:
+            if field.message_type is not None and _has_objects(field.message_type):
+                layout[field.number] = _layout_of(field.message_type, known)
+    return layout
 
 
 def _has_objects(descriptor: Descriptor) -> bool:
@@ -43,31 +52,31 @@ def _has_objects(descriptor: Descriptor) -> bool:
     )
 
 
-def check_field_count(data: bytes, layout: Layout) -> None:
-    """Raise TooManyFieldsError if a large message has more than MAX_FIELDS fields. Malformed data passes."""
+def check_field_count(data: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -> None:
+    """Raise TooManyFieldsError if a large message has more than `max_fields` fields. Malformed data passes."""
     if len(data) <= SMALL_BYTES:
         return
     try:
-        _count(data, 0, len(data), layout, MAX_FIELDS)
+        left = _count(data, 0, len(data), layout, max_fields, 0)
     except IndexError:
         return  # truncated: the decoder reports it
+    if left < 0:
+        raise TooManyFieldsError(
+            f"it has {len(data)} bytes and more than {max_fields} fields; send fewer messages or strings, and "
+            "use packed encoding for repeated numbers"
+        )
 
 
-def _count(data: bytes, position: int, end: int, layout: Layout, left: int) -> int:
-    """Count the fields of one message. Returns the number of fields that are still allowed."""
-    while position < end:
+def _count(data: bytes, position: int, end: int, layout: Layout, left: int, depth: int) -> int:
+    """Count the fields of one message. Returns the number of fields that are still allowed; negative: too many."""
+    while position < end and left >= 0:
         left -= 1
-        if left < 0:
-            raise TooManyFieldsError(
-                f"it has {len(data)} bytes and more than {MAX_FIELDS} fields; send fewer messages or strings, and "
-                "use packed encoding for repeated numbers"
-            )
         tag, position = _varint(data, position)
         wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
             length, position = _varint(data, position)
-            if (inner := layout.get(tag >> 3)) is not None:
-                left = _count(data, position, min(end, position + length), inner, left)
+            if depth < MAX_DEPTH and (inner := layout.get(tag >> 3)) is not None:
+                left = _count(data, position, min(end, position + length), inner, left, depth + 1)
             position += length
         elif wire_type == VARINT:
             _, position = _varint(data, position)

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +23,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from svc_common.channels import ServiceChannel
 from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
 from svc_common.tasks import cancel
@@ -63,7 +64,7 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 
 def open_channel(target: str) -> grpc.aio.Channel:
     """A plaintext channel between Quire's services, with their keepalive and message limits."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return ServiceChannel(grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS))
 
 
 class _Loop(uvloop.Loop):
@@ -115,7 +116,8 @@ class GrpcServer:
 
     `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
     `credentials`: TLS; None is plaintext. `max_connection_age_s`: clients must reconnect after about this time (10 %
-    jitter); 0: never. `max_receive_bytes` limits a message before and after decompression. Without
+    jitter); 0: never. `max_receive_bytes` limits a message before and after decompression, `max_bytes` the messages of
+    some methods. Without
     `accepts_compression` a compressed request is refused with UNIMPLEMENTED; Quire's own services never compress.
     `interceptors` run after the error interceptor and before the handlers. `on_call` is called when a call starts.
     """
@@ -129,12 +131,13 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         max_connection_age_s: float = 0.0,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        max_bytes: Mapping[str, int] | None = None,
         accepts_compression: bool = False,
         has_reflection: bool = True,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
         on_call: OnCall | None = None,
     ) -> None:
-        errors = ErrorInterceptor(on_call=on_call)
+        errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes)
         self.rpc = errors.stats
         options = _server_options(shares_port, max_connection_age_s) | {
             "grpc.max_receive_message_length": max_receive_bytes

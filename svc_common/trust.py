@@ -27,10 +27,11 @@ from typing import Any
 
 import grpc
 
+from svc_common.channels import ServiceChannel
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
 from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
-from svc_common.serve import CHANNEL_OPTIONS, OpenChannel, open_channel
+from svc_common.serve import CHANNEL_OPTIONS, OpenChannel
 from svc_common.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
 
 SCHEME = "Bearer "
@@ -229,8 +230,13 @@ class Trust:
         return self._open(target, self.worker_name.format(id=worker_id))
 
     def _open(self, target: str, name: str) -> grpc.aio.Channel:
-        channel = open_channel(target) if self.reader is None else self._secure_channel(target, self.reader, name)
-        return channel if self.tokens is None else _TokenChannel(channel, self.tokens, self.role)
+        tokens = self.tokens
+        authorization = None if tokens is None else lambda: f"{SCHEME}{tokens.own(self.role)}"
+        if self.reader is None:
+            channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            channel = self._secure_channel(target, self.reader, name)
+        return ServiceChannel(channel, authorization)
 
     def _secure_channel(self, target: str, reader: TlsReader, name: str) -> grpc.aio.Channel:
         self.check_own_certificate()
@@ -357,50 +363,3 @@ def _checking(behaviour: Any, check: Callable[[Any], None]) -> Any:
         return behaviour(request, context)
 
     return call
-
-
-class _TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry the newest token. Interceptors would cost time for every message of a stream."""
-
-    def __init__(self, channel: grpc.aio.Channel, tokens: Tokens, role: str) -> None:
-        self._channel = channel
-        self._tokens = tokens
-        self._role = role
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_token(self._channel.unary_unary(*args, **kwargs))
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_token(self._channel.unary_stream(*args, **kwargs))
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_token(self._channel.stream_unary(*args, **kwargs))
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_token(self._channel.stream_stream(*args, **kwargs))
-
-    def _with_token(self, begin: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # A channel may live for weeks. Its next call carries the token that replaced the one of its first call.
-            metadata = (("authorization", f"{SCHEME}{self._tokens.own(self._role)}"),)
-            return begin(*args, metadata=metadata, **kwargs)
-
-        return call
-
-    async def __aenter__(self) -> _TokenChannel:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire.internal.v1 import scheduler_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from scheduler_svc import worker_pool, worker_wire
@@ -669,3 +669,22 @@ async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
 def test_the_toy_worker_implements_the_whole_service() -> None:
     served = {"Drain", "Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
     assert served <= set(dir(worker_pb2_grpc.WorkerServiceServicer))
+
+
+@pytest.mark.parametrize(("block_id", "count"), [(b"", 1), (b"\1\0\0\0", 10_000)])
+async def test_a_list_of_blocks_without_end_is_refused(
+    make_stack: MakeStack,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    block_id: bytes,
+    count: int,
+) -> None:
+    async def list_blocks(worker: ToyWorker, request: Any, context: Any) -> Any:
+        for _ in range(count):
+            yield worker_pb2.ListBlocksResponse(block_ids=block_id, hashes=b"x" * 16)
+
+    monkeypatch.setattr(ToyWorker, "ListBlocks", list_blocks)
+    stack = await make_stack()
+    await stack.worker()
+    await until(lambda: "an empty or undecodable message, or more than the 64 blocks of the pool" in caplog.text)
+    assert stack.parts.pool.num_ready == 0
