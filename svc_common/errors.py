@@ -273,7 +273,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         decode = decoder(
             handler.request_deserializer, method, is_streamed=is_streamed, max_bytes=self._max_bytes.get(method)
         )
-        return decode if is_streamed else _tolerant(decode)
+        return _logging(decode, method) if is_streamed else _tolerant(decode)
 
     def _unary(self, behaviour: Any, method: str) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -353,6 +353,17 @@ def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return decode(data)
         except InvalidRequestError as error:
             return _Undecodable(error)
+
+    return convert
+
+
+def _logging(decode: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    def convert(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except InvalidRequestError as error:
+            log.warning("%s: a message cannot be decoded: %s", method, error.message)
+            raise
 
     return convert
 
