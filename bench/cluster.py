@@ -140,7 +140,32 @@ def agents(seconds: float) -> Workload:
     return Workload(in_order(arrivals, seconds), num_blocks=4000)
 
 
-WORKLOADS: dict[str, Callable[[float], Workload]] = {"chat": chat, "templates": templates, "agents": agents}
+def bursts(rng: Rng, per_s: float, seconds: float) -> Iterator[float]:
+    """Start times in bursts: gaps from a Gamma distribution with a coefficient of variation of 2."""
+    at = 0.0
+    while (at := at + rng.gamma(0.25, 4 / per_s)) < seconds:
+        yield at
+
+
+def conversations(seconds: float) -> Workload:
+    """Shaped like the conversation trace of Mooncake: bursts of long prompts with a mean of about 12,000 tokens, a
+    quarter of them cached, answers with a mean of 340 tokens.
+    """
+    rng = np.random.default_rng(4)
+    system = tokens(rng, 500)
+    arrivals = []
+    for at in bursts(rng, 4.0, seconds):
+        context = np.concatenate((system, tokens(rng, min(60_000, rng.lognormal(np.log(5500), 1.1)))))
+        arrivals += conversation(rng, at, context, int(rng.geometric(0.6)), 700, 340, 20.0)
+    return Workload(in_order(arrivals, seconds), num_blocks=16_384, max_num_batched_tokens=8192)
+
+
+WORKLOADS: dict[str, Callable[[float], Workload]] = {
+    "chat": chat,
+    "templates": templates,
+    "agents": agents,
+    "conversations": conversations,
+}
 
 
 def in_order(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
@@ -188,6 +213,18 @@ class BoundOnArrival(Fleet):
         return Placement(self._workers[i], has_room, has_room and bool(self._is_ready[i]), not has_room)
 
 
+class LeastBacklog(Fleet):
+    """Late binding to the worker that has the fewest tokens to prefill, in steps in flight and after them."""
+
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+        uncached = entry.seq.data.num_tokens - self._update_cached(entry, now)
+        room = self._room(entry)
+        scores = self._load + uncached
+        i = int(np.where(room, scores, np.inf).argmin() if room.any() else scores.argmin())
+        self._count_in(i, int(uncached[i]), entry.num_rows)
+        return Placement(self._workers[i], bool(room[i]), bool(room[i] and self._is_ready[i]), False)
+
+
 class Policy:
     """A placement policy: makes its scheduler. `is_pooled`: runs on one pooled worker."""
 
@@ -220,6 +257,11 @@ class Router(Policy):
         self._fleet.end(handle)
 
 
+class Backlog(Policy):
+    def make(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config, LeastBacklog(config))
+
+
 def round_robin() -> Callable[[list[int]], int]:
     turns = iter(range(1 << 62))
     return lambda num_open: next(turns) % len(num_open)
@@ -232,6 +274,7 @@ def least_requests(num_open: list[int]) -> int:
 def policies() -> dict[str, Policy]:
     return {
         "ours": Policy(),
+        "least_backlog": Backlog(),
         "least_requests": Router(least_requests),
         "round_robin": Router(round_robin()),
         "pooled": Pooled(),

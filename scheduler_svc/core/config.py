@@ -18,11 +18,11 @@ class SchedulerConfig:
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
     # uncached prompt tokens that one second of waiting offsets in queue order; inf: first come, first served
     aging_tokens_per_s: float = 1000.0
-    placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's pending prefill
+    placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's expected prefill
     # fraction of a prompt: if the cached tokens of workers differ by less, choose the worker under least pressure
     placement_slack: float = 0.1
     leave_fraction: float = 0.3  # leave a cached prefix if recomputing it takes at most this fraction of the wait saved
-    max_pending_prefill_steps: int = 2  # steps of pending prefill at which a worker accepts no more
+    max_pending_prefill_steps: int = 2  # steps of expected prefill at which a worker accepts no more
     burst_s: float = 0.0  # longest time that a worker may decode per message; 0: one step per message
     worker_patience_s: float = 60.0  # how long a sequence waits for an eligible worker to join
     expected_output_tokens: int = 256  # initial estimate of the mean output length

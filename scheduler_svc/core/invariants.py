@@ -21,6 +21,8 @@ def check_worker(worker: WorkerBooks) -> None:
     assert worker.num_messages == num_messages, "the number of messages in flight is wrong"
     assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step is not the last step of its message"
     assert worker.pending_prefill == r.pending_prefill(), "pending_prefill is wrong"
+    in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in worker.in_flight)
+    assert worker.backlog == worker.pending_prefill + in_flight, "the prompt tokens in flight are wrong"
     in_run = set(r.in_run.nonzero()[0].tolist())
     assert in_run.isdisjoint(r.outside), "a row is both in the decode run and outside"
     assert in_run.union(r.outside) <= set(rows.tolist()), "a closed row is still planned"

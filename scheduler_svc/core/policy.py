@@ -83,14 +83,14 @@ def expected_remaining(limit: I64, num_output: I64, may_stop: npt.NDArray[np.boo
     return np.where(may_stop, np.minimum(limit, guess), limit)
 
 
-def placement_scores(pending_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
+def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
     """For each worker, its pending work plus the work that this request would add. Lower is better.
 
     Placing by the longest prefix alone would send all load to one worker when all requests share a block. Placing by
     load alone would compute every prefix on every worker. Added work counts more than pending work (`alpha` above 1),
     because blocks that are computed twice also evict other blocks.
     """
-    return pending_prefill + alpha * uncached_tokens
+    return expected_prefill + alpha * uncached_tokens
 
 
 def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:

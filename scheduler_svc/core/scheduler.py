@@ -320,8 +320,7 @@ class Scheduler:
 
     def _note_prefill_pace(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
-        chunks = int(step.query_lens[step.query_lens > 1].sum())
-        self._measures.prefill.note(chunks, now - max(step.sent_at, planner.answered_at))
+        self._measures.prefill.note(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
 
     def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, ending: list[int]) -> None:
         """End the rows at these indices: their newest token is their last one."""

@@ -88,13 +88,13 @@ class Fleet:
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
-        self._pending = np.zeros(len(workers), dtype=np.int64)
+        self._expected_prefill = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
-        self._load, self._free_rows, self._accepts = self._pending, self._rows, self._is_open
+        self._load, self._free_rows, self._accepts = self._expected_prefill, self._rows, self._is_open
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
         self.changed = set(self._position)  # workers that may have work; the caller removes idle workers
@@ -135,14 +135,14 @@ class Fleet:
             self._read(self._position[name], worker)
         self._stale = {}
         self._reserved = None
-        self._load, self._free_rows = self._pending.copy(), self._rows.copy()
+        self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         has_rows = (self._free_rows > 0) | (self._least_urgent > NOTHING_RUNS) if is_mixed else self._free_rows > 0
         self._accepts = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
         self.num_accepting = int(np.count_nonzero(self._accepts))
 
     def _read(self, i: int, worker: WorkerBooks) -> None:
         self._is_open[i] = not worker.is_draining
-        self._pending[i] = worker.pending_prefill
+        self._expected_prefill[i] = worker.expected_prefill
         self._rows[i] = worker.num_free_rows
         used = worker.pool.num_used * worker.capacity.block_size
         self._pressure[i] = (self._written[i] + used) / self._pool_tokens[i]
@@ -206,7 +206,7 @@ class Fleet:
 
     def _room(self, entry: QueueEntry) -> Bools:
         """Workers that have a row for the sequence (or a less urgent row to preempt), have not refused it, and have
-        little pending prefill.
+        little expected prefill.
         """
         refusals = self._refusals(entry) if entry.refusals else []
         room: Bools = self._free_rows > 0

@@ -34,6 +34,7 @@ class StepPlan:
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
+    num_prompt_tokens: int = 0  # in chunks of several tokens
     run: Members | None = None  # its rows precede all other rows, and its table changes all others
     num_decode: int = 0  # number of rows with one token each that are not in the run; they precede the remaining rows
 
@@ -74,6 +75,7 @@ class InFlightStep:
     prompt_only: list[int]  # rows with max_tokens 0 whose prompt this step completes
     is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
+    num_prompt_tokens: int = 0  # in chunks of several tokens
     has_beams: bool = False  # some of the rows are beams
     sent_at: float = 0.0
     releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered

@@ -186,6 +186,8 @@ class StepPlanner:
         if count < 1:
             return
         plan.add(np.array([row]), np.array([count]), count)
+        if count > 1:
+            plan.num_prompt_tokens += count
         if count >= self._rows.todo_of(row) - 1:
             self.books.prefilling.discard(row)
         self._register_fills(row, count, plan)
@@ -324,6 +326,7 @@ class StepPlanner:
             forks=plan.forks,
             prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
             is_full=plan.budget < 1,
+            num_prompt_tokens=plan.num_prompt_tokens,
             has_beams=r.num_beams > 0,
             sent_at=plan.now,
         )

@@ -60,6 +60,7 @@ class WorkerBooks:
         self.num_reserved_rows = 0  # for samples that will fork from a running prompt
         self.room_version = 0  # +1 when rows or blocks become free; older refusals no longer hold
         self._num_answered = 0  # steps
+        self._prefill_in_flight = 0  # prompt tokens of the steps in flight
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
         self.beams_to_open: set[int] = set()  # rows of computed first beams; their other beams wait for rows
@@ -96,8 +97,12 @@ class WorkerBooks:
     @property
     def backlog(self) -> int:
         """Number of prompt tokens of admitted sequences that no answered step has computed."""
-        in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in self.in_flight)
-        return self.pending_prefill + in_flight
+        return self.pending_prefill + self._prefill_in_flight
+
+    @property
+    def expected_prefill(self) -> int:
+        """The part of `backlog` that is not computed yet: on average, half of the steps in flight."""
+        return self.pending_prefill + self._prefill_in_flight // 2
 
     @property
     def pending_prefill(self) -> int:
@@ -213,11 +218,13 @@ class WorkerBooks:
         else:
             self.num_messages += 1
         self.in_flight.append(step)
+        self._prefill_in_flight += step.num_prompt_tokens
 
     def note_answered(self) -> None:
         """Record that the oldest step is answered. The last step of a message frees its place in the pipeline."""
         step = self.in_flight.popleft()
         self._num_answered += 1
+        self._prefill_in_flight -= step.num_prompt_tokens
         self.num_messages -= step.burst_len > 0
 
     def commit_fills(self, step: InFlightStep) -> None:
