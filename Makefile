@@ -9,7 +9,7 @@ CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 
-.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,9 @@ peers: $(STAMP)  ## install the servers that bench-serving compares with, into P
 
 bench-cluster: $(STAMP)  ## placement and caching policies compared on a simulated cluster
 	$(BIN)/python bench/cluster.py
+
+bench-replicas: $(STAMP)  ## the requests that two schedulers can serve, compared with one
+	$(BIN)/python bench/replicas.py
 
 bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running sequences
 	$(BIN)/python bench/scale.py

@@ -53,6 +53,7 @@ CALLERS = {
         "GetSchedulerStatus": "gateway",
         "ReleaseWorker": "gateway",
         "Register": "worker",
+        "CountWorkers": "worker",
     }.items()
 }
 BUNDLE_PIECE_BYTES = 1 << 20
@@ -102,6 +103,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         may_use_id = functools.partial(self._trust.check_worker_id, context)
         async for response in self._parts.pool.register(request_iterator, may_use_id):
             yield response
+
+    async def CountWorkers(
+        self, request: scheduler_pb2.CountWorkersRequest, context: Context
+    ) -> scheduler_pb2.CountWorkersResponse:
+        return scheduler_pb2.CountWorkersResponse(num_workers=self._parts.pool.num_members)
 
     async def GetBundle(
         self, request: scheduler_pb2.GetBundleRequest, context: Context

@@ -104,6 +104,19 @@ class WorkerPool:
         return sum(worker.is_ready for worker in self._workers.values())
 
     @property
+    def num_members(self) -> int:
+        """Number of workers that are registered or leased, and do not drain."""
+        return len(self._members())
+
+    def _members(self) -> list[WorkerRecord]:
+        """The workers in `num_members`, in the order in which they came."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.state != DRAINING and (worker.registration is not None or worker.link is not None)
+        ]
+
+    @property
     def _has_links(self) -> bool:
         return any(worker.link is not None for worker in self._workers.values())
 
@@ -135,11 +148,16 @@ class WorkerPool:
             self._hear(worker, first)
             while (request := await self._next_heartbeat(stream, worker, registration)) is not None:
                 self._hear(worker, request)
-                yield scheduler_pb2.RegisterResponse(heartbeat_ack=scheduler_pb2.HeartbeatAck())
+                yield scheduler_pb2.RegisterResponse(heartbeat_ack=self._acknowledge(worker))
             if registration.ended.done() and (error := registration.ended.result()) is not None:
                 raise error
         finally:
             self._leave(worker, registration)
+
+    def _acknowledge(self, worker: WorkerRecord) -> scheduler_pb2.HeartbeatAck:
+        members = self._members()
+        num_earlier = members.index(worker) if worker in members else 0
+        return scheduler_pb2.HeartbeatAck(num_workers=len(members), num_earlier=num_earlier)
 
     async def _next_heartbeat(
         self, stream: AsyncIterator[scheduler_pb2.RegisterRequest], worker: WorkerRecord, registration: RegisterStream

@@ -7,7 +7,7 @@ spreads workers over schedulers (rendezvous hashing of its id and their addresse
 
     the scheduler is unreachable, refuses, is silent or ends the stream   -> the next scheduler, at once
     all schedulers fail in this way                                       -> a growing pause, then the first again
-    a preferred scheduler answers again, and no row is open here          -> back to it
+    another scheduler has fewer workers (balance.py)                      -> drain here, then register there
 
 The lease of a new scheduler fences the old lease. The new scheduler adopts the pool with its committed blocks.
 """
@@ -23,7 +23,6 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import xxhash
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
@@ -31,7 +30,8 @@ from svc_common.serve import OpenChannel, open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from svc_common.trust import certificate_problem
-from worker_svc.lifecycle import Lifecycle
+from worker_svc.balance import Share, count_workers
+from worker_svc.lifecycle import DRAINING, READY, Lifecycle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,9 +45,10 @@ ACK_TIMEOUT_INTERVALS = 2  # plus the one from the last answer to the next heart
 MIN_UPDATE_INTERVAL_S = 0.1  # limits the rate of messages about loading progress
 DEFAULT_HEARTBEAT_S = 2.0
 STEADY_S = 2.0  # a session that lasted this long counts as successful
-UNUSED_S = 3.0  # time without a step after which this worker may change schedulers
+UNUSED_S = 3.0  # time without a step after which this worker moves at once
+BUSY_MOVE_S = 10.0  # time after which it moves although it has rows: its scheduler continues them on other workers
+HANDOVER_TIMEOUT_S = 60.0  # time for its scheduler to move the rows
 PROBE_INTERVAL_S = 2.0
-PROBE_TIMEOUT_S = 1.0
 
 # Refusals that only another setting can resolve. ALREADY_EXISTS resolves itself when the earlier process is gone.
 REFUSALS = frozenset(
@@ -131,6 +132,7 @@ class Registration:
         lifecycle: Lifecycle,
         work: Work,
         refused_pause_s: float = REFUSED_PAUSE_S,
+        busy_move_s: float = BUSY_MOVE_S,
         rng: random.Random | None = None,
         open_channel: OpenChannel = open_channel,
     ) -> None:
@@ -141,10 +143,13 @@ class Registration:
         self._lifecycle = lifecycle
         self._work = work
         self._refused_pause_s = refused_pause_s
+        self._busy_move_s = busy_move_s
         self._rng = rng or random.Random()
         self._open_channel = open_channel
         self._acknowledgement = asyncio.Condition()
         self._acknowledged_state: types_pb2.WorkerState.ValueType = types_pb2.WORKER_STATE_UNSPECIFIED
+        self._share = Share()
+        self._is_moving = False  # its present scheduler takes it for a draining worker
         self.scheduler: str | None = None  # where this worker is registered now
 
     @property
@@ -209,48 +214,67 @@ class Registration:
     def _next_target(self, end: End) -> str:
         return "again" if end.may_retry_first or len(self._candidates) == 1 else "another scheduler"
 
-    async def _wait_for_better(self, current: Candidate) -> Candidate:
-        """Wait until a preferred scheduler answers and this worker is unused. Returns that scheduler."""
-        earlier = self._candidates[: self._candidates.index(current)]
-        loop = asyncio.get_running_loop()
+    async def _wait_for_move(self, current: Candidate) -> Candidate:
+        """Wait until this worker should move to a scheduler with fewer workers. Returns that scheduler."""
+        loop, since = asyncio.get_running_loop(), None
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S * self._rng.uniform(0.75, 1.25))
-            for candidate in earlier:
-                is_due = candidate.next_return_at <= loop.time() and self._is_unused()
-                if is_due and await answers(candidate.address, self._open_channel) and self._is_unused():
-                    candidate.next_return_at = loop.time() + self._refused_pause_s  # if it refuses
-                    return candidate
+            target = await self._find_target(current)
+            if target is None:
+                since = None
+                continue
+            since = since or loop.time()
+            if self._is_unused() or loop.time() - since >= self._busy_move_s:
+                target.next_return_at = loop.time() + self._refused_pause_s  # if it refuses
+                return target
+
+    async def _find_target(self, current: Candidate) -> Candidate | None:
+        """The scheduler with the fewest workers, if this worker should move there."""
+        if self._lifecycle.is_draining or not self._share.should_move(0):
+            return None
+        now = asyncio.get_running_loop().time()
+        others = [c for c in self._candidates if c is not current and c.next_return_at <= now]
+        counts = {c.address: await count_workers(c.address, self._open_channel) for c in others}
+        counted = [(count, i) for i, c in enumerate(others) if (count := counts[c.address]) is not None]
+        if not counted or self._lifecycle.is_draining:
+            return None
+        fewest, i = min(counted)
+        return others[i] if self._share.should_move(fewest) else None
 
     def _is_unused(self) -> bool:
         work = self._work
-        return not self._lifecycle.is_draining and not work.rows_used and work.idle_s >= UNUSED_S
+        return not work.rows_used and work.idle_s >= UNUSED_S
 
     # -- one stream ----------------------------------------------------------------------------------------------------
 
     async def _session(self, candidate: Candidate) -> End | Candidate:
-        """One stream, from start to end. Returns how it ended, or a preferred scheduler to return to."""
+        """One stream, from start to end. Returns how it ended, or the scheduler to move to."""
         # A new channel per session: no state of a dead connection, such as its back-off, remains.
         async with self._open_channel(candidate.address) as channel:
             call: Call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Register()
             started_at, orders_before = asyncio.get_running_loop().time(), self._work.num_orders
             following = asyncio.ensure_future(self._follow(call, candidate))
-            leaving = asyncio.ensure_future(self._wait_for_better(candidate))
+            leaving = asyncio.ensure_future(self._wait_for_move(candidate))
             try:
                 await asyncio.wait([following, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if not following.done():
-                    return self._leave(candidate, leaving.result())
+                    return await self._hand_over(candidate, leaving.result(), following)
                 is_steady = asyncio.get_running_loop().time() - started_at >= STEADY_S
                 return await _end_of(call, following, was_used=is_steady and self._work.num_orders > orders_before)
             finally:
-                self.scheduler = None
+                self.scheduler, self._share, self._is_moving = None, Share(), False
                 call.cancel()
                 await cancel(following, leaving)
 
-    def _leave(self, candidate: Candidate, better: Candidate) -> Candidate:
-        """Release the lease of a scheduler that works, before the next scheduler gets it."""
-        log.info("scheduler %s is back; leaving scheduler %s", better.address, candidate.address)
-        self._work.release("the worker returns to another scheduler")
-        return better
+    async def _hand_over(self, current: Candidate, target: Candidate, following: asyncio.Future[NoReturn]) -> Candidate:
+        """Leave a scheduler that works. It continues the rows of this worker on other workers, then ends the stream."""
+        log.info("scheduler %s has fewer workers; leaving scheduler %s", target.address, current.address)
+        if self._lifecycle.state == READY:
+            self._is_moving = True
+            self._lifecycle.changed.set()
+            await asyncio.wait([following], timeout=HANDOVER_TIMEOUT_S)
+        self._work.release("the worker moves to another scheduler")
+        return target
 
     async def _follow(self, call: Call, candidate: Candidate) -> NoReturn:
         """Register and send heartbeats. Raises when the stream ends."""
@@ -273,6 +297,8 @@ class Registration:
         async with self._acknowledgement:
             self._acknowledged_state = message.state
             self._acknowledgement.notify_all()
+        acknowledgement = response.heartbeat_ack
+        self._share = Share(acknowledgement.num_workers, acknowledgement.num_earlier)
         return response
 
     def _message(self, address: str) -> scheduler_pb2.RegisterRequest:
@@ -280,7 +306,7 @@ class Registration:
             worker_id=self._worker_id,
             address=address,
             worker_epoch=self._worker_epoch,
-            state=self._lifecycle.state,
+            state=DRAINING if self._is_moving else self._lifecycle.state,
             load_progress=self._lifecycle.load_progress,
             capacity=self._lifecycle.capacity,
         )
@@ -297,17 +323,6 @@ class Registration:
         log.info("registered with scheduler %s; a heartbeat every %g s", candidate.address, interval_s)
         self.scheduler = candidate.address
         candidate.logged.clear()
-
-
-async def answers(scheduler: str, open_channel: OpenChannel = open_channel) -> bool:
-    """Whether a scheduler at this address accepts workers: not if it is unreachable, frozen or draining."""
-    async with open_channel(scheduler) as channel:
-        request = health_pb2.HealthCheckRequest()
-        try:
-            reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            return error.code() is grpc.StatusCode.UNIMPLEMENTED
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def _answer_within(asking: Awaitable[T], timeout_s: float) -> T:

@@ -183,6 +183,7 @@ class WorkerService(Service):
             worker_epoch=epoch,
             lifecycle=self.lifecycle,
             work=self.executor,
+            busy_move_s=world.setup.busy_move_s,
             rng=Random(world.rng.random()),
             open_channel=world.network.channel,
         )

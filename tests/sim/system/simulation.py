@@ -76,6 +76,7 @@ class Simulation:
             capacities=tuple(capacities),
             num_gateways=rng.choice((1, 2, 2)),
             num_schedulers=rng.choice((1, 2, 2)),
+            busy_move_s=(0.0, 10.0)[self.seed % 2],
             vocab_size=rng.choice((16, 40, 200)),
             eos_token_ids=frozenset(rng.choice(((), (0,)))),
             uses_redis=rng.random() < 0.5,

@@ -54,7 +54,7 @@ def test_the_seeds_cover_all_faults() -> None:
         met |= _met(simulation)
         words += simulation.transcript(10**6)
     assert set(FAULTS) | {"resumed", "complete", "left", "recomputed"} <= met
-    for sign in ("; moving ", "cached blocks adopted", "returns to another scheduler", "disconnecting gateway"):
+    for sign in ("; moving ", "cached blocks adopted", "has fewer workers; leaving", "disconnecting gateway"):
         assert sign in words, f"no seed has '{sign}' in its trace"
 
 

@@ -66,6 +66,7 @@ class Setup:
     capacities: tuple[WorkerCapacity, ...]
     num_gateways: int = 2
     num_schedulers: int = 2
+    busy_move_s: float = 10.0  # time after which a worker with rows moves to a scheduler with fewer workers
     vocab_size: int = 40
     eos_token_ids: frozenset[int] = frozenset()
     uses_redis: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from scheduler_svc import worker_pool, worker_wire
@@ -20,6 +20,7 @@ from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import BUNDLE, ToyGateway, ToyWorker, expected_tokens, make_info
 
 PROMPT = [5, 6, 7, 8, 9]
+DRAINING = types_pb2.WORKER_STATE_DRAINING
 
 
 async def ready(stack: Stack, count: int = 1) -> None:
@@ -388,6 +389,28 @@ async def test_a_step_that_takes_too_long_loses_the_worker(make_stack: MakeStack
     assert "step 1 was not answered" in (worker.refusals[0].details() or "")
     await finished(gateway, 1)
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 4)
+
+
+async def test_heartbeats_are_answered_with_the_number_of_workers(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    await stack.worker("w0")
+    await ready(stack)
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        call = stub.Register()
+        late = scheduler_pb2.RegisterRequest(worker_id="w1", address="127.0.0.1:1", worker_epoch=5)
+        for state, num_workers in ((None, None), (types_pb2.WORKER_STATE_LOADING, 2), (DRAINING, 1)):
+            late.state = state or types_pb2.WORKER_STATE_LOADING
+            await call.write(late)
+            answer = await call.read()
+            if num_workers is None:
+                assert answer.HasField("accepted")
+                continue
+            assert answer.heartbeat_ack.num_workers == num_workers
+            assert answer.heartbeat_ack.num_earlier == num_workers - 1
+            count = await stub.CountWorkers(scheduler_pb2.CountWorkersRequest())
+            assert count.num_workers == num_workers
+        call.cancel()
 
 
 async def test_two_live_workers_cannot_share_an_id(make_stack: MakeStack) -> None:

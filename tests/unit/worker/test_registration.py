@@ -15,9 +15,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
+from worker_svc import balance as balance_module
 from worker_svc import registration as registration_module
+from worker_svc.balance import count_workers
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
-from worker_svc.registration import Registration, answers, preference
+from worker_svc.registration import Registration, preference
 
 HEARTBEAT_S = 0.05
 
@@ -31,6 +33,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.refusal = ""
         self.is_silent = False
         self.ends_when: int | None = None
+        self.num_workers = self.num_earlier = 0  # as reported to the worker
         self.health = health.aio.HealthServicer()
         self.num_open = 0
         self.kick = asyncio.Event()  # ends open streams
@@ -58,7 +61,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return
             if not self.is_silent:
                 yield answer
-            answer = scheduler_pb2.RegisterResponse(heartbeat_ack=scheduler_pb2.HeartbeatAck())
+            acknowledgement = scheduler_pb2.HeartbeatAck(num_workers=self.num_workers, num_earlier=self.num_earlier)
+            answer = scheduler_pb2.RegisterResponse(heartbeat_ack=acknowledgement)
+
+    async def CountWorkers(self, request: Any, context: Any) -> scheduler_pb2.CountWorkersResponse:
+        return scheduler_pb2.CountWorkersResponse(num_workers=self.num_workers)
 
     @property
     def states(self) -> list[int]:
@@ -246,8 +253,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests with a silent scheduler. In other tests a busy machine could seem silent."""
-    for name in ("OPEN_TIMEOUT_S", "MIN_ACK_TIMEOUT_S", "PROBE_TIMEOUT_S"):
+    for name in ("OPEN_TIMEOUT_S", "MIN_ACK_TIMEOUT_S"):
         monkeypatch.setattr(registration_module, name, 0.3)
+    monkeypatch.setattr(balance_module, "PROBE_TIMEOUT_S", 0.3)
 
 
 def test_each_worker_has_its_own_stable_order() -> None:
@@ -310,25 +318,55 @@ async def test_a_scheduler_that_used_this_worker_is_retried_first(quick: None) -
         assert r.first.num_streams == 2
 
 
-async def test_an_unused_worker_returns_to_its_first_scheduler(quick: None) -> None:
-    work, lifecycle = Work(rows_used=1, idle_s=99.0), Lifecycle()
-    async with replicas() as r, AsyncExitStack() as stack:
-        r.first.refusal = "not yet"
-        await r.first.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        registration = await stack.enter_async_context(registered(r.ports, lifecycle, work=work, refused_pause_s=0.05))
-        await until(lambda: registration.scheduler == r.address(1))
-        r.first.refusal = ""
-        work.rows_used = 0
-        heard = len(r.second.heard)
-        await until(lambda: len(r.second.heard) >= heard + 4)
-        assert registration.scheduler == r.address(1)  # the first scheduler is not serving
-        work.rows_used = 1
-        await r.first.health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await until(lambda: len(r.second.heard) >= heard + 8)
-        assert registration.scheduler == r.address(1)  # a row is open
-        work.rows_used = 0
-        await until(lambda: registration.scheduler == r.address(0) and not r.second.num_open)
+async def test_a_worker_moves_to_a_scheduler_that_has_two_workers_fewer(quick: None) -> None:
+    work, lifecycle = Work(idle_s=99.0), Lifecycle()
+    lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
+    async with replicas() as r, registered(r.ports, lifecycle, work=work) as registration:
+        r.first.num_workers, r.first.num_earlier, r.first.ends_when = 3, 2, DRAINING
+        r.second.num_workers = 2
+        await heard_more(r.first)
+        assert registration.scheduler == r.address(0)  # they differ by one
+        r.first.num_earlier = 1
+        await heard_more(r.first)
+        r.second.num_workers = 1
+        await heard_more(r.first)
+        assert registration.scheduler == r.address(0)  # another worker moves
+        r.first.num_earlier = 2
+        await until(lambda: registration.scheduler == r.address(1) and not r.first.num_open)
+        assert r.first.states == [READY, DRAINING]  # the scheduler moved its rows
+        assert r.second.states == [READY]
         assert len(work.released) == 1
+        r.first.num_workers, r.second.num_workers, r.second.num_earlier = 2, 2, 1
+        await heard_more(r.second)
+        assert registration.scheduler == r.address(1)
+
+
+async def test_a_worker_does_not_move_to_a_scheduler_that_drains(quick: None) -> None:
+    async with replicas() as r, registered(r.ports, Lifecycle(), work=Work(idle_s=99.0)) as registration:
+        await r.second.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        r.first.num_workers, r.first.num_earlier = 3, 2
+        await heard_more(r.first)
+        assert registration.scheduler == r.address(0)
+        await r.second.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await until(lambda: registration.scheduler == r.address(1))
+
+
+@pytest.mark.parametrize(("busy_move_s", "moves"), [(1000.0, False), (0.1, True)])
+async def test_a_worker_with_rows_moves_later(quick: None, busy_move_s: float, moves: bool) -> None:
+    work, options = Work(rows_used=1), {"busy_move_s": busy_move_s}
+    async with replicas() as r, registered(r.ports, Lifecycle(), work=work, **options) as registration:
+        r.first.num_workers, r.first.num_earlier = 3, 2
+        if moves:
+            await until(lambda: registration.scheduler == r.address(1))
+            return
+        await heard_more(r.first)
+        assert registration.scheduler == r.address(0)
+
+
+async def heard_more(scheduler: FakeScheduler) -> None:
+    """Wait for several heartbeats, and so for several probes of the other scheduler."""
+    heard = len(scheduler.heard)
+    await until(lambda: len(scheduler.heard) >= heard + 8)
 
 
 async def test_a_draining_worker_does_not_register_elsewhere() -> None:
@@ -343,10 +381,10 @@ async def test_a_draining_worker_does_not_register_elsewhere() -> None:
         assert r.second.num_streams == 0
 
 
-async def test_unreachable_and_frozen_schedulers_do_not_answer() -> None:
+async def test_unreachable_and_frozen_schedulers_report_no_number(impatient: None) -> None:
     async with serve(FakeScheduler()) as port:
-        assert await answers(f"127.0.0.1:{port}")
-    assert not await answers(f"127.0.0.1:{port}")
+        assert await count_workers(f"127.0.0.1:{port}") == 0
+    assert await count_workers(f"127.0.0.1:{port}") is None
     frozen = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with frozen:
-        assert not await answers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}")
+        assert await count_workers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}") is None
