@@ -43,7 +43,8 @@ class ModelDirectory:
         client, model = of_revision[resolved]
         if not client.is_ready:
             raise UnavailableError(
-                f"scheduler {client.address} is not ready: {client.problem}; retry later", retry_after_s=RETRY_AFTER_S
+                f"the scheduler of model {resolved!r} is not ready ({client.shown_problem}); retry later",
+                retry_after_s=RETRY_AFTER_S,
             )
         return model
 
@@ -55,7 +56,7 @@ class ModelDirectory:
     def _resolve(self, name: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> str:
         have = ", ".join(repr(model) for model in sorted(known))
         if not known:
-            problems = "; ".join(f"{client.address}: {client.problem}" for client in self.clients)
+            problems = "; ".join(client.shown_problem for client in self.clients)
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
             if len(known) > 1:

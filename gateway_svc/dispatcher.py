@@ -239,9 +239,8 @@ class Dispatcher:
         request.fail(error)
 
     def _problems(self) -> str:
-        return "; ".join(f"{client.address}: {client.problem}" for client in self._clients if not client.is_ready) or (
-            "all schedulers refused it"
-        )
+        problems = [client.shown_problem for client in self._clients if not client.is_ready]
+        return "; ".join(problems) or "all schedulers refused it"
 
     # -- replicas without workers -------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=config.address_or_off,
         default=config.OFF,
         metavar="HOST:PORT",
-        help="address of the OpenAI-compatible HTTP API (docs/http.md), with the same API keys and TLS files",
+        help="address of the OpenAI-compatible HTTP API (docs/http.md), with the same API keys, tokens and TLS files",
     )
     parser.add_argument(
         "--http-max-connections",
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_redis_flags(
         parser,
         "the gateway prefers replicas that have the prompt's prefix cached, keeps records of resumable requests, and "
-        "counts the limits of API keys for all gateways together",
+        "counts the limits of owners for all gateways together",
     )
     records = parser.add_argument_group("records of resumable requests and stored answers, in Redis (docs/resume.md)")
     records.add_argument(

@@ -87,8 +87,10 @@ class SchedulerClient:
         deltas_interval_s: float = 0.0,
         open_channel: OpenChannel = open_channel,
         max_bundle_bytes: int = MAX_BUNDLE_BYTES,
+        shows_address: bool = True,
     ) -> None:
         self.address = address
+        self._shows_address = shows_address
         self.model: ServedModel | None = None
         self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
         self._served: tuple[str, str] | None = None  # name and revision of `info`
@@ -124,6 +126,13 @@ class SchedulerClient:
     def is_ready(self) -> bool:
         """Requests can be sent now."""
         return self.is_connected and self.model is not None and self.info is not None
+
+    @property
+    def shown_problem(self) -> str:
+        """Why it is not ready, for clients. The reason of a lost connection contains the address."""
+        if self._shows_address:
+            return f"{self.address}: {self.problem}"
+        return self.problem if self.is_connected else "not connected"
 
     @property
     def load_tokens(self) -> int:

@@ -121,7 +121,7 @@ def make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> Record
 
 
 def make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimits:
-    """The limits of API keys. Raises LimitsError."""
+    """The limits of owners. Raises LimitsError."""
     if args.key_limits is None:
         return KeyLimits()
     if not identifies_callers(args):
@@ -167,6 +167,7 @@ async def serve(
             deltas_interval_s=chunk_interval_s,
             open_channel=trust.channels_to("scheduler"),
             max_bundle_bytes=args.max_bundle_bytes,
+            shows_address=is_public_for_operators(args),
         )
         for address in dict.fromkeys(args.scheduler)
     ]

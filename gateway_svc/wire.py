@@ -58,7 +58,7 @@ def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]
 def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     """The request for a scheduler, without handle, continuation and stop strings. `request_id` is the scoped id.
 
-    With API keys, the tenant is the owner of the caller's key.
+    If requests have owners, the tenant is the owner.
     """
     return pb.Submit(
         request_id=request_id,

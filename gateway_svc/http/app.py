@@ -1,4 +1,4 @@
-"""The ASGI application: API keys, body limit, request ids, errors, and clients that disconnect."""
+"""The ASGI application: credentials, body limit, request ids, errors, and clients that disconnect."""
 
 from __future__ import annotations
 

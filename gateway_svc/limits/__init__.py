@@ -1,1 +1,1 @@
-"""Limits per owner of API keys: rates, open streams, models and priorities."""
+"""Limits per owner: rates, open streams, models and priorities."""

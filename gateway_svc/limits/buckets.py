@@ -162,8 +162,8 @@ class RedisBuckets:
         self._prefix = f"{namespace}:limits:"
         self._local = LocalBuckets()
         self._server = Availability(
-            "limits of API keys hold for all gateways together",
-            loss="limits of API keys are counted by each gateway process",
+            "limits of owners hold for all gateways together",
+            loss="limits of owners are counted by each gateway process",
         )
 
     async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:

@@ -48,10 +48,10 @@ class KeyLimits:
         limits = self.of(owner)
         if limits.models is not None and model not in limits.models:
             allowed = ", ".join(sorted(limits.models)) or "none"
-            raise PermissionDeniedError(f"model {model!r} is not allowed for this API key; allowed: {allowed}")
+            raise PermissionDeniedError(f"model {model!r} is not allowed for this owner; allowed: {allowed}")
         if limits.min_priority is not None and priority < limits.min_priority:
             raise InvalidRequestError(
-                f"scheduling.priority is {priority}; must be at least {limits.min_priority} for this API key",
+                f"scheduling.priority is {priority}; must be at least {limits.min_priority} for this owner",
                 field="scheduling.priority",
             )
 
@@ -70,7 +70,7 @@ class KeyLimits:
         verdict = await self._buckets.take(owner, limits, Take(stream_id, num_tokens))
         if verdict.limit:
             raise OverloadedError(
-                f"the limit of this API key is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
+                f"the limit of this owner is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
                 f"retry in {verdict.retry_after_s:.1f} s",
                 retry_after_s=verdict.retry_after_s,
             )

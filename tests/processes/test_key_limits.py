@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,30 @@ from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Stack
 
-RATE = 20
+RATE = 20  # requests per second
+TOKENS_PER_REQUEST = 2
 SIM = ("--executor", "sim", "--sim-step-ms", "1")
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.deep)])
-async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: float) -> None:
+REQUESTS, TOKENS = f"requests_per_s = {RATE}", f"tokens_per_min = {RATE * 60 * TOKENS_PER_REQUEST}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (REQUESTS, 6),
+        pytest.param(REQUESTS, 60, marks=pytest.mark.deep),
+        pytest.param(TOKENS, 60, marks=pytest.mark.deep),
+    ],
+)
+async def test_a_rate_holds_for_four_gateway_processes(
+    tmp_path: Path, limit: str, seconds: float, record_testsuite_property: Callable[[str, object], None]
+) -> None:
     (tmp_path / "keys").mkdir()
     for owner in ("limited", "free"):
         (tmp_path / "keys" / owner).write_text(f"key-of-{owner}")
     limits = tmp_path / "limits.toml"
-    limits.write_text(f"[owners.limited]\nrequests_per_s = {RATE}\nmodels = ['demo']\n")
+    limits.write_text(f"[owners.limited]\n{limit}\nmodels = ['demo']\n")
     redis, http = RedisServer(tmp_path), f"127.0.0.1:{free_port()}"
     redis.start()
     flags = ("--api-keys", str(tmp_path / "keys"), "--key-limits", str(limits), "--redis", redis.url)
@@ -38,11 +52,15 @@ async def test_a_rate_holds_for_four_gateway_processes(tmp_path: Path, seconds: 
             gateway = stack.start_gateway(scheduler, flags=(*flags, "--processes", "4", "--http-listen", http))
             gateway.wait_ready()
             num_done = await load(gateway.address, "key-of-limited", seconds)
-            # The bucket is full at the beginning, and one request may leave it below zero.
-            assert RATE * seconds * 0.95 <= num_done <= RATE * (seconds + 1) * 1.05 + 1
+            record_testsuite_property(f"{limit}, {seconds} s", num_done / seconds)
+            # The bucket is full at the beginning: 1 s of requests or 2 s of tokens.
+            burst = 0 if seconds >= 60 else RATE
+            assert RATE * seconds * 0.95 <= num_done <= (RATE * seconds + burst) * 1.05 + 1
             async with await AsyncClient.connect(gateway.address, api_key="key-of-free") as client:
                 for _ in range(2 * RATE):
                     await client.generate(token_ids=[5], max_tokens=1)
+            if limit == TOKENS:
+                return
             code, body, headers = await asyncio.to_thread(post_until_limited, http)
             assert (code, body["error"]["code"]) == (429, "rate_limit_exceeded")
             assert f"requests per second: {RATE}" in body["error"]["message"]

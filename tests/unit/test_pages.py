@@ -64,3 +64,15 @@ def test_the_dashboard_can_be_imported() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert all(panel["title"] and (panel["type"] == "row" or panel["description"]) for panel in panels)
     assert not re.search(r"TODO|FIXME", DASHBOARD.read_text())
+
+
+def test_every_prevented_attack_names_existing_tests() -> None:
+    page = (ROOT / "docs/threat-model.md").read_text()
+    section = page.split("## Attacks that are prevented\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    for attack, _, tests in rows:
+        folder = ""
+        for name in re.split("[;,] ", tests.strip()):
+            folder = name.rpartition("/")[0] or folder  # a name without a folder is in that of the one before
+            assert (ROOT / folder / name.rpartition("/")[2]).is_file(), f"{attack.strip()}: no test {name!r}"

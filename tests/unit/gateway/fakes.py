@@ -290,6 +290,7 @@ class TestGateway:
         recorder: Any = None,
         isolates_tenants: bool = False,
         on_call: Any = None,
+        limits: Any = None,
     ) -> None:
         bundles = BundleCache()
         self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
@@ -309,6 +310,7 @@ class TestGateway:
             min_priority=min_priority,
             recorder=recorder,
             isolates_tenants=isolates_tenants,
+            limits=limits,
         )
         self._server = GrpcServer(
             listen="127.0.0.1:0",

@@ -75,7 +75,7 @@ def test_the_file_is_read_again_and_a_bad_version_is_ignored(tmp_path: Path, cap
 def test_models_and_priorities_are_checked(tmp_path: Path) -> None:
     limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\nmodels = ['a']\nmin_priority = 5")))
     limits.check("x", "a", 5)
-    with pytest.raises(PermissionDeniedError, match="model 'b' is not allowed for this API key; allowed: a"):
+    with pytest.raises(PermissionDeniedError, match="model 'b' is not allowed for this owner; allowed: a"):
         limits.check("x", "b", 5)
     with pytest.raises(InvalidRequestError, match="is 4; must be at least 5"):
         limits.check("x", "a", 4)

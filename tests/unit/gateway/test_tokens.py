@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import jwt
 import pytest
 from quire.v1 import inference_pb2 as pb
@@ -20,6 +21,9 @@ from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.callers.jwks import Jwks, JwksError, read_keys
 from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, Tokens
 from gateway_svc.flags import make_parser
+from gateway_svc.limits.buckets import LocalBuckets
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.limits.settings import LimitsFile
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused
 from tests.unit.gateway.jwt_issuer import AUDIENCE, ISSUER, Issuer, JwksServer, make_key
@@ -289,6 +293,29 @@ def test_the_flags_are_set_together(flag: str) -> None:
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+async def test_limits_apply_to_the_owner_of_a_token(
+    scheduler: FakeScheduler, tokens: Tokens, issuer: Issuer, tmp_path: Path
+) -> None:
+    (tmp_path / "limits.toml").write_text("[owners.team-t]\nmodels = []\n[owners.'sub:alice']\ntokens_per_min = 6\n")
+    limits = KeyLimits(LimitsFile(tmp_path / "limits.toml"), LocalBuckets())
+    scheduler.play([5])
+    interceptors = [CallerInterceptor(Authenticator(None, tokens))]
+    async with TestGateway([scheduler.address], interceptors=interceptors, limits=limits) as gateway:
+        await gateway.ready()
+
+        async def code_of(token: str) -> str:
+            request = pb.GenerateRequest(prompt={"tokens": {"ids": [5, 6]}}, stop={"max_tokens": 9})
+            call = gateway.stub.Generate(request, metadata=(("authorization", f"Bearer {token}"),), timeout=60)
+            try:
+                return "OK" if [event async for event in call] else ""
+            except grpc.aio.AioRpcError as error:
+                return error.code().name
+
+        assert await code_of(issuer.token(tenant="team-t")) == "PERMISSION_DENIED"
+        assert [await code_of(issuer.token()) for _ in range(2)] == ["OK", "RESOURCE_EXHAUSTED"]
+        assert await code_of(issuer.token(tenant="team-u")) == "OK"
 
 
 async def test_keys_and_tokens_are_accepted_beside_each_other(
