@@ -50,6 +50,12 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s", "%H:%M:%S")
+        self._second, self._shown = -1, ""  # the last time that was formatted
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        if int(record.created) != self._second:
+            self._second, self._shown = int(record.created), super().formatTime(record, datefmt)
+        return self._shown
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))

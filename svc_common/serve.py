@@ -107,6 +107,10 @@ def _server_options(shares_port: bool, max_connection_age_s: float) -> dict[str,
     return options
 
 
+def _register_nothing(service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+    """Does nothing."""
+
+
 class BindError(RuntimeError):
     """The server cannot listen on the address."""
 
@@ -145,6 +149,9 @@ class GrpcServer:
         if not accepts_compression:
             options["grpc.compression_enabled_algorithms_bitset"] = ONLY_IDENTITY
         self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=list(options.items()))
+        # Generated code also registers each method with gRPC's core. The server then waits for the next call with one
+        # task per method: 50 us per call with 13 methods. Handlers that are found by name need no such tasks.
+        self.grpc.add_registered_method_handlers = _register_nothing  # type: ignore[method-assign]
         self.stopping = asyncio.Event()
         self.is_serving = False
         self._listen = listen
