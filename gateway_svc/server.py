@@ -44,6 +44,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.own_certificate import certificate_files
 from svc_common.redis_server import RedisServer, RedisSettingsError, redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
@@ -281,7 +282,8 @@ def make_http(
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
     """Metrics, liveness and readiness. Ready: at least one model can take requests."""
-    metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
+    has_vllm = args.metrics_compat == "vllm"
+    metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm, certificate_files(args))
     return AdminServer(
         metrics_listen=args.metrics_listen,
         health_listen=args.health_listen,

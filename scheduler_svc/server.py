@@ -35,6 +35,7 @@ from svc_common.config import address, in_range, make_parser, parse, size_bytes
 from svc_common.errors import NotFoundError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.own_certificate import certificate_files
 from svc_common.redis_server import add_flags as add_redis_flags
 from svc_common.redis_server import redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
@@ -331,7 +332,8 @@ def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> Ad
     """Metrics and probes. The scheduler is ready until it drains."""
     redis = parts.index if isinstance(parts.index, RedisPrefixIndex) else None
     read = SchedulerReader(parts.step_loop, parts.pool, lambda: parts.gateways.num_attached, redis)
-    metrics = ServiceMetrics("scheduler", SPECS, read, server.rpc, has_vllm=args.metrics_compat == "vllm")
+    has_vllm = args.metrics_compat == "vllm"
+    metrics = ServiceMetrics("scheduler", SPECS, read, server.rpc, has_vllm, certificate_files(args))
     return AdminServer(
         metrics_listen=args.metrics_listen,
         health_listen=args.health_listen,

@@ -6,11 +6,13 @@ function that reads them all as rows. docs/metrics.md is generated from the list
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from svc_common.errors import RpcStats
+from svc_common.own_certificate import remaining_fraction
 
 PREFIX = "quire_"
 
@@ -89,19 +92,30 @@ COMMON = (
         labels=("method", "code"),
     ),
     Spec("rpc_received_bytes_total", "counter", "size of messages received by served RPCs", "bytes", ("method",)),
+    Spec(
+        "certificate_remaining_fraction",
+        "gauge",
+        "fraction of a certificate's lifetime that is left, negative after its end, by link: public (port of clients), "
+        "internal, redis; absent without certificates",
+        labels=("link",),
+    ),
     Spec("rpc_sent_bytes_total", "counter", "size of messages sent by served RPCs", "bytes", ("method",)),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceMetrics(Collector):
-    """All metrics of one service: its own and the common ones. `has_vllm`: export them under vLLM's names as well."""
+    """All metrics of one service: its own and the common ones. `has_vllm`: export them under vLLM's names as well.
+
+    `certificates`: files by link.
+    """
 
     service: str
     specs: tuple[Spec, ...]
     read: Callable[[], Iterable[Row]]
     rpc: RpcStats = field(default_factory=RpcStats)
     has_vllm: bool = False
+    certificates: Mapping[str, Path | None] = field(default_factory=dict)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at a scrape. A KeyError means a row without a Spec, which is a bug."""
@@ -121,6 +135,10 @@ class ServiceMetrics(Collector):
             yield "rpc_received_bytes_total", (method,), num_bytes
         for method, num_bytes in list(self.rpc.sent_bytes.items()):
             yield "rpc_sent_bytes_total", (method,), num_bytes
+        for link, path in self.certificates.items():
+            fraction = None if path is None else remaining_fraction(path, time.time())
+            if fraction is not None:
+                yield "certificate_remaining_fraction", (link,), fraction
 
 
 def make_registry(metrics: ServiceMetrics) -> CollectorRegistry:

@@ -5,12 +5,21 @@ A server that refuses a client's certificate closes the connection without a rea
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import logging
+import re
 import ssl
+from pathlib import Path
 
 from svc_common.tls import TlsError, TlsFiles, ssl_settings
 
 log = logging.getLogger(__name__)
+
+UTC_TIME = b"\x17\x0d"
+# SEQUENCE of two times, each with a year of two digits (tag 0x17) or four (0x18). ssl does not return the times of a
+# certificate that it did not validate.
+VALIDITY = re.compile(rb"\x30.(\x17\x0d|\x18\x0f)(\d{12,14}Z)(\x17\x0d|\x18\x0f)(\d{12,14}Z)", re.DOTALL)
 
 
 class OwnCertificate:
@@ -58,3 +67,35 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> N
             end.do_handshake()
         except ssl.SSLWantReadError:
             continue
+
+
+def certificate_files(args: argparse.Namespace) -> dict[str, Path | None]:
+    """The certificates that the flags name, by link. A service may not have all flags."""
+    flags = {"public": "tls_cert_file", "internal": "internal_tls_cert_file", "redis": "redis_tls_cert_file"}
+    return {link: getattr(args, flag, None) for link, flag in flags.items()}
+
+
+def remaining_fraction(path: Path, now: float) -> float | None:
+    """The fraction of a certificate's lifetime that is left, negative after its end; None if the file has none."""
+    try:
+        der = ssl.PEM_cert_to_DER_cert(_first(path.read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        return None
+    found = VALIDITY.search(der)
+    if found is None:
+        return None
+    start, end = (_seconds(*pair) for pair in ((found[1], found[2]), (found[3], found[4])))
+    return (end - now) / max(end - start, 1.0)
+
+
+def _first(pem: str) -> str:
+    """The certificate of the service; those of its issuers follow it."""
+    return pem[pem.find(ssl.PEM_HEADER) : pem.find(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
+
+
+def _seconds(tag: bytes, text: bytes) -> float:
+    """A time of a certificate. Years of two digits are from 1950 to 2049 (RFC 5280)."""
+    digits = text.decode()
+    if tag == UTC_TIME:
+        digits = ("20" if digits < "5" else "19") + digits
+    return datetime.datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC).timestamp()

@@ -20,6 +20,7 @@ from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.own_certificate import certificate_files
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
@@ -110,7 +111,8 @@ class Worker:
     def _make_admin(self) -> AdminServer:
         """Metrics; liveness: no hanging model thread; readiness: the model is loaded and a scheduler leases it."""
         read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
-        metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm=self._args.metrics_compat == "vllm")
+        has_vllm = self._args.metrics_compat == "vllm"
+        metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm, certificate_files(self._args))
         return AdminServer(
             metrics_listen=self._args.metrics_listen,
             health_listen=self._args.health_listen,

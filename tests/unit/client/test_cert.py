@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import datetime
 import ssl
+import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from quire_client import cli
 from quire_client.cli.certificates import Authority, write
 
-from svc_common.own_certificate import OwnCertificate
+from gateway_svc.flags import make_parser
+from svc_common.config import parse
+from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.own_certificate import OwnCertificate, certificate_files, remaining_fraction
 from svc_common.tls import TlsFiles
 from svc_common.trust import INTERNAL
+from tests.promql import read_scrape
 
 EXPIRED = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 
@@ -67,6 +73,30 @@ def test_a_service_sees_why_its_peers_refuse_its_certificate(tmp_path: Path, cap
         f"other services will refuse the certificate of --internal-tls-cert-file {tmp_path / 'used.crt'}: {why}"
         for why in ("certificate has expired", "unable to get local issuer certificate")
     ]
+
+
+def test_the_remaining_lifetime_is_a_metric(tmp_path: Path) -> None:
+    authority, now = Authority.create(), time.time()
+    write(tmp_path / "gateway", authority.issue("quire-gateway", days=10.0))
+    write(tmp_path / "expired", authority.issue("quire-gateway", ends_at=EXPIRED))
+    write(tmp_path / "distant", authority.issue("quire-gateway", days=40_000.0))  # after 2050: a year of four digits
+    chain = (tmp_path / "gateway.crt").read_bytes() + authority.pair.cert
+    (tmp_path / "chain.crt").write_bytes(chain)
+    for name in ("gateway", "chain"):
+        assert remaining_fraction(tmp_path / f"{name}.crt", now) == pytest.approx(1.0, abs=0.01)
+        assert remaining_fraction(tmp_path / f"{name}.crt", now + 5 * 86_400) == pytest.approx(0.5, abs=0.01)
+    assert remaining_fraction(tmp_path / "distant.crt", now + 20_000 * 86_400) == pytest.approx(0.5, abs=0.01)
+    past = remaining_fraction(tmp_path / "expired.crt", now)
+    assert past is not None
+    assert past < 0
+    assert remaining_fraction(tmp_path / "none.crt", now) is None
+    assert remaining_fraction(tmp_path / "gateway.key", now) is None
+
+    flags = ["--scheduler=a:1", f"--tls-cert-file={tmp_path / 'gateway.crt'}"]
+    files = certificate_files(parse(make_parser(), flags))
+    page = generate_latest(make_registry(ServiceMetrics("gateway", (), list, certificates=files))).decode()
+    found = read_scrape(page)["quire_certificate_remaining_fraction"]
+    assert found == {(("link", "public"),): pytest.approx(1.0, abs=0.01)}
 
 
 @pytest.mark.parametrize(
