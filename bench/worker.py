@@ -246,7 +246,7 @@ def profile(loop: Loop) -> None:
 
         return call
 
-    for name in ("add_rms_norm", "qk_norm_rope_store", "paged_attention", "gated_activation", "sample"):
+    for name in ("add_norm", "qk_norm_rope_store", "paged_attention", "gated_activation", "sample"):
         setattr(backend, name, timed(name, getattr(backend, name)))
     layers = [linear.PackedLinear, kernel_linear.KernelLinear]
     originals = [layer.__call__ for layer in layers]

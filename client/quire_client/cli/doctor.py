@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
+import subprocess
+import sys
 import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire_client.channel import TARGET_ENV, resolve_targets
 from quire_client.cli.install import SERVICES, install_command, is_installed
@@ -39,6 +43,7 @@ SERVICE_PACKAGES = {
     "scheduler": ("numpy", "xxhash", "redis"),
     "worker": ("torch", "numpy", "safetensors", "xxhash"),
 }
+PROBE_TIMEOUT_S = 300.0  # compiles the kernels on a new machine
 REDIS_TIMEOUT_S = 2.0
 TARGET_TIMEOUT_S = 2.0
 
@@ -74,6 +79,7 @@ def examine(
         yield check_service(service, packages)
     yield check_backend()
     yield check_compiler()
+    yield check_kernels()
     yield check_demo_model()
     yield check_redis(redis)
     is_named = bool(target or os.environ.get(TARGET_ENV))
@@ -123,6 +129,32 @@ def check_compiler() -> Finding:
         FALLBACK,
         f"none ({looked_for}): workers use plain torch, which is slower; run `apt-get install g++`",
     )
+
+
+def check_kernels() -> Finding:
+    """The instructions that a CPU worker would use here, and how fast they are."""
+    if not is_installed(SERVICES["worker"]):
+        return Finding("kernels", FALLBACK, "not measured: the worker is not installed")
+    found = probe_kernels()
+    if error := found.get("error"):
+        return Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
+    speeds = (f"{name} {speed:,.0f} GOP/s ({found['paths'][name]})" for name, speed in found["giga_operations"].items())
+    detail = f"on one core, 256 rows: {', '.join(speeds)}"
+    if not found["has_unused_amx"]:
+        return Finding("kernels", OK, detail)
+    reason = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
+    return Finding("kernels", FALLBACK, f"{detail}; AMX, about 7 times as fast for prompts, is not used: {reason}")
+
+
+def probe_kernels() -> dict[str, Any]:
+    """The line of worker_svc.engine.probe, or the field `error`."""
+    command = [sys.executable, "-m", "worker_svc.engine.probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return {"error": f"{' '.join(command)}: {error}"}
+    return found
 
 
 def check_demo_model() -> Finding:

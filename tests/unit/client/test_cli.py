@@ -9,10 +9,22 @@ import pytest
 import quire_client
 from quire.v1 import inference_pb2 as pb
 from quire_client import cli
-from quire_client.cli import show
+from quire_client.cli import doctor, show
 from quire_client.testing import FakeGateway
 
 from gateway_svc.callers.api_keys import ApiKeys
+
+KERNELS = {
+    "paths": {"bfloat16": "AMX", "float32": "AVX512"},
+    "giga_operations": {"bfloat16": 1214.4, "float32": 120.3},
+    "has_unused_amx": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch):
+    """test_probe.py measures the kernels."""
+    monkeypatch.setattr(doctor, "probe_kernels", lambda: KERNELS)
 
 
 @pytest.fixture
@@ -438,6 +450,24 @@ def test_doctor_names_an_invalid_redis_url(gateway, capsys):
     code, out, _ = run(capsys, "doctor", "--redis", "redis://host:six/0")
     assert code == 1
     assert "redis://host:six/0 is not a Redis URL" in out
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "ok    kernels    on one core, 256 rows: bfloat16 1,214 GOP/s (AMX), float32 120 GOP/s (AVX512)\n"),
+        (
+            {"has_unused_amx": True},
+            "(AVX512); AMX, about 7 times as fast for prompts, is not used: QUIRE_DISABLE_AMX is",
+        ),
+        ({"error": "no C++ compiler"}, "note  kernels    workers use plain torch, which is slower: no C++ compiler\n"),
+    ],
+)
+def test_doctor_names_the_instructions_of_the_kernels(gateway, capsys, monkeypatch, fields, text):
+    monkeypatch.setattr(doctor, "probe_kernels", lambda: KERNELS | fields)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert text in out
 
 
 def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):
