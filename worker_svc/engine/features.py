@@ -23,7 +23,6 @@ FEATURES = {
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE - {"sliding_window", "soft_caps"}
-CPU_FUSED = CPU - {"experts"}  # in one call into the kernels; other models run operation by operation
 CUDA: frozenset[str] = frozenset()
 OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
 

@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
-from worker_svc.engine.features import CPU_FUSED
 from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
-from worker_svc.engine.weights import FeedForward, Layer
+from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts
 
 if TYPE_CHECKING:
     from worker_svc.engine.kv_cache import KVCachePool
@@ -27,6 +26,7 @@ _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_int64
 
 _Bytes = ctypes.c_char * 0
+Structs = ctypes.Array[LinearStruct]
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
@@ -40,11 +40,20 @@ class _RotaryStruct(ctypes.Structure):
     _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dims", _LONG))
 
 
+class _ExpertsStruct(ctypes.Structure):
+    _fields_ = (
+        ("router", LinearStruct),
+        *((name, _POINTER) for name in ("gate_up", "down")),
+        *((name, _LONG) for name in ("count", "top_k", "is_normalized")),
+    )
+
+
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, _NormStruct) for name in ("input_norm", "attended_norm", "post_norm", "fed_norm")),
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        ("experts", _ExpertsStruct),
         ("rotary", _RotaryStruct),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
     )
@@ -55,7 +64,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "hidden", "inner", "q_heads", "kv_heads", "head_dim")),
+        *((name, _LONG) for name in ("num_layers", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "logit_cap")),
     )
@@ -76,10 +85,15 @@ class FusedModel:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
-        self._kept = (parts, pool)  # keeps alive the memory that the structs point to
+        experts = [_expert_arrays(layer.feed_forward) for layer in parts.layers]
+        self._kept = (parts, pool, experts)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
-            *(_describe(layer, parts.rotary(index), pool.layer(index)) for index, layer in enumerate(parts.layers))
+            *(
+                _describe(layer, arrays, parts.rotary(index), pool.layer(index))
+                for index, (layer, arrays) in enumerate(zip(parts.layers, experts, strict=True))
+            )
         )
+        num_experts = max(len(arrays[0]) for arrays in experts)
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
             parts.embedding.data_ptr(),
@@ -88,7 +102,8 @@ class FusedModel:
             _linear_struct(parts.head),
             len(parts.layers),
             config.hidden_size,
-            config.widest_inner,
+            max(config.widest_inner, config.hidden_size if num_experts else 0),
+            num_experts,
             heads.num_q_heads,
             heads.num_kv_heads,
             heads.head_dim,
@@ -155,10 +170,9 @@ def address_of(x: npt.NDArray[Any]) -> int:
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless forward.cpp computes all features of the model, all linear layers are KernelLinear, and gates fill
-    whole panels."""
-    has_panels = not parts.config.is_gated or not parts.config.widest_inner % PANEL
-    if parts.config.features() - CPU_FUSED or not has_panels:
+    """None unless all linear layers are KernelLinear, and gates fill whole panels."""
+    has_panels = not parts.config.is_gated or not any(layer.inner % PANEL for layer in parts.config.layers)
+    if not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
     if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
@@ -173,17 +187,41 @@ def pointer(x: torch.Tensor | None) -> int | None:
 
 def _linears(layer: Layer) -> tuple[Linear, ...]:
     part = layer.feed_forward
-    return (layer.qkv, layer.o, part.gate_up, part.down) if isinstance(part, FeedForward) else ()
+    if isinstance(part, FeedForward):
+        return layer.qkv, layer.o, part.gate_up, part.down
+    return layer.qkv, layer.o, part.router, *part.experts.gate_up, *part.experts.down
 
 
-def _describe(layer: Layer, rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]) -> _LayerStruct:
-    qk_norms = layer.qk_norms or (None, None)
+def _expert_arrays(part: FeedForward | RoutedExperts) -> tuple[Structs, Structs]:
+    """gate_up and down of all experts; empty if there are none."""
+    linears = ((), ()) if isinstance(part, FeedForward) else (part.experts.gate_up, part.experts.down)
+    up, down = ((LinearStruct * len(of_all))(*map(_linear_struct, of_all)) for of_all in linears)
+    return up, down
+
+
+def _describe(
+    layer: Layer, arrays: tuple[Structs, Structs], rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]
+) -> _LayerStruct:
+    qk_norms, part = layer.qk_norms or (None, None), layer.feed_forward
+    dense = (part.gate_up, part.down) if isinstance(part, FeedForward) else ()
     return _LayerStruct(
         *map(_norm_struct, (layer.input_norm, layer.attended_norm, layer.post_norm, layer.fed_norm)),
         *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
-        *map(_linear_struct, _linears(layer)),
+        *map(_linear_struct, (layer.qkv, layer.o)),
+        *(map(_linear_struct, dense) if dense else (LinearStruct(), LinearStruct())),
+        _experts_struct(part, arrays),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
         *(part.data_ptr() for part in cache),
+    )
+
+
+def _experts_struct(part: FeedForward | RoutedExperts, arrays: tuple[Structs, Structs]) -> _ExpertsStruct:
+    if isinstance(part, FeedForward):
+        return _ExpertsStruct()
+    experts = part.experts
+    addresses = (ctypes.addressof(array) for array in arrays)
+    return _ExpertsStruct(
+        _linear_struct(part.router), *addresses, len(arrays[0]), experts.top_k, int(experts.is_normalized)
     )
 
 

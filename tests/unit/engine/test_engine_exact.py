@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.engine.driver import Driver, seeded
+from tests.unit.engine.driver import GREEDY, Driver, seeded
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
 from worker_svc.engine import cpu_backend
@@ -93,6 +93,26 @@ def test_other_rows_change_nothing(runner_factory, threads):
         driver.step({row: len(others[row]), 39: 1, **dict.fromkeys(half[extra:], 1)})
     assert driver.errors == []
     assert_same(expected, 0, driver, 39)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["phi3", "gpt2", "qwen3_moe", "mixtral"])
+def test_each_architecture_is_exact(tmp_path, architecture, dtype):
+    """Other rows, chunks and threads change no bit of a row, in one call for all layers."""
+    folder = make_model(tmp_path, architecture)
+    runners = [
+        ModelRunner(EngineConfig(folder, dtype, num_blocks=256, max_num_seqs=40, threads=threads)) for threads in (1, 2)
+    ]
+    assert all(runner._model._fused is not None for runner in runners)
+    wanted, *others = prompts([50, 3, 70, 20])
+    expected = alone(runners[0], wanted, 4, GREEDY)
+    driver = Driver(runners[1])
+    for row, prompt in enumerate([others[0], wanted, *others[1:]]):
+        driver.open(row, prompt)
+    driver.step({0: 3, 1: 7, 2: 40, 3: 20})
+    driver.step({0: 1, 1: 43, 2: 30, 3: 1})
+    driver.decode([3, 1, 0, 2], 4)
+    assert_same(expected, 0, driver, 1)
 
 
 def test_prefix_hit_and_recompute_change_nothing(runner_factory):

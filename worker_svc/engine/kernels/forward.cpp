@@ -12,6 +12,7 @@ struct Layer {
   NormWeights input_norm, attended_norm, post_norm, fed_norm;  // of outputs of attention and feed-forward part: or null
   const void *q_norm, *k_norm;                                 // null: none
   Linear qkv, o, gate_up, down;                                // gate_up: `up` alone if there is no gate
+  Experts experts;                                             // count 0: gate_up and down
   Rotary rotary;
   void *k_cache, *v_cache;
 };
@@ -21,7 +22,10 @@ struct Model {
   const void *embedding, *position_embedding;  // positions are learned, or null
   NormWeights final_norm;
   Linear head;
-  int64_t num_layers, hidden, inner, q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
+  int64_t num_layers, hidden;
+  int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
+  int64_t experts;  // the most experts of a layer
+  int64_t q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
   float eps, scale, embedding_scale, logit_cap;  // logit_cap 0: none
 
@@ -41,7 +45,7 @@ struct Batch {
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
 struct Parts {
-  char *x, *residual, *qkv, *q, *attended, *activated;
+  char *x, *residual, *qkv, *q, *attended, *activated, *router_logits;
 
   Parts(const Model& m, int64_t num_tokens, char* workspace) {
     const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4), q_size = m.q_heads * m.head_dim;
@@ -56,6 +60,7 @@ struct Parts {
     q = take(q_size);
     attended = take(q_size);
     activated = take(m.inner);
+    router_logits = take(m.experts);
   }
 };
 
@@ -109,6 +114,7 @@ struct Forward {
     const Norm norm = m.norm(p.x, p.residual, layer.post_norm);
     linear(pass, is_bf16, layer.o, p.attended, p.residual, n);
     norm_output(layer.attended_norm, n);
+    if (layer.experts.count) return route(layer, norm, n);
     if (m.is_gated) {
       gated_linear_of_norm(pass, is_bf16, layer.gate_up, norm, Activation(m.activation), p.activated, n);
     } else {
@@ -116,6 +122,14 @@ struct Forward {
       activate(pass, is_bf16, p.activated, n, layer.gate_up.out, Activation(m.activation));
     }
     linear(pass, is_bf16, layer.down, p.activated, p.residual, n);
+    norm_output(layer.fed_norm, n);
+  }
+
+  void route(const Layer& layer, const Norm& norm, int64_t n) {
+    const int is_bf16 = int(m.is_bf16);
+    add_norm(pass, is_bf16, norm, p.activated, n, m.hidden);
+    linear(pass, is_bf16, layer.experts.router, p.activated, p.router_logits, n);
+    experts(pass, is_bf16, layer.experts, p.activated, p.router_logits, Activation(m.activation), p.residual, n);
     norm_output(layer.fed_norm, n);
   }
 
@@ -153,7 +167,7 @@ extern "C" {
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
   const int64_t q_size = m.q_heads * m.head_dim;
-  return (2 * m.hidden + 3 * q_size + 2 * m.kv_heads * m.head_dim + m.inner) * (m.is_bf16 ? 2 : 4);
+  return (2 * m.hidden + 3 * q_size + 2 * m.kv_heads * m.head_dim + m.inner + m.experts) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

@@ -85,6 +85,31 @@ void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& no
 void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
                           int64_t n);
 
+// Rows of x for one of several layers of the same shape and kind.
+struct LinearRows {
+  const Linear* layer;
+  const void* x;
+  const int32_t* rows;  // [n] which rows of x; null: the first n
+  void* y;              // [n, out]
+  int64_t n;
+};
+
+// `parts`: at least one, each with at least one row.
+void grouped_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts);
+void grouped_gated_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts, Activation activation);
+
+// A feed-forward part of experts. gate_up and down have `count` entries.
+struct Experts {
+  Linear router;
+  const Linear *gate_up, *down;
+  int64_t count, top_k, is_normalized;
+};
+
+// out [n, hidden] = the outputs of each token's `top_k` experts for x [n, hidden], times their shares; see backend.py.
+// router_logits is [n, count].
+void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, const void* router_logits, Activation activation,
+             void* out, int64_t n);
+
 // out = norm of rows x [n, dim]; `out` may be x.
 void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim);
 

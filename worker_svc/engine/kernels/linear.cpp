@@ -20,6 +20,7 @@
 namespace {
 
 constexpr int64_t kAlignment = 64;         // of packed rows
+constexpr int64_t kAlignedWords = kAlignment / int64_t(sizeof(int32_t));
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
 // Groups of a panel: whole weight tiles where the kind is multiplied on tiles.
@@ -82,47 +83,78 @@ template <typename T> T* buffer_of_thread(int64_t count) {
 }
 
 template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
-  if (!c.norm) return c.x + row * c.in;
-  const Norm& norm = *c.norm;
+  if (!c.norm) return c.x + (c.rows ? c.rows[row] : row) * c.in;
   T* normed = buffer_of_thread<T>(c.in);
-  add_norm_row(norm, row, normed, c.in);
+  add_norm_row(*c.norm, row, normed, c.in);
   return normed;
 }
 
-// Scales and packed rows of the calling thread's current call, for all threads that share it.
-template <typename K> int32_t* memory_for_rows(const RowTiles& tiles, int64_t in) {
+// Calls with the same numbers of inputs and outputs. More than one: the experts of a layer, each with its own rows.
+template <typename T> using Calls = std::vector<Call<T>>;
+
+// Numbers the parts of several calls.
+struct Numbers {
+  std::vector<int64_t> ends;  // one past the last part of each call
+
+  void add(int64_t count) { ends.push_back(count + total()); }
+  int64_t total() const { return ends.empty() ? 0 : ends.back(); }
+  int64_t call_of(int64_t part) const { return std::upper_bound(ends.begin(), ends.end(), part) - ends.begin(); }
+  int64_t first(int64_t call) const { return call ? ends[call - 1] : 0; }
+};
+
+// Memory for the packed rows of the calling thread's current calls, for all threads that share them.
+inline int32_t* memory_for_rows(int64_t count) {
   thread_local std::vector<int32_t> memory;
-  const size_t words = K::packed_rows(tiles) * K::words_per_row(in) + kAlignment / sizeof(int32_t);
+  const size_t words = count + kAlignment / sizeof(int32_t);
   if (memory.size() < words) memory.resize(words);
   return (int32_t*)((uintptr_t(memory.data()) + kAlignment - 1) / kAlignment * kAlignment);
 }
 
-template <typename K, typename T> Packed pack_rows(Pass& pass, const Call<T>& c, std::vector<RowScale>& scales) {
-  const RowTiles tiles(c.n, K::kTileRows);
-  int32_t* packed = memory_for_rows<K>(tiles, c.in);
-  pass.run(tiles.count, 1, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; t++)
-      for (int r = 0; r < tiles.rows(t); r++) {
-        const int64_t row = tiles.start(t) + r;
-        scales[row] = K::pack_row(row_of(c, row), c.in, tiles, t, r, packed);
+template <typename K, typename T>
+std::vector<Packed> pack_rows(Pass& pass, const Calls<T>& calls, std::vector<RowScale>& scales) {
+  std::vector<Packed> packed;
+  Numbers tiles, rows;
+  int64_t words = 0;
+  for (const Call<T>& c : calls) {
+    packed.push_back({RowTiles(c.n, K::kTileRows), words, nullptr, nullptr});
+    tiles.add(packed.back().tiles.count);
+    rows.add(c.n);
+    words += ceil_div(K::packed_rows(packed.back().tiles) * K::words_per_row(c.in), kAlignedWords) * kAlignedWords;
+  }
+  int32_t* memory = memory_for_rows(words);
+  scales.resize(rows.total());
+  for (size_t i = 0; i < calls.size(); i++)
+    packed[i].x = memory + packed[i].offset, packed[i].scales = scales.data() + rows.first(i);
+  pass.run(tiles.total(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+      const int64_t i = tiles.call_of(t), tile = t - tiles.first(i);
+      const Packed& p = packed[i];
+      for (int r = 0; r < p.tiles.rows(tile); r++) {
+        const int64_t row = p.tiles.start(tile) + r;
+        scales[rows.first(i) + row] =
+            K::pack_row(row_of(calls[i], row), calls[i].in, p.tiles, tile, r, memory + p.offset);
       }
+    }
   });
-  return {tiles, packed, scales.data()};
+  return packed;
 }
 
-// Calls run(first_tile, last_tile, panel) for every panel, one block of rows at a time.
+// Calls run(call, first_tile, last_tile, panel) for every panel, one block of rows at a time.
 template <typename K, typename Run>
-void over_panels(Pass& pass, const Packed& packed, int64_t in, int64_t panels, const Run& run) {
+void over_panels(Pass& pass, const std::vector<Packed>& packed, int64_t in, int64_t panels, const Run& run) {
   const int64_t fitting = K::kBlockBytes / (K::words_per_row(in) * int64_t(sizeof(int32_t)) * K::kTileRows);
-  const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles), blocks = ceil_div(packed.tiles.count, block);
+  const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles);
   const int64_t grain = std::max<int64_t>(1, panels / (8 * pass.threads));
   const int64_t parts = ceil_div(panels, grain);
-  pass.run(blocks * parts, 1, [&](int64_t begin, int64_t end) {
+  Numbers numbers;
+  for (const Packed& p : packed) numbers.add(ceil_div(p.tiles.count, block) * parts);
+  pass.run(numbers.total(), 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename K::Scope scope{};
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t first = i / parts * block, last = std::min(first + block, packed.tiles.count);
+    for (int64_t part = begin; part < end; part++) {
+      const int64_t call = numbers.call_of(part), i = part - numbers.first(call);
+      const int64_t first = i / parts * block, last = std::min(first + block, packed[call].tiles.count);
       const int64_t start = i % parts * grain;
-      for (int64_t panel = start; panel < std::min(start + grain, panels); panel++) run(first, last, panel);
+      for (int64_t panel = start; panel < std::min(start + grain, panels); panel++) run(call, first, last, panel);
     }
     end_stream();
   });
@@ -133,29 +165,32 @@ template <typename K, typename T> bool is_streamed(const Call<T>& c, int64_t wid
   return c.n * width * int64_t(sizeof(T)) > K::kStreamedBytes;
 }
 
-template <typename K, typename T> void multiply_all(Pass& pass, const Call<T>& c) {
-  std::vector<RowScale> scales(c.n);
-  const Packed packed = pack_rows<K>(pass, c, scales);
-  over_panels<K>(pass, packed, c.in, ceil_div(c.out, kPanel), [&](int64_t first, int64_t last, int64_t panel) {
-    const int64_t count = std::min<int64_t>(kPanel, c.out - panel * kPanel);
-    const Target<T> target{c.y + panel * kPanel, c.out, count, nullptr, kSilu, is_streamed<K>(c, c.out)};
-    multiply_panel(K(), c, packed, first, last, {panel, panel + 1}, target);
+template <typename K, typename T> void multiply_all(Pass& pass, const Calls<T>& calls) {
+  std::vector<RowScale> scales;
+  const std::vector<Packed> packed = pack_rows<K>(pass, calls, scales);
+  const int64_t out = calls[0].out, panels = ceil_div(out, kPanel);
+  over_panels<K>(pass, packed, calls[0].in, panels, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
+    const Call<T>& c = calls[call];
+    const int64_t count = std::min<int64_t>(kPanel, out - panel * kPanel);
+    const Target<T> target{c.y + panel * kPanel, out, count, nullptr, kSilu, is_streamed<K>(c, out)};
+    multiply_panel(K(), c, packed[call], first, last, {panel, panel + 1}, target);
   });
 }
 
 // Combines outputs [gate | up] into activation(gate) * up.
-template <typename K, typename T> void multiply_gated(Pass& pass, const Call<T>& c, Activation activation) {
-  std::vector<RowScale> scales(c.n);
-  const Packed packed = pack_rows<K>(pass, c, scales);
-  const int64_t inner = c.out / 2, panels = inner / kPanel;
-  over_panels<K>(pass, packed, c.in, panels, [&](int64_t first, int64_t last, int64_t panel) {
-    const RowTiles& tiles = packed.tiles;
+template <typename K, typename T> void multiply_gated(Pass& pass, const Calls<T>& calls, Activation activation) {
+  std::vector<RowScale> scales;
+  const std::vector<Packed> packed = pack_rows<K>(pass, calls, scales);
+  const int64_t inner = calls[0].out / 2, panels = inner / kPanel;
+  over_panels<K>(pass, packed, calls[0].in, panels, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
+    const Call<T>& c = calls[call];
+    const RowTiles& tiles = packed[call].tiles;
     const int64_t start = tiles.start(first), rows = tiles.start(last) - start;
     T* gates = buffer_of_thread<T>(rows * kPanel) - start * kPanel;
     const Target<T> to_gates{gates, kPanel, kPanel, nullptr, activation, false};
     const Target<T> to_y{c.y + panel * kPanel, inner, kPanel, gates, activation, is_streamed<K>(c, inner)};
-    multiply_panel(K(), c, packed, first, last, {panel, panels + panel}, to_gates);
-    multiply_panel(K(), c, packed, first, last, {panels + panel, panel + 1}, to_y);
+    multiply_panel(K(), c, packed[call], first, last, {panel, panels + panel}, to_gates);
+    multiply_panel(K(), c, packed[call], first, last, {panels + panel, panel + 1}, to_y);
   });
 }
 
@@ -174,8 +209,15 @@ template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run
 }
 
 template <typename T>
-Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, void* y, int64_t n) {
-  return {(const T*)x, norm, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)y, n, layer.in, layer.out};
+Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, const int32_t* rows, void* y, int64_t n) {
+  return {(const T*)x, norm, rows, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)y, n, layer.in,
+          layer.out};
+}
+
+template <typename T> Calls<T> calls_of(const std::vector<LinearRows>& parts) {
+  Calls<T> calls;
+  for (const LinearRows& p : parts) calls.push_back(make_call<T>(*p.layer, p.x, nullptr, p.rows, p.y, p.n));
+  return calls;
 }
 
 }  // namespace
@@ -185,20 +227,33 @@ Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, void* y,
 
 void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
-    multiply_all<decltype(kind)>(pass, make_call<decltype(type)>(layer, x, nullptr, y, n));
+    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, x, nullptr, nullptr, y, n)});
   });
 }
 
 void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, void* y, int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
-    multiply_all<decltype(kind)>(pass, make_call<decltype(type)>(layer, nullptr, &norm, y, n));
+    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, nullptr, &norm, nullptr, y, n)});
   });
 }
 
 void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
                           int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
-    multiply_gated<decltype(kind)>(pass, make_call<decltype(type)>(layer, nullptr, &norm, y, n), activation);
+    multiply_gated<decltype(kind)>(
+        pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, nullptr, &norm, nullptr, y, n)}, activation);
+  });
+}
+
+void grouped_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts) {
+  with_kind(parts[0].layer->kind, is_bf16, [&](auto kind, auto type) {
+    multiply_all<decltype(kind)>(pass, calls_of<decltype(type)>(parts));
+  });
+}
+
+void grouped_gated_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts, Activation activation) {
+  with_kind(parts[0].layer->kind, is_bf16, [&](auto kind, auto type) {
+    multiply_gated<decltype(kind)>(pass, calls_of<decltype(type)>(parts), activation);
   });
 }
 

@@ -14,6 +14,7 @@ constexpr int64_t kBlockTiles = 16; // limit of row tiles per block, which all p
 template <typename T> struct Call {
   const T* x;       // rows without a norm, or
   const Norm* norm; // rows to be normed first
+  const int32_t* rows;  // [n] which rows of x; null: the first n
   const char* weight;
   const float* scales;  // [out rounded up to kPanel]
   const T* bias;        // [out] or null
@@ -42,6 +43,7 @@ struct RowTiles {
 // Packed rows.
 struct Packed {
   RowTiles tiles;
+  int64_t offset;  // of x, in the memory of all calls
   const int32_t* x;
   const RowScale* scales;
 };
