@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.parse
@@ -173,10 +175,10 @@ def check_redis(url: str | None) -> Finding:
     name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
     try:
         _ping_redis(parts)
+    except OSError as error:  # before ValueError: the error of a certificate is both
+        return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
     except ValueError:
         return Finding("redis", MISSING, f"{name} is not a Redis URL; write redis://[:password@]host:port/db")
-    except OSError as error:
-        return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
     return Finding("redis", OK, f"{name} answers")
 
 
@@ -205,12 +207,22 @@ def _version(package: str) -> str | None:
 
 def _ping_redis(parts: urllib.parse.SplitResult) -> None:
     """Send PING without a client library. Any answer of Redis counts, even 'authentication required'."""
-    with _connect_redis(parts) as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(_connect_redis(parts))
         if parts.scheme == "rediss":
-            return  # the port accepts connections; TLS is not checked
+            connection = stack.enter_context(_redis_tls().wrap_socket(connection, server_hostname=parts.hostname))
         connection.sendall(b"PING\r\n")
         if not connection.recv(64).startswith((b"+", b"-")):
             raise OSError("the server there is not Redis")
+
+
+def _redis_tls() -> ssl.SSLContext:
+    """TLS with the files of the variables that the services read. Raises OSError."""
+    ca, cert, key = (os.environ.get(f"QUIRE_REDIS_TLS_{name}_FILE") for name in ("CA", "CERT", "KEY"))
+    context = ssl.create_default_context(cafile=ca)
+    if cert:
+        context.load_cert_chain(cert, key)
+    return context
 
 
 def _connect_redis(parts: urllib.parse.SplitResult) -> socket.socket:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 import trustme
+from quire_client.cli import doctor
 from redis.exceptions import RedisError
 
 from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, add_flags, connect, redis_server
@@ -132,6 +133,17 @@ async def test_an_error_says_which_certificate_is_wrong(tls: TlsRedis, caplog: p
     state.went_down(RedisError(await error_of(tls.server)))
     assert "redis does not answer (Error" in caplog.text
     assert refused in caplog.text
+
+
+async def test_doctor_checks_the_certificates(tls: TlsRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, path in (("CA", tls.server.ca), ("CERT", tls.server.cert), ("KEY", tls.server.key)):
+        monkeypatch.setenv(f"QUIRE_REDIS_TLS_{name}_FILE", str(path))
+    found = await asyncio.to_thread(doctor.check_redis, tls.server.url)
+    assert (found.state, found.detail) == (doctor.OK, f"{tls.server.url} answers")
+    tls.write_ca(trustme.CA())
+    found = await asyncio.to_thread(doctor.check_redis, tls.server.url)
+    assert found.state == doctor.FALLBACK
+    assert "CERTIFICATE_VERIFY_FAILED" in found.detail
 
 
 def named(host: str, server: RedisServer) -> RedisServer:
