@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 TRANSFER_TIMEOUT_S = 60.0
+MAX_NEXT_STEP_ID = 1 << 62  # so that no later step id exceeds 64 bits
 
 StepCall = grpc.aio.StreamStreamCall[worker_pb2.StepStreamRequest, worker_pb2.StepStreamResponse]
 
@@ -143,6 +144,8 @@ class LeasedWorker:
         while isinstance(response := await self._call.read(), worker_pb2.StepStreamResponse):
             for output in (response.output, *response.then):
                 on_output(self._take(output))
+        if response is not grpc.aio.EOF:  # None: grpc could not decode the message but keeps the stream open
+            raise columns.WireError("it sent bytes that are not a valid StepStreamResponse")
         return f"the worker ended the step stream: {await self._call.details() or 'no reason given'}"
 
     def _take(self, message: worker_pb2.StepOutput) -> StepOutput:
@@ -182,6 +185,14 @@ class LeasedWorker:
             return math.inf
         # A step waits for the steps before it. Only the time after their answers counts.
         return max(self._in_flight[0].sent_at, self._last_answer) + self._timeouts.step_s
+
+
+def _check_grant(granted: worker_pb2.LeaseResponse | None) -> None:
+    """Raise WireError if the worker's answer to Lease cannot be used."""
+    if granted is None:  # grpc could not decode it
+        raise columns.WireError("it answered Lease with bytes that are not a valid LeaseResponse")
+    if not 1 <= granted.next_step_id <= MAX_NEXT_STEP_ID:
+        raise columns.WireError(f"next_step_id is {granted.next_step_id}; must be from 1 to {MAX_NEXT_STEP_ID}")
 
 
 def _reason(done: asyncio.Future[str]) -> str:
@@ -270,6 +281,7 @@ class Dialer:
                 raise
             # Redis lost the counter. The worker has registered to be leased, so it may increment its own epoch.
             granted = await self._call_lease(stub, 0)
+        _check_grant(granted)
         self._index.note_scheduler_epoch(granted.fence.scheduler_epoch)
         return granted
 

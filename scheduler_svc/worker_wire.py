@@ -30,6 +30,7 @@ from scheduler_svc.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
+MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
 # Columns of a step that are mostly empty, in groups of equal length.
 CHANGES = (
@@ -142,7 +143,7 @@ def _row_error_text(error: worker_pb2.RowError) -> str:
     is_known = error.code in worker_pb2.RowErrorCode.values()
     code = worker_pb2.RowErrorCode.Name(error.code) if is_known else f"code {error.code}"  # a newer worker
     code = code.removeprefix("ROW_ERROR_CODE_").lower()
-    return f"{code}: {error.message}" if error.message else code
+    return f"{code}: {error.message[:MAX_ROW_ERROR_CHARS]}" if error.message else code
 
 
 @dataclass(frozen=True, slots=True)
