@@ -211,7 +211,10 @@ async def _until_hang_up(answering: Coroutine[Any, Any, None], receive: Receive)
         is_answered = task.done()
         await cancel(task, gone)
     if is_answered:
-        task.result()
+        try:
+            task.result()
+        finally:
+            del task  # else task, exception and this frame keep each other and the body until a garbage collection
 
 
 async def _hang_up(receive: Receive) -> None:

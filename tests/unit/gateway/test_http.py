@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import io
 import json
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -351,6 +354,55 @@ async def test_a_body_that_does_not_arrive(http: HttpGateway, monkeypatch: pytes
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n{")
     assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
     writer.close()
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"-1\r\nx\r\n", b"5\r\nhello\r\n" + b"1;" + b"e" * 70_000])
+async def test_a_malformed_body_gets_one_answer_and_no_traceback(
+    http: HttpGateway, caplog: pytest.LogCaptureFixture, rest: bytes
+) -> None:
+    """The handler of the request used to answer too, which failed."""
+    reader, writer = await asyncio.open_connection(*http.server.address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    await writer.drain()
+    writer.write(rest)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert (await http.get("/version"))[0] == 200
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_failed_request_is_freed_without_a_garbage_collection() -> None:
+    """Refused bodies of 16 MiB used to fill the memory, because services collect garbage rarely."""
+
+    class Body:
+        pass
+
+    alive: weakref.WeakSet[Body] = weakref.WeakSet()
+
+    async def answering() -> None:
+        body = Body()
+        alive.add(body)
+        raise BadBodyError
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with contextlib.suppress(BadBodyError):
+                await http_app._until_hang_up(answering(), receive)
+        assert len(alive) <= 1  # the interpreter may still refer to the last exception
+    finally:
+        gc.enable()
+
+
+class BadBodyError(Exception):
+    pass
 
 
 async def test_an_invalid_request_id_is_replaced(http: HttpGateway) -> None:
