@@ -17,7 +17,7 @@ OBJECT: Schema = {"type": "object"}
 TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
 ERROR_STATUSES = {
     "400": "An invalid value, or a field that is not supported.",
-    "401": "No API key, or an unknown API key.",
+    "401": "No API key or token, or one that is not accepted.",
     "404": "An unknown path or model.",
     "405": "The path does not accept the method.",
     "408": "The body did not arrive in time, or the time in `timeout` has passed.",
