@@ -9,7 +9,8 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -233,12 +234,13 @@ async def test_refusals_name_their_reasons(system: System) -> None:
     expired = files.authority.issue("quire-worker", "worker-0.quire-worker", ends_at=EXPIRED)
     write(files.path("worker-worker-0"), expired)
     system.worker.kill()
+    before = len(system.worker.log())
     system.worker.start()
     path = files.path("worker-worker-0.crt")
     await until_logged(
         system.worker, f"refuse the certificate of --internal-tls-cert-file {path}: certificate has expired"
     )
-    await until_logged(system.worker, "Socket closed")
+    await until_logged(system.worker, "is not available (UNAVAILABLE)", before)
     issue_all(files.authority, files.folder, hosts=("127.0.0.1",), worker_ids=("worker-0",), days=DAYS)
 
     # The scheduler has a certificate of another CA: gateway and worker refuse it.
@@ -338,4 +340,25 @@ async def test_a_worker_has_the_id_of_its_certificate(system: System) -> None:
         assert impostor.name == "worker-2"
         await until_logged(system.scheduler, "worker worker-2 is refused")
         assert "Hostname Verification Check failed" in system.scheduler.log()
+        impostor.kill()
+        # The certificate at its address has expired: the scheduler says so.
+        write(files.path("three"), files.authority.issue("quire-worker", "worker-3.quire-worker"))
+        with expired_server(files.authority, "worker-3.quire-worker") as address:
+            flags = (*files.flags("worker", "three"), f"--advertise={address}")
+            worker = system.stack.start_worker(system.scheduler, demo_model_dir(), *SIM, *flags)
+            line = await until_logged(system.scheduler, "worker worker-3 is refused")
+            assert "CERTIFICATE_VERIFY_FAILED: certificate has expired" in line
+            await until_logged(worker, "certificate has expired")
         assert system.scheduler.log().count("is ready:") == 1, "only worker-0"
+
+
+@contextlib.contextmanager
+def expired_server(authority: Authority, name: str) -> Iterator[str]:
+    issued = authority.issue("quire-worker", name, ends_at=EXPIRED)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(issued.key, issued.cert)]))
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
