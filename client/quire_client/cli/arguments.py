@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import quire_client
 from quire_client.channel import DEFAULT_TARGET
 from quire_client.cli.batch_arguments import BATCH_EXAMPLES, add_batch_flags
 from quire_client.cli.bench_arguments import BENCH_EXAMPLES, add_bench_flags
+from quire_client.cli.credential_arguments import CERT_EXAMPLES, KEY_EXAMPLES, add_cert_flags, add_key_flags
 from quire_client.cli.parser import Parser
 from quire_client.cli.values import at_least, not_negative, number, port, positive, text_file, token_ids
 from request_fields.fields import FIELDS, Field, Kind
@@ -62,20 +62,6 @@ examples:
   quire completion fish > ~/.config/fish/completions/quire.fish
 """
 
-KEY_EXAMPLES = """\
-examples:
-  quire key new team-a                       a key, and the line for the file team-a in the folder of --api-keys
-  quire key new team-a --dir keys            also adds the line to keys/team-a
-  quire key hash < old-key.txt               the line of a key that exists
-"""
-
-CERT_EXAMPLES = """\
-examples:
-  quire cert certs --host llm.example.com    a CA, a certificate per role, and one for the gateways' public port
-  quire cert certs --host llm.example.com    again: new certificates of the same CA, without a restart of services
-  quire cert certs --worker-id w-1 --worker-id w-2   also certificates that name a worker's id
-"""
-
 CHAT_EXAMPLES = """\
 examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
@@ -97,8 +83,7 @@ def make_parser() -> Parser:
     _add_abort(commands)
     _add_drain(commands)
     _add_doctor(commands)
-    _add_key(commands)
-    _add_cert(commands)
+    _add_credentials(commands)
     _add_batch(commands)
     _add_bench(commands)
     _add_completion(commands, parser)
@@ -329,34 +314,11 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_target(doctor)
 
 
-def _add_key(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_credentials(commands: argparse._SubParsersAction[Parser]) -> None:
     summary = "make API keys for the gateways, which store only digests"
-    key = _command(commands, "key", "key", "run", summary, KEY_EXAMPLES)
-    key.add_argument(
-        "action", choices=("new", "hash"), help="new: make a key; hash: print the line of a key from stdin"
-    )
-    key.add_argument("owner", nargs="?", metavar="OWNER", help="owner of the new key: its tenant, and the file's name")
-    key.add_argument(
-        "--dir", type=Path, metavar="DIR", help="add the line to DIR/OWNER; DIR is the folder of --api-keys"
-    )
-    key.add_argument("--json", action="store_true", help="one JSON line")
-
-
-def _add_cert(commands: argparse._SubParsersAction[Parser]) -> None:
+    add_key_flags(_command(commands, "key", "key", "run", summary, KEY_EXAMPLES))
     summary = "make the certificates of the services, signed by a CA of their own"
-    cert = _command(commands, "cert", "cert", "run", summary, CERT_EXAMPLES)
-    cert.add_argument("dir", type=Path, metavar="DIR", help="folder to write; its CA is used again if it has one")
-    cert.add_argument(
-        "--host",
-        action="append",
-        metavar="NAME",
-        default=[],
-        help="DNS name or IP address of the gateways, for clients (default: localhost and 127.0.0.1)",
-    )
-    cert.add_argument(
-        "--worker-id", action="append", metavar="ID", default=[], help="also a certificate for this worker"
-    )
-    cert.add_argument("--days", type=positive, default=90.0, metavar="N", help="days until they expire (default 90)")
+    add_cert_flags(_command(commands, "cert", "cert", "run", summary, CERT_EXAMPLES))
 
 
 def _add_batch(commands: argparse._SubParsersAction[Parser]) -> None:
