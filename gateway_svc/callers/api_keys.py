@@ -55,8 +55,8 @@ class ApiKeys:
             raise ApiKeysError(f"{flag} {folder}: the folder holds no key; `quire key new OWNER --dir DIR` adds one")
         log.info("%s: %d API keys", flag, len(keys.owners))
         if keys.num_plaintext:
-            words = "%s: %d keys are stored in plaintext; `quire key hash` prints the line to store instead of a key"
-            log.warning(words, flag, keys.num_plaintext)
+            words = "%s: %d of %d keys are stored in plaintext; `quire key hash` prints the line to store instead"
+            log.warning(words, flag, keys.num_plaintext, len(keys.owners))
 
     def find(self, key: str) -> Caller | None:
         """The caller with this key; None if the key is not accepted. The time reveals nothing about a key."""

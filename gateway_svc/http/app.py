@@ -129,7 +129,7 @@ class HttpApp:
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
-            note(code=getattr(error, "code", QuireError.code).name)
+            note(code=(error if isinstance(error, QuireError) else QuireError).code.name)
             raise error
         shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1

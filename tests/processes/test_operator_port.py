@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from quire_client import Client, QuireError, Status
+from quire_client.cli.key import digest_line
 
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
@@ -22,7 +23,7 @@ USER, OPERATOR = "key-of-a-user", "key-of-an-operator"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("users", "operators")}
     (folders["users"] / "team").write_text(USER)
-    (folders["operators"] / "ops").write_text(OPERATOR)
+    (folders["operators"] / "ops").write_text(digest_line(OPERATOR))
     return folders
 
 

@@ -45,7 +45,7 @@ def test_a_key_may_be_stored_as_its_digest(tmp_path, caplog):
     assert "plaintext" not in caplog.text
     (tmp_path / "team-b").write_text("old")
     ApiKeys(tmp_path)
-    assert "1 keys are stored in plaintext; `quire key hash` prints the line to store" in caplog.text
+    assert "1 of 2 keys are stored in plaintext; `quire key hash` prints the line to store" in caplog.text
 
 
 def test_no_key_is_kept_in_memory(folder):

@@ -1,4 +1,4 @@
-"""The writer of the audit log: rotation, full disks, pipes that nobody reads, several writers."""
+"""The writer of the audit log: rotation, full disks, pipes that are not read, several writers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_lines_above_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.M
     assert lines[-1] == {"lost_lines": 4}
 
 
-def test_a_pipe_that_is_not_read_blocks_nobody(tmp_path: Path) -> None:
+def test_a_pipe_that_is_not_read_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
