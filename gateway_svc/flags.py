@@ -134,6 +134,12 @@ def make_parser() -> argparse.ArgumentParser:
         "decrypt. Unset: records are not encrypted",
     )
     parser.add_argument(
+        "--max-connections",
+        type=config.in_range(int, 1, 1_000_000),
+        default=8192,
+        help="limit of open gRPC connections; further connections are closed",
+    )
+    parser.add_argument(
         "--max-connection-age-s",
         type=config.in_range(float, 0.0, 86_400.0),
         default=0.0,

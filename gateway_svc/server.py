@@ -42,6 +42,7 @@ from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
+from svc_common.connections import ConnectionLimits
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
@@ -60,6 +61,7 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 # Size of the largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS), each a varint
 # of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
 MAX_RECEIVE_BYTES = 16 << 20
+MIN_CONNECTION_CALLS = 1024
 
 
 START_ERRORS = (
@@ -150,7 +152,13 @@ async def serve(
         service_names=SERVICE_NAMES,
         shares_port=shares_port,
         credentials=None if tls is None else server_credentials(tls),
-        max_connection_age_s=args.max_connection_age_s,
+        connections=ConnectionLimits(
+            args.max_connections,
+            max(
+                MIN_CONNECTION_CALLS, 2 * args.max_streams
+            ),  # so that --max-streams refuses calls of one client as well
+            args.max_connection_age_s,
+        ),
         max_receive_bytes=MAX_RECEIVE_BYTES,
         accepts_compression=True,
         interceptors=[] if authenticator is None else [CallerInterceptor(authenticator)],

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from svc_common.channels import ServiceChannel
+from svc_common.connections import ConnectionLimits, raise_file_limit
 from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
 from svc_common.tasks import cancel
@@ -81,6 +82,7 @@ def run_service(main: Coroutine[Any, Any, T]) -> T:
     wakes four. Call it before the first channel or server is made. $GRPC_EXPERIMENTS overrides the poller.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", OLDER_POLLER)
+    raise_file_limit()
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
 
@@ -96,17 +98,6 @@ def settle_gc() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def _server_options(shares_port: bool, max_connection_age_s: float) -> dict[str, Any]:
-    """`shares_port`: other processes of the same service may listen on the port."""
-    options = dict(SERVER_OPTIONS)
-    if shares_port:
-        options["grpc.so_reuseport"] = 1
-    if max_connection_age_s:
-        # GOAWAY: open calls may finish on the connection, new calls use another one.
-        options["grpc.max_connection_age_ms"] = int(max_connection_age_s * 1000)
-    return options
-
-
 def _register_nothing(service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
     """Does nothing."""
 
@@ -119,11 +110,10 @@ class GrpcServer:
     """A grpc.aio server with health and reflection. Owns the process's signal handlers while it runs.
 
     `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
-    `credentials`: TLS; None is plaintext. `max_connection_age_s`: clients must reconnect after about this time (10 %
-    jitter); 0: never. `max_receive_bytes` limits a message before and after decompression, `max_bytes` the messages of
-    some methods. Without
-    `accepts_compression` a compressed request is refused with UNIMPLEMENTED; Quire's own services never compress.
-    `interceptors` run after the error interceptor and before the handlers. `on_call` is called when a call starts.
+    `credentials`: TLS; None is plaintext. `max_receive_bytes` limits a message before and after decompression,
+    `max_bytes` the messages of some methods. Without `accepts_compression` a compressed request is refused with
+    UNIMPLEMENTED; Quire's own services never compress. `interceptors` run after the error interceptor and before the
+    handlers. `on_call` is called when a call starts.
     """
 
     def __init__(
@@ -133,7 +123,7 @@ class GrpcServer:
         service_names: Iterable[str],
         shares_port: bool = False,
         credentials: grpc.ServerCredentials | None = None,
-        max_connection_age_s: float = 0.0,
+        connections: ConnectionLimits | None = None,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_bytes: Mapping[str, int] | None = None,
         accepts_compression: bool = False,
@@ -143,9 +133,10 @@ class GrpcServer:
     ) -> None:
         errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes)
         self.rpc = errors.stats
-        options = _server_options(shares_port, max_connection_age_s) | {
-            "grpc.max_receive_message_length": max_receive_bytes
-        }
+        options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options()
+        options["grpc.max_receive_message_length"] = max_receive_bytes
+        if shares_port:
+            options["grpc.so_reuseport"] = 1
         if not accepts_compression:
             options["grpc.compression_enabled_algorithms_bitset"] = ONLY_IDENTITY
         self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=list(options.items()))

@@ -1,0 +1,46 @@
+"""Limits on the connections of a gRPC port, so that no client uses up its files, memory or CPU time."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frames of HTTP/2
+IDLE_TIMEOUT_S = 600.0  # without a call; gRPC clients connect again by themselves
+MAX_METADATA_BYTES = 16 << 10  # headers of a call, such as an API key or a JWT
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of one port (docs/adr/0031-connection-limits.md).
+
+    `max_streams`: calls on one connection at the same time; a client delays further calls. Without it, gRPC creates a
+    call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset").
+    `max_age_s`: clients must reconnect after about this time (10 % jitter); 0: never.
+    """
+
+    max_connections: int = 4096
+    max_streams: int = 1024
+    max_age_s: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """As options of a grpc.aio server."""
+        options: dict[str, Any] = {
+            "grpc.max_allowed_incoming_connections": self.max_connections,
+            "grpc.max_concurrent_streams": self.max_streams,
+            "grpc.server_handshake_timeout_ms": int(HANDSHAKE_TIMEOUT_S * 1000),
+            "grpc.max_connection_idle_ms": int(IDLE_TIMEOUT_S * 1000),
+            "grpc.max_metadata_size": MAX_METADATA_BYTES,
+            "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
+        }
+        if self.max_age_s:
+            # GOAWAY: open calls may finish on the connection, new calls use another one.
+            options["grpc.max_connection_age_ms"] = int(self.max_age_s * 1000)
+        return options
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the hard limit: the soft limit is often 1024, and a connection needs a file."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
