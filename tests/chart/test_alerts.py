@@ -31,6 +31,7 @@ quire_num_requests_waiting{model_name="m"} 40
 quire_kv_cache_usage_perc{model_name="m"} 0.95
 quire_migrations_total{model_name="m",reason="drain"} 4
 quire_migrations_total{model_name="m",reason="lost"} 4
+quire_audit_lost_lines_total{service="r-quire-gateway"} 2
 quire_certificate_remaining_fraction{link="internal",service="r-quire-scheduler-m"} 0.34
 quire_certificate_remaining_fraction{link="public",service="r-quire-gateway"} 0.9
 """
@@ -46,6 +47,7 @@ BAD = [
     ("QuireRequestsWait", 'quire_num_requests_waiting{model_name="m"} 40', "41"),
     ("QuirePoolsFull", 'quire_kv_cache_usage_perc{model_name="m"} 0.95', "0.96"),
     ("QuireWorkersLost", 'quire_migrations_total{model_name="m",reason="lost"} 4', "5"),
+    ("QuireAuditLinesLost", 'quire_audit_lost_lines_total{service="r-quire-gateway"} 2', "3"),
     (
         "QuireCertificateExpires",
         'quire_certificate_remaining_fraction{link="internal",service="r-quire-scheduler-m"} 0.34',
