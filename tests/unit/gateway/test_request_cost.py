@@ -1,0 +1,88 @@
+"""A request stays cheap: counted in calls, which are the same on every machine, never in seconds.
+
+When a limit is passed on purpose, run `make bench-requests` before and after, and raise it with the reason in the
+commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.models import ServedModel, read_bundle
+from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32
+
+NUM_REQUESTS = 20
+REQUEST = pb.GenerateRequest(
+    prompt=pb.Prompt(tokens=types.TokenIds(ids=range(5, 69))),
+    sampling=types.SamplingParams(temperature=0.0),
+    stop=types.StopParams(max_tokens=1, ignore_eos=True),
+)
+
+
+@contextmanager
+def counted(calls: Counter[str]) -> Iterator[None]:
+    """Counts Python calls (`call`) and calls of C functions (`c_call`)."""
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        calls[event] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[TestGateway]:
+    """A gateway whose scheduler is this test: it reads the outbox and calls `_on_response`."""
+    made = TestGateway(["127.0.0.1:1"])
+    bundle = make_bundle()
+    info = make_info(bundle)
+    client = made.clients[0]
+    client.model = ServedModel(info, read_bundle(bundle, info.bundle_digest))
+    client._on_welcome(scheduler_pb2.Welcome(scheduler_epoch=1, info=info, ready_workers=1))
+    yield made
+    made.prompts.close()
+    await made.grammars.close()
+    await made.templates.close()
+
+
+async def serve_one(gateway: TestGateway) -> list[pb.GenerateResponse]:
+    """The events of one request with one output token."""
+
+    async def read() -> list[pb.GenerateResponse]:
+        return [event async for event in gateway.servicer.generate(REQUEST)]
+
+    reader = asyncio.create_task(read())
+    client = gateway.clients[0]
+    handle = (await client._outbox.get()).submit.handle
+    deltas = scheduler_pb2.Deltas(
+        queued_handles=u32([handle]), handles=u32([handle]), offsets=u32([0]), token_ids=u32([7])
+    )
+    deltas.finished.add(handle=handle, reason=LENGTH)
+    client._on_response(scheduler_pb2.AttachResponse(deltas=deltas))
+    return await reader
+
+
+async def test_calls_of_a_short_request(gateway: TestGateway) -> None:
+    """From the decoded request to its last event, without gRPC."""
+    kinds = [event.WhichOneof("event") for event in await serve_one(gateway)]
+    assert kinds == ["accepted", "chunk", "finished"]
+    calls = Counter[str]()
+    with counted(calls):
+        for _ in range(NUM_REQUESTS):
+            await serve_one(gateway)
+    assert calls["call"] / NUM_REQUESTS <= 375, "Python calls"
+    assert calls["c_call"] / NUM_REQUESTS <= 265, "calls of C functions"
