@@ -99,6 +99,13 @@ def make_parser() -> argparse.ArgumentParser:
         "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
     )
     parser.add_argument(
+        "--max-memory-bytes",
+        type=config.size_bytes,
+        metavar="SIZE",
+        help="memory of a gateway process above which new requests are refused with RESOURCE_EXHAUSTED while others "
+        "are open. Unset: 85 percent of the container's limit, divided by --processes; outside of a container no limit",
+    )
+    parser.add_argument(
         "--max-bundle-bytes",
         type=config.size_bytes,
         default=DEFAULT_MAX_BUNDLE,

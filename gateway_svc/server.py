@@ -44,6 +44,7 @@ from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.connections import ConnectionLimits
 from svc_common.logs import setup_logging
+from svc_common.memory import MemoryLimit
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
 from svc_common.redis_server import RedisServer, RedisSettingsError, redis_server
@@ -134,6 +135,13 @@ def make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimit
     return KeyLimits(file, buckets)
 
 
+def memory_limit(args: argparse.Namespace) -> MemoryLimit:
+    """The limit of --max-memory-bytes, or its default."""
+    if args.max_memory_bytes is not None:
+        return MemoryLimit(args.max_memory_bytes)
+    return MemoryLimit.of_container(args.processes)
+
+
 async def serve(
     args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
 ) -> None:
@@ -193,6 +201,7 @@ async def serve(
         grammars,
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
+        memory=memory_limit(args),
         min_priority=min_priority(args),
         max_logprobs=args.max_logprobs,
         metrics=metrics,

@@ -45,6 +45,7 @@ from svc_common.errors import (
     UnavailableError,
 )
 from svc_common.logs import current_request_id
+from svc_common.memory import MemoryLimit
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class InferenceServicer(InferenceServiceServicer):
         *,
         max_streams: int,
         max_request_bytes: int,
+        memory: MemoryLimit | None = None,
         min_priority: int = -1000,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         metrics: GatewayMetrics | None = None,
@@ -98,6 +100,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._grammars = grammars
         self.max_streams = max_streams
         self._max_request_bytes = max_request_bytes
+        self._memory = memory or MemoryLimit(None)
         self._min_priority = min_priority
         self._max_logprobs = max_logprobs
         self._metrics = metrics or GatewayMetrics()
@@ -340,6 +343,12 @@ class InferenceServicer(InferenceServiceServicer):
         if len(self._streams) >= self.max_streams:
             raise OverloadedError(
                 f"{self.max_streams} streams are open on this gateway, the limit of --max-streams; retry later",
+                retry_after_s=RETRY_FULL_S,
+            )
+        if self._streams and (used := self._memory.exceeded_by()) is not None:
+            raise OverloadedError(
+                f"this gateway uses {used} bytes of memory; the limit is {self._memory.max_bytes} "
+                "(--max-memory-bytes); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
         if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:

@@ -33,6 +33,7 @@ from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.server import MAX_RECEIVE_BYTES
 from gateway_svc.servicer import InferenceServicer
 from gateway_svc.template_renderer import TemplateRenderer
+from svc_common.memory import MemoryLimit
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
@@ -284,6 +285,7 @@ class TestGateway:
         patience_s: float = PATIENCE_S,
         max_streams: int = 64,
         max_request_bytes: int = 1 << 20,
+        memory: MemoryLimit | None = None,
         min_priority: int = -1000,
         reader: Any = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
@@ -307,6 +309,7 @@ class TestGateway:
             self.grammars,
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
+            memory=memory,
             min_priority=min_priority,
             recorder=recorder,
             isolates_tenants=isolates_tenants,
