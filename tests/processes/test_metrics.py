@@ -218,7 +218,8 @@ async def check_two_requests(observed: Observed, client: AsyncClient) -> None:
     assert {name: total(samples, name) for name in expected} == expected
     assert total(samples, "quire_requests_total", finished_reason="length") == 2
     parts = [total(samples, f"quire_request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
-    assert 14 * 0.02 <= parts[2] <= sum(parts) <= total(samples, "quire_e2e_request_latency_seconds_sum")
+    # An output may be handled a few ms after its arrival, also the one that starts the interval.
+    assert 14 * 0.02 * 0.9 <= parts[2] <= sum(parts) <= total(samples, "quire_e2e_request_latency_seconds_sum")
     assert total(samples, "quire_kv_blocks", state="cached") >= 4
     assert total(samples, "quire_kv_blocks") == 2 * NUM_BLOCKS
     assert 16 <= total(samples, "quire_steps_total") <= total(samples, "quire_scheduler_turn_seconds_count")
