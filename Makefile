@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 CHAOS_SECONDS ?= 300
 CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
+HOSTILE_FLAGS ?=
 
 .PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
 
@@ -41,6 +42,9 @@ kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tenso
 
 chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
 	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)
+
+hostile: $(STAMP)  ## attack every port of a running system and print figures (HOSTILE_FLAGS; see python -m tests.hostile.run --help)
+	$(BIN)/python -m tests.hostile.run $(HOSTILE_FLAGS)
 
 bench-core: $(STAMP)  ## the scheduler's cost per step and per admission, in microseconds
 	$(BIN)/python bench/core.py

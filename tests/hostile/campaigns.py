@@ -1,0 +1,288 @@
+"""Mutated messages for every RPC and HTTP endpoint of a port, at the highest rate that the port takes.
+
+A campaign counts how the calls ended. `faults` are the ends that show a weakness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from quire.internal.v1 import worker_pb2
+from quire.internal.v1.worker_pb2_grpc import WorkerServiceStub
+
+from tests.hostile.examples import (
+    HEALTH,
+    REFLECTION,
+    calls_of,
+    decode_step,
+    methods_of,
+    path_of,
+    step_batch,
+)
+from tests.hostile.http2 import Http2, frame_message
+from tests.hostile.mutations import TEXTS, Mutator
+from tests.hostile.target import Port, bearer
+from tests.hostile.watch import headers
+
+AT_ONCE = 48
+# An internal error is a fault of the server. UNKNOWN is an exception that no interceptor has converted.
+FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "500")
+OPEN_SERVICES = {HEALTH.full_name, REFLECTION.full_name}
+REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "401", "403")
+NEVER_ENDS = ("Watch",)  # cancelled after the first message
+CALL_S = 4.0
+
+
+@dataclass
+class Outcomes:
+    """How the calls of a campaign ended, by method and code; and one example of each fault."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def note(self, method: str, code: str, details: str, data: bytes) -> None:
+        self.counts[method, code] += 1
+        if code in FAULTS and f"{method} {code}" not in self.faults:
+            self.faults[f"{method} {code}"] = f"{details[:200]}; message {data[:80].hex()} ({len(data)} bytes)"
+
+    def fault(self, name: str, what: str) -> None:
+        self.faults.setdefault(name, what)
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def codes(self) -> Counter[str]:
+        codes: Counter[str] = Counter()
+        for (_, code), count in self.counts.items():
+            codes[code] += count
+        return codes
+
+
+async def mutated_calls(
+    port: Port, *, count: int, seed: int, is_insider: bool, skip: Collection[str] = (), within_s: float = CALL_S
+) -> Outcomes:
+    """`count` calls with mutated messages, by a stranger or with the credentials of the port."""
+    outcomes, mutator = Outcomes(), Mutator(f"{port.name}/{seed}/{is_insider}")
+    methods = [method for method in methods_of(*port.services) if method.name not in skip]
+    weights = [num_fields(method.input_type) for method in methods]
+    left = iter(range(count))
+
+    async def lane() -> None:
+        """Calls on one connection at a time. Stops when the port refuses connections: `Watch` reports that."""
+        while (http2 := await _open(port)) is not None:
+            async with http2:
+                for _ in left:
+                    (method,) = mutator.rng.choices(methods, weights)
+                    data = mutated_call(method, mutator)
+                    await _call(http2, port, method, data, is_insider, outcomes, within_s)
+                    if http2.is_closed:
+                        break
+                else:
+                    return
+
+    await asyncio.gather(*(lane() for _ in range(min(count, AT_ONCE))))
+    return outcomes
+
+
+async def _open(port: Port) -> Http2 | None:
+    try:
+        return await Http2.open(port.address)
+    except OSError:
+        return None
+
+
+@cache
+def num_fields(descriptor: Descriptor) -> int:
+    """The number of fields of a message and of all messages in it: a method with more fields gets more calls."""
+    seen: set[Descriptor] = set()
+    waiting = [descriptor]
+    while waiting:
+        message = waiting.pop()
+        if message not in seen:
+            seen.add(message)
+            waiting += [field.message_type for field in message.fields if field.message_type is not None]
+    return 1 + sum(len(message.fields) for message in seen)
+
+
+def mutated_call(method: MethodDescriptor, mutator: Mutator) -> bytes:
+    """The framed messages of one call, of which at least one is mutated."""
+    messages = mutator.rng.choice(calls_of(method))
+    (changed,) = mutator.rng.choices(range(len(messages)), [len(m.SerializeToString()) + 1 for m in messages])
+    return b"".join(
+        frame_message(mutator.mutate(m) if i == changed or mutator.rng.random() < 0.2 else m.SerializeToString())
+        for i, m in enumerate(messages)
+    )
+
+
+async def _call(
+    http2: Http2,
+    port: Port,
+    method: MethodDescriptor,
+    data: bytes,
+    is_insider: bool,
+    outcomes: Outcomes,
+    within_s: float,
+) -> None:
+    key = port.credentials.get(method.name) or port.credentials.get("")
+    metadata = bearer(key) if is_insider and key else ()
+    if method.name in NEVER_ENDS:
+        within_s = 0.2
+    outcome = await http2.call(path_of(method), data, metadata, within_s=within_s)
+    outcomes.note(method.name, outcome.code, outcome.details, data)
+    is_open = method.containing_service.full_name in OPEN_SERVICES
+    if not is_insider and not is_open and outcome.code not in REFUSALS:
+        outcomes.fault(f"{method.name} {outcome.code}", "a call without credentials was not refused")
+
+
+async def stranger_calls(port: Port) -> Outcomes:
+    """One valid call of each method without credentials."""
+    outcomes = Outcomes()
+    async with await Http2.open(port.address) as http2:
+        for method in methods_of(*port.services):
+            for messages in calls_of(method):
+                data = b"".join(frame_message(message.SerializeToString()) for message in messages)
+                await _call(http2, port, method, data, False, outcomes, CALL_S)
+    return outcomes
+
+
+# -- HTTP API --------------------------------------------------------------------------------------------------------
+
+CHAT = {
+    "model": "demo",
+    "messages": [
+        {"role": "system", "content": "You answer."},
+        {"role": "user", "content": [{"type": "text", "text": "What does os.path.join do?"}]},
+    ],
+    "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "n": 1, "stop": ["zq"], "seed": 7, "logprobs": True,
+    "top_logprobs": 2, "logit_bias": {"5": 1.0}, "stream": True, "stream_options": {"include_usage": True},
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto", "response_format": {"type": "text"},
+}  # fmt: skip
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "Return a new", "max_tokens": 4, "logprobs": 1, "echo": False, "n": 2, "best_of": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4, "store": False, "stream": True, "metadata": {"a": "b"}},
+    "/v1/responses/compact": {"input": [{"role": "user", "content": "Hello"}]},
+    "/v1/responses/resp_x/cancel": {},
+    "/tokenize": {"prompt": "Return a new", "add_special_tokens": True},
+    "/detokenize": {"tokens": [5, 6, 7]},
+}
+JSON_VALUES = (
+    None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -1e-300, 0.5, [], {}, [[]], [None], {"": None}, ["x"] * 1000,
+    *TEXTS,
+)  # fmt: skip
+
+
+async def mutated_bodies(port: Port, *, count: int, seed: int, is_insider: bool) -> Outcomes:
+    """`count` requests of the HTTP API with mutated JSON."""
+    outcomes, rng = Outcomes(), random.Random(f"{port.name}/{seed}/{is_insider}")
+    left = iter(range(count))
+    credentials = headers(port) if is_insider else {}
+    timeout = aiohttp.ClientTimeout(total=CALL_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"http://{port.address}", timeout=timeout, connector=connector) as session:
+
+        async def lane() -> None:
+            for _ in left:
+                path = rng.choice(list(BODIES))
+                data = mutated_json(BODIES[path], rng)
+                status = await _post(session, path, data, credentials)
+                outcomes.note(path, status, "", data)
+                if not is_insider and status not in REFUSALS:
+                    outcomes.fault(f"{path} {status}", "a request without credentials was not refused")
+
+        await asyncio.gather(*(lane() for _ in range(min(count, AT_ONCE))))
+    return outcomes
+
+
+async def _post(session: aiohttp.ClientSession, path: str, data: bytes, credentials: dict[str, str]) -> str:
+    try:
+        async with session.post(path, data=data, headers={"Content-Type": "application/json", **credentials}) as answer:
+            await answer.read()
+            return str(answer.status)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return type(error).__name__
+
+
+def mutated_json(body: Any, rng: random.Random) -> bytes:
+    """The body with changed values; in some cases bytes that are not JSON."""
+    changed = copy.deepcopy(body)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        changed = _change(changed, rng)
+    data = json.dumps(changed).encode()
+    if rng.random() < 0.15:
+        data = Mutator(rng.random()).damage(data)
+    if rng.random() < 0.05:
+        data = data.replace(b"0.7", rng.choice((b"NaN", b"Infinity", b"1e999", b"-")))
+    return data
+
+
+def _change(value: Any, rng: random.Random) -> Any:
+    """The value with one part replaced, removed or added."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        if rng.random() < 0.05:
+            return value | {rng.choice(TEXTS): 1}
+        return value | {key: _change(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        at = rng.randrange(len(value))
+        return [*value[:at], _change(value[at], rng), *value[at + 1 :]]
+    return copy.deepcopy(rng.choice(JSON_VALUES))
+
+
+# -- a hostile scheduler ---------------------------------------------------------------------------------------------
+
+
+async def mutated_steps(port: Port, *, count: int, seed: int) -> Outcomes:
+    """`count` mutated steps under a valid lease of a worker, which its scheduler loses by that."""
+    outcomes, mutator = Outcomes(), Mutator(f"{port.name}/{seed}/steps")
+    metadata = bearer(port.credentials[""])
+    async with grpc.aio.insecure_channel(port.address) as channel:
+        stub = WorkerServiceStub(channel)
+        for _ in range(count):
+            lease = worker_pb2.LeaseRequest(scheduler_id="hostile", protocol_version=1)
+            granted = await stub.Lease(lease, timeout=10.0, metadata=metadata)
+            await _mutated_step(channel, granted, mutator, metadata, outcomes)
+    return outcomes
+
+
+async def _mutated_step(
+    channel: grpc.aio.Channel,
+    granted: worker_pb2.LeaseResponse,
+    mutator: Mutator,
+    metadata: tuple[tuple[str, str], ...],
+    outcomes: Outcomes,
+) -> None:
+    """A valid step that opens a row, then steps with mutated fields behind a valid fence."""
+    valid = step_batch(granted.fence, granted.next_step_id)
+    steps = [valid]
+    for step_id in range(granted.next_step_id + (mutator.rng.random() < 0.5), granted.next_step_id + 3):
+        step = decode_step(granted.fence, step_id) if mutator.rng.random() < 0.5 else step_batch(granted.fence, step_id)
+        mutator.fields_only(step)
+        step.fence.CopyFrom(granted.fence)
+        step.step_id = step_id
+        steps.append(step)
+    data = [worker_pb2.StepStreamRequest(batch=step).SerializeToString() for step in steps]
+    call = channel.stream_stream("/quire.internal.v1.WorkerService/StepStream")(
+        iter(data), timeout=5.0, metadata=metadata
+    )
+    try:
+        answers = [answer async for answer in call]
+        outcomes.note("StepStream", "OK", f"{len(answers)} answers", data[-1])
+    except grpc.aio.AioRpcError as error:
+        outcomes.note("StepStream", error.code().name, error.details() or "", data[-1])

@@ -1,0 +1,192 @@
+"""A valid request of every RPC, as the services send it: the messages of one call, in order."""
+
+from __future__ import annotations
+
+import numpy as np
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+
+REQUEST_ID = "example-request"
+WORKER_ID = "example-worker"
+UNREACHABLE = "127.0.0.1:9"
+
+
+def _u32(*values: int) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def _sampling() -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=7, n=2, repetition_penalty=1.1, frequency_penalty=0.2,
+        presence_penalty=0.1, logit_bias={5: 1.5}, banned_token_ids=[9], bad_words=["return"],
+    )  # fmt: skip
+
+
+def _continuation() -> types_pb2.Continuation:
+    return types_pb2.Continuation(samples=[types_pb2.SampleState(index=0, output_token_ids=[6, 7])])
+
+
+def _chat() -> pb.Chat:
+    return pb.Chat(
+        messages=[
+            pb.ChatMessage(role="user", content="What does os.path.join do?", name="me"),
+            pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="c1", name="look", arguments='{"key": 1}')]),
+            pb.ChatMessage(role="tool", content="joins", tool_call_id="c1", parts=[pb.ContentPart(text="paths")]),
+        ],
+        template_kwargs_json='{"thinking": false}',
+        tools_json='[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]',
+    )
+
+
+def _generate(prompt: pb.Prompt) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt=prompt,
+        sampling=_sampling(),
+        stop=types_pb2.StopParams(max_tokens=4, stop=["zq"], stop_token_ids=[3], ignore_eos=True),
+        output=pb.OutputParams(logprobs=1),
+        scheduling=pb.SchedulingParams(cache_salt="salt", determinism=types_pb2.DETERMINISM_EXACT),
+        truncate_prompt_tokens=64,
+    )
+
+
+def _submit() -> scheduler_pb2.Submit:
+    return scheduler_pb2.Submit(
+        handle=1,
+        request_id=REQUEST_ID,
+        prompt_token_ids=_u32(*range(5, 40)),
+        sampling=_sampling(),
+        stop=types_pb2.StopParams(max_tokens=4, ignore_eos=True),
+        deadline_ms=60_000,
+        tenant_id="example",
+        logprobs=1,
+        continuation=_continuation(),
+    )
+
+
+def _register() -> scheduler_pb2.RegisterRequest:
+    info = types_pb2.ModelInfo(
+        model="demo", revision="r", max_model_len=2048, vocab_size=2048, eos_token_ids=[2], block_size=16,
+        max_num_blocks=64, determinism=types_pb2.DETERMINISM_EXACT, dtype="float32", max_num_seqs=8, numerics="sim",
+        weights_digest="w", bundle_digest=bytes(16),
+    )  # fmt: skip
+    return scheduler_pb2.RegisterRequest(
+        worker_id=WORKER_ID,
+        address=UNREACHABLE,
+        worker_epoch=77,
+        state=types_pb2.WORKER_STATE_LOADING,
+        load_progress=0.5,
+        capacity=scheduler_pb2.WorkerCapacity(
+            info=info, num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, pipeline_depth=2
+        ),
+    )
+
+
+def step_batch(fence: worker_pb2.Fence | None = None, step_id: int = 1) -> worker_pb2.StepBatch:
+    """A step that opens one row with 20 tokens and computes them."""
+    return worker_pb2.StepBatch(
+        step_id=step_id,
+        fence=fence or worker_pb2.Fence(scheduler_epoch=1, worker_epoch=2, nonce=3),
+        opens=[
+            worker_pb2.RowOpen(
+                row=0, token_ids=_u32(*range(5, 25)), prompt_len=20, block_table=_u32(0, 1), sampling=_sampling(),
+                request_id=REQUEST_ID, logprobs=1, banned_ids=_u32(2), banned_before=2,
+            )
+        ],
+        rows=_u32(0),
+        query_lens=_u32(20),
+        context_lens=_u32(0),
+        sample_mask=b"\1",
+        slot_mapping=_u32(*range(20)),
+        commit_blocks=_u32(0),
+        commit_hashes=bytes(range(16)),
+    )  # fmt: skip
+
+
+def decode_step(fence: worker_pb2.Fence, step_id: int) -> worker_pb2.StepBatch:
+    """A step that computes the next token of the row of `step_batch`."""
+    return worker_pb2.StepBatch(
+        step_id=step_id, fence=fence, rows=_u32(0), context_lens=_u32(20), slot_mapping=_u32(20),
+        table_rows=_u32(0), table_indices=_u32(2), table_blocks=_u32(2), copy_src=_u32(1), copy_dst=_u32(5),
+        close_rows=b"", fork_rows=b"", beam_rows=b"",
+    )  # fmt: skip
+
+
+def _streams() -> dict[str, list[list[Message]]]:
+    """Calls by method name. Several calls of a method reach different code."""
+    attach = scheduler_pb2.AttachRequest
+    hello = attach(hello=scheduler_pb2.Hello(gateway_id="example", protocol_version=1, deltas_interval_ms=5))
+    cancel = scheduler_pb2.Cancel(handle=1, sample_index=1, reason=types_pb2.FINISH_REASON_STOP)
+    heartbeat = attach(heartbeat=scheduler_pb2.GatewayHeartbeat())
+    prompts = (
+        pb.Prompt(text="Return a new"), pb.Prompt(tokens=types_pb2.TokenIds(ids=[5, 6, 7])), pb.Prompt(chat=_chat())
+    )  # fmt: skip
+    continued = _generate(prompts[1])
+    continued.continuation.CopyFrom(_continuation())
+    constrained = pb.GenerateRequest(
+        prompt=prompts[0],
+        sampling=types_pb2.SamplingParams(json_schema='{"type": "integer"}', seed=3),
+        stop=types_pb2.StopParams(max_tokens=4),
+    )
+    beams = pb.GenerateRequest(
+        prompt=prompts[0],
+        sampling=types_pb2.SamplingParams(beam_width=2, n=2, length_penalty=1.0),
+        stop=types_pb2.StopParams(max_tokens=4),
+    )
+    fence = worker_pb2.Fence(scheduler_epoch=1, worker_epoch=2, nonce=3)
+    return {
+        "Attach": [
+            [hello, attach(submit=_submit()), attach(cancel=cancel), heartbeat],
+            [hello, attach(batch=scheduler_pb2.AttachBatch(messages=[attach(submit=_submit()), heartbeat]))],
+        ],
+        "Register": [[_register(), _register()]],
+        "CountWorkers": [[scheduler_pb2.CountWorkersRequest()]],
+        "GetBundle": [[scheduler_pb2.GetBundleRequest(digest=bytes(16))]],
+        "ReleaseWorker": [[scheduler_pb2.ReleaseWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],
+        "AbortRequests": [[scheduler_pb2.AbortRequestsRequest(request_ids=[REQUEST_ID, "b"])]],
+        "GetSchedulerStatus": [[scheduler_pb2.GetSchedulerStatusRequest()]],
+        "Lease": [[worker_pb2.LeaseRequest(scheduler_epoch=5, scheduler_id="example", protocol_version=1)]],
+        "StepStream": [[worker_pb2.StepStreamRequest(batch=step_batch(), then=[step_batch(step_id=2)])]],
+        "StepBatch": [[worker_pb2.StepBatchRequest(batch=step_batch())]],
+        "ListBlocks": [[worker_pb2.ListBlocksRequest(fence=fence)]],
+        "Drain": [[worker_pb2.DrainRequest(timeout_s=float("nan"))]],
+        "GetWorkerBundle": [[worker_pb2.GetWorkerBundleRequest()]],
+        "Generate": [[m] for m in (*map(_generate, prompts), continued, constrained, beams)],
+        "Resume": [[pb.ResumeRequest(request_id=REQUEST_ID, after=[pb.ResumePosition(index=0, num_tokens=3)])]],
+        "Abort": [[pb.AbortRequest(request_ids=[REQUEST_ID])]],
+        "Tokenize": [[pb.TokenizeRequest(prompt=prompt)] for prompt in prompts],
+        "Detokenize": [[pb.DetokenizeRequest(ids=[5, 6, 7])]],
+        "ListModels": [[pb.ListModelsRequest()]],
+        "GetModel": [[pb.GetModelRequest()]],
+        "GetStatus": [[pb.GetStatusRequest()]],
+        "DrainWorker": [[pb.DrainWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],
+        "Check": [[health_pb2.HealthCheckRequest(service="")]],
+        "Watch": [[health_pb2.HealthCheckRequest(service="")]],
+        "ServerReflectionInfo": [[reflection_pb2.ServerReflectionRequest(list_services="*")]],
+    }
+
+
+CALLS = _streams()
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+ADMIN = pb.DESCRIPTOR.services_by_name["AdminService"]
+SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+
+
+def calls_of(method: MethodDescriptor) -> list[list[Message]]:
+    """Valid calls of a method. Raises KeyError for a method without an example."""
+    return CALLS[method.name]
+
+
+def path_of(method: MethodDescriptor) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def methods_of(*services: ServiceDescriptor) -> list[MethodDescriptor]:
+    return [method for service in services for method in service.methods]

@@ -1,0 +1,75 @@
+"""Attack every port of a running system and print figures: `python -m tests.hostile.run` or `make hostile`.
+
+One line per attack and port: how long it took, the speed of eight good streams compared with before, the slowest
+probe, and the process whose memory grew most. The attacker uses the same processors as the system. Ends with status 1
+if there is a finding or a wrong token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.hostile import attacks
+from tests.hostile.suite import Row, Suite, all_attacks, as_stranger, good_streams, one_of_each, takes_messages
+from tests.hostile.target import Target
+
+REST_S = 5.0
+KEPT_MIB = 128.0
+PEAK_MIB = 600.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=10_000, help="mutated messages per port and kind of caller")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true", help="smaller floods and bombs")
+    parser.add_argument("--only", default="", help="only attacks whose name contains this text")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder, Target(Path(folder)) as target:
+        sys.exit(asyncio.run(attack(target, args)))
+
+
+async def attack(target: Target, args: argparse.Namespace) -> int:
+    """All attacks, one port at a time. Returns the exit status."""
+    size = attacks.SHORT if args.short else attacks.FULL
+    client = await target.connect()
+    async with client, good_streams(target, client) as streams:
+        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB)
+        rest = await suite.rest(REST_S)
+        print(f"8 good streams without an attack: {rest:.0f} tokens/s", flush=True)
+        ports = one_of_each(target)
+        for is_insider in (False, True):
+            for port in filter(takes_messages, ports):
+                if args.only in "mutated":
+                    await suite.mutate([port], count=args.messages, seed=args.seed, is_insider=is_insider)
+                    _report(suite.rows[-1], rest)
+        for found, places in all_attacks(ports).items():
+            for port in places:
+                callers = [as_stranger(port), port] if port.credentials else [port]
+                for caller in callers if args.only in found.__name__ else []:
+                    await suite.launch(found, [caller], size)
+                    _report(suite.rows[-1], rest, "with credentials" if caller.credentials else "")
+        at_end = await suite.rest(REST_S)
+    print(f"8 good streams after all attacks: {at_end:.0f} tokens/s; {streams.num_ended} streams", flush=True)
+    wrong = streams.wrong()
+    print(f"{len(suite.findings)} findings, {len(wrong)} wrong streams", *wrong[:5], sep="\n")
+    return int(bool(suite.findings or wrong))
+
+
+def _report(row: Row, rest: float, caller: str = "") -> None:
+    name, growth = row.largest_growth
+    print(
+        f"{row.attack:45} {row.port:22} {caller:17} {row.seconds:6.1f} s  speed {row.tokens_per_s / rest:4.0%}  "
+        f"slowest probe {row.slowest_probe_s:5.2f} s  memory {growth:+5.0f} MiB ({name})  {dict(row.codes) or ''}",
+        flush=True,
+    )
+    for finding in row.findings:
+        print(f"    FINDING: {finding}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
