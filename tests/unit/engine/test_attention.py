@@ -116,10 +116,11 @@ def test_rows_that_share_blocks_compute_as_if_alone(kernel_build, dtype, shape, 
         assert torch.equal(output, alone[i]), i
 
 
-def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch):
+@pytest.mark.parametrize("dim", [48, 96])
+def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch, dim):
     if missing := AMX - instruction_sets():
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    shape = HeadShape(4, 2, 48)
+    shape = HeadShape(4, 2, dim)
     sequence = Sequence(shape, 200, torch.bfloat16, scale=2.0)
     results = []
     for kernels in (kernel_builds("native"), load_kernels_built_with(*native_flags(), "-O1", "-DQUIRE_EMULATED_TILES")):

@@ -32,9 +32,9 @@ template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const A
 #if QUIRE_HAS_PAIRS
     if constexpr (sizeof(T) == sizeof(uint16_t)) {
       PairedScratch& scratch = scratch_of_thread<PairedScratch>(a.head_dim, Products::key_pairs(a.head_dim), padded_dim);
-      const Products products{};  // configures the tiles of this thread
+      Products products;  // configures the tiles of this thread
       for (int64_t i = first; i < last; i++)
-        paired_task<Products>(a, plan, plan.tasks[i], plan.tasks[std::min(i + 1, count - 1)], scratch);
+        paired_task(a, plan, plan.tasks[i], plan.tasks[std::min(i + 1, count - 1)], products, scratch);
       return;
     }
 #endif

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kKeyTile = 128;   // keys per online-softmax step
-constexpr int kQueryTile = 32;  // query vectors (tokens x heads of one KV head) per span
+constexpr int kQueryTile = QUIRE_HAS_TILES ? 64 : 32;  // query vectors (tokens x heads of one KV head) per span
 constexpr int kSharingQueries = 16;  // query vectors of spans that share keys
 
 template <typename T> struct AttentionArgs {

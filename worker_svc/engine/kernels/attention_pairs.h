@@ -220,10 +220,10 @@ INLINE v16 finished(v16 sum, float scale) {
 // Tasks.
 
 // Rows `first` to first + count - 1 of the scratch memory over a range of keys; row first + i sees visible[i] keys.
-// Prefetches the first tile of `next`. Products::attend computes one tile.
+// Prefetches the first tile of `next`. `products` computes one tile.
 template <typename Products>
 void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& next, int first, int count,
-                  const int64_t* visible, PairedScratch& s) {
+                  const int64_t* visible, Products& products, PairedScratch& s) {
   const bool in_place = are_keys_in_place(a, s);
   const float scale = a.scale * 1.44269504088896341f;  // exp(x) = 2^(x log2 e)
   PairedTile tile = gather_pairs(a, range, range.from, s);
@@ -234,7 +234,7 @@ void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& ne
     zero_tail(tile, s);
     int64_t left[kQueryTile];
     for (int i = 0; i < count; i++) left[i] = visible[i] - key;
-    Products::attend(s, first, count, tile, ahead, left, scale);
+    products.attend(s, first, count, tile, ahead, left, scale);
     if (!is_last) tile = in_place ? ahead : gather_pairs(a, range, key + kKeyTile, s);
   }
 }
@@ -276,34 +276,35 @@ KeyRange first_keys(const PairedArgs& a, const AttentionPlan& plan, const Task& 
 // Rows `first` on of the scratch memory, which hold the query vectors of a span, over the keys after the shared ones.
 template <typename Products>
 void attend_span(const PairedArgs& a, const Span& span, const Task& task, const KeyRange& next, int first,
-                 PairedScratch& s) {
+                 Products& products, PairedScratch& s) {
   int64_t visible[kQueryTile];
   for (int i = 0; i < span.queries; i++) visible[i] = a.visible(span.row, span.first + i);
-  attend_range<Products>(a, keys_of(a, span, task, task.shared_keys), next, first, span.queries, visible, s);
+  attend_range(a, keys_of(a, span, task, task.shared_keys), next, first, span.queries, visible, products, s);
   for (int i = 0; i < span.queries; i++)
     finish_row(a, first + i, a.out + a.query(span.row, task.head, span.first + i), s);
 }
 
 template <typename Products>
 void paired_task(const PairedArgs& a, const AttentionPlan& plan, const Task& task, const Task& following,
-                 PairedScratch& s) {
+                 Products& products, PairedScratch& s) {
   const Span* spans = plan.spans.data() + task.first_span;
   int count = 0;
   for (int64_t i = 0; i < task.num_spans; i++)
     for (int j = 0; j < spans[i].queries; j++)
       start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), count++, s);
   const KeyRange after = first_keys(a, plan, following);
-  if (!task.shared_keys) return attend_span<Products>(a, *spans, task, after, 0, s);
+  if (!task.shared_keys) return attend_span(a, *spans, task, after, 0, products, s);
   int64_t visible[kSharingQueries];
   std::fill_n(visible, count, task.shared_keys);
-  attend_range<Products>(a, first_keys(a, plan, task), keys_of(a, *spans, task, task.shared_keys), 0, count, visible, s);
+  const KeyRange own = keys_of(a, *spans, task, task.shared_keys);
+  attend_range(a, first_keys(a, plan, task), own, 0, count, visible, products, s);
   int row = 0;
   for (int64_t i = 0; i < task.num_spans; i++) {
     // In rows of their own: products may write to the rows after those of a span.
     for (int j = 0; j < spans[i].queries; j++) move_row(row++, kQueryTile + j, s);
     const bool is_last = i + 1 == task.num_spans;
     const KeyRange next = is_last ? after : keys_of(a, spans[i + 1], task, task.shared_keys);
-    attend_span<Products>(a, spans[i], task, next, kQueryTile, s);
+    attend_span(a, spans[i], task, next, kQueryTile, products, s);
   }
 }
 

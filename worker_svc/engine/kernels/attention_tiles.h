@@ -1,5 +1,5 @@
-// Scores and outputs with AMX tiles, for 16 query vectors at a time. Rows of a tile do not affect each other, so rows
-// without a query may hold anything. A product of weights and values covers 16 keys: the next 16 may be in another block.
+// Scores and outputs with AMX tiles. The rows of a tile do not affect each other, so rows without a query may hold
+// anything. A product of weights and values covers 16 keys: the next 16 may be in another block.
 #pragma once
 #include <utility>
 
@@ -17,79 +17,137 @@ template <int N, typename F> INLINE void each(const F& f) { each_of(f, std::make
 
 #define INLINE_LAMBDA __attribute__((always_inline))
 
-// Tiles 0 to 3 are sums, 4 has query vectors, 5 keys, 6 weights of 16 keys, and 7 the values of these keys.
+// Products for up to 16 query vectors: tiles 0 to 3 are sums, 4 has query vectors, 5 keys, 6 weights and 7 values, so that
+// the tiles are configured once.
+struct FewQueries {
+  static constexpr int kRowTiles = 1, kColumnTiles = 4, kLoadedColumns = 1;
+  static constexpr int kQuery = 4, kKey = 5, kWeight = 6, kValue = 7;
+  static constexpr tiles::Config kScores =
+      tiles::kWhole.with(6, tiles::kRows, kGroupPairs * 4).with(7, kGroupPairs, tiles::kRowBytes);
+  static constexpr const tiles::Config& kValues = kScores;
+};
+
+// Products for 32 query vectors at a time: tiles 0 to 3 are sums, 4 and 5 have query vectors or weights, 6 and 7 keys or
+// values. Each loaded tile is used twice.
+struct ManyQueries {
+  static constexpr int kRowTiles = 2, kColumnTiles = 2, kLoadedColumns = 2;
+  static constexpr int kQuery = 4, kKey = 6, kWeight = 4, kValue = 6;
+  static constexpr const tiles::Config& kScores = tiles::kWhole;
+  static constexpr tiles::Config kValues = tiles::kWhole.with(4, tiles::kRows, kGroupPairs * 4)
+                                               .with(5, tiles::kRows, kGroupPairs * 4)
+                                               .with(6, kGroupPairs, tiles::kRowBytes)
+                                               .with(7, kGroupPairs, tiles::kRowBytes);
+};
+
+// Up to this dimension, a tile of keys and values stays in the first-level cache. Then 16 queries at a time are faster:
+// the processor overlaps the softmax of some queries with the products of the next ones.
+constexpr int kSmallDim = 64;
+
 class TileProducts {
  public:
   // Number of 32-bit words of a query vector: whole products, filled up with zeros.
   static int64_t key_pairs(int64_t dim) { return (dim / 2 + tiles::kGroups - 1) / tiles::kGroups * tiles::kGroups; }
 
-  static void attend(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile& ahead,
-                     const int64_t* visible, float scale) {
-    for (int r = 0; r < count; r += tiles::kRows) {
-      r ? score<false>(s, first + r, tile, ahead) : score<true>(s, first + r, tile, ahead);
-      for (int i = r; i < std::min(r + tiles::kRows, count); i++)
-        softmax_pairs(s, first + i, visible[i], tile.groups(), scale);
-      r ? add_values<false>(s, first + r, tile, ahead) : add_values<true>(s, first + r, tile, ahead);
+  void attend(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile& ahead,
+              const int64_t* visible, float scale) {
+    const int most = s.padded_dim > kSmallDim ? kQueryTile : tiles::kRows;
+    for (int r = 0; r < count; r += most) {
+      const int n = std::min(most, count - r);
+      const PairedTile* next = r ? nullptr : &ahead;
+      if (n > tiles::kRows)
+        attend_with<ManyQueries>(s, first + r, n, tile, next, visible + r, scale);
+      else
+        attend_with<FewQueries>(s, first + r, n, tile, next, visible + r, scale);
     }
   }
 
  private:
-  static constexpr tiles::Config kConfig =
-      tiles::kWhole.with(6, tiles::kRows, kGroupPairs * 4).with(7, kGroupPairs, tiles::kRowBytes);
-  const tiles::Scope scope_{kConfig};
+  tiles::Scope scope_{FewQueries::kScores};
+  const tiles::Config* config_ = &FewQueries::kScores;
 
-  template <int kRows> static INLINE void fetch(const uint32_t* from, int64_t stride) {
-    for (int i = 0; i < kRows; i++) __builtin_prefetch(from + i * stride, 0, 2);
+  void use(const tiles::Config& config) {
+    if (config_ == &config) return;
+    scope_.change(config);
+    config_ = &config;
   }
 
-  // Scores of 16 query vectors and V groups of keys. Prefetches the keys of `ahead`.
-  template <int V, bool kAhead>
-  static INLINE void score_groups(PairedScratch& s, int r, const PairedTile& tile, const PairedTile& ahead, int first) {
-    each<V>([](auto v) INLINE_LAMBDA { tiles::zero<v>(); });
+  // Columns (keys of a tile, or dimensions) are the outer loop: what is loaded for them stays in the first-level cache
+  // while all rows use it.
+  template <typename Shape>
+  void attend_with(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile* ahead,
+                   const int64_t* visible, float scale) {
+    use(Shape::kScores);
+    over_blocks<Shape>(count, tile.groups(), [&](auto rows, auto columns, int r, int group) INLINE_LAMBDA {
+      score_block<Shape, rows, columns>(s, first + r, tile, group, r ? nullptr : ahead);
+    });
+    for (int i = 0; i < count; i++) softmax_pairs(s, first + i, visible[i], tile.groups(), scale);
+    use(Shape::kValues);
+    over_blocks<Shape>(count, int(s.padded_dim / kLanes), [&](auto rows, auto columns, int r, int d) INLINE_LAMBDA {
+      value_block<Shape, rows, columns>(s, first + r, tile, d * kLanes, r ? nullptr : ahead);
+    });
+  }
+
+  // Calls run(row tiles, column tiles, first row, first column) for blocks of 16 * row tiles rows.
+  template <typename Shape, typename Run> static INLINE void over_blocks(int count, int columns, const Run& run) {
+    constexpr int R = Shape::kRowTiles, C = Shape::kColumnTiles;
+    auto over_rows = [&](auto width, int c) INLINE_LAMBDA {
+      int r = 0;
+      for (; r + (R - 1) * tiles::kRows < count; r += R * tiles::kRows) run(constant<R>(), width, r, c);
+      if (R > 1 && r < count) run(constant<1>(), width, r, c);
+    };
+    int c = 0;
+    for (; c + C <= columns; c += C) over_rows(constant<C>(), c);
+    if (C > 2 && c + 2 <= columns) over_rows(constant<2>(), c), c += 2;
+    for (; c < columns; c++) over_rows(constant<1>(), c);
+  }
+
+  template <int N> using constant = std::integral_constant<int, N>;
+
+  static INLINE void fetch(const uint32_t* from, int64_t stride, int count) {
+    for (int i = 0; i < count; i++) __builtin_prefetch(from + i * stride, 0, 2);
+  }
+
+  // Scores of 16 * R query vectors and C groups of keys. Prefetches the keys of `ahead`.
+  template <typename Shape, int R, int C>
+  static INLINE void score_block(PairedScratch& s, int row, const PairedTile& tile, int group, const PairedTile* ahead) {
+    each<R * C>([](auto i) INLINE_LAMBDA { tiles::zero<i>(); });
     for (int64_t d = 0; d < s.key_pairs; d += tiles::kGroups) {
-      tiles::load<4>(s.q.data() + r * s.key_pairs + d, s.key_pairs * 4);
-      each<V>([&](auto v) INLINE_LAMBDA {
-        tiles::load<5>(tile.keys[first + v] + d * tile.key_stride, tile.key_stride * 4);
-        if (kAhead) fetch<tiles::kGroups>(ahead.keys[first + v] + d * ahead.key_stride, ahead.key_stride);
-        tiles::multiply_bf16<v, 4, 5>();
+      const uint32_t* q = s.q.data() + row * s.key_pairs + d;
+      each<R>([&](auto r) INLINE_LAMBDA {
+        tiles::load<Shape::kQuery + r>(q + r * tiles::kRows * s.key_pairs, s.key_pairs * 4);
+      });
+      each<C>([&](auto c) INLINE_LAMBDA {
+        constexpr int kColumn = c, kKey = Shape::kKey + kColumn % Shape::kLoadedColumns;
+        tiles::load<kKey>(tile.keys[group + c] + d * tile.key_stride, tile.key_stride * 4);
+        if (ahead) fetch(ahead->keys[group + c] + d * ahead->key_stride, ahead->key_stride, tiles::kGroups);
+        each<R>([](auto r) INLINE_LAMBDA { tiles::multiply_bf16<r * C + kColumn, Shape::kQuery + r, kKey>(); });
       });
     }
-    float* scores = s.scores.data() + r * kKeyTile + first * kLanes;
-    each<V>([&](auto v) INLINE_LAMBDA { tiles::store<v>(scores + v * kLanes, kKeyTile * 4); });
+    float* scores = s.scores.data() + row * kKeyTile + group * kLanes;
+    each<R * C>([&](auto i) INLINE_LAMBDA {
+      tiles::store<i>(scores + i / C * tiles::kRows * kKeyTile + i % C * kLanes, kKeyTile * 4);
+    });
   }
 
-  template <bool kAhead>
-  static void score(PairedScratch& s, int r, const PairedTile& tile, const PairedTile& ahead) {
-    int v = 0;
-    for (; v + 4 <= tile.groups(); v += 4) score_groups<4, kAhead>(s, r, tile, ahead, v);
-    for (; v < tile.groups(); v++) score_groups<1, kAhead>(s, r, tile, ahead, v);
-  }
-
-  // Adds to 16 * V dimensions of 16 outputs.
-  template <int V, bool kAhead>
-  static INLINE void add_dims(PairedScratch& s, int r, const PairedTile& tile, const PairedTile& ahead, int64_t first) {
-    float* acc = s.acc.data() + r * s.padded_dim + first;
-    each<V>([&](auto v) INLINE_LAMBDA { tiles::load<v>(acc + v * kLanes, s.padded_dim * 4); });
+  // Adds the values of a tile to 16 * C dimensions of 16 * R outputs. Prefetches the values of `ahead`.
+  template <typename Shape, int R, int C>
+  static INLINE void value_block(PairedScratch& s, int row, const PairedTile& tile, int64_t d, const PairedTile* ahead) {
+    float* acc = s.acc.data() + row * s.padded_dim + d;
+    auto sum = [&](auto i) INLINE_LAMBDA { return acc + i / C * tiles::kRows * s.padded_dim + i % C * kLanes; };
+    each<R * C>([&](auto i) INLINE_LAMBDA { tiles::load<i>(sum(i), s.padded_dim * 4); });
     for (int group = 0; group < tile.groups(); group++) {
-      tiles::load<6>(s.probs.data() + r * kPairs + group * kGroupPairs, kPairs * 4);
-      each<V>([&](auto v) INLINE_LAMBDA {
-        tiles::load<7>(tile.values[group] + first + v * kLanes, tile.value_stride * 4);
-        if (kAhead) fetch<kGroupPairs>(ahead.values[group] + first + v * kLanes, ahead.value_stride);
-        tiles::multiply_bf16<v, 6, 7>();
+      const uint32_t* weights = s.probs.data() + row * kPairs + group * kGroupPairs;
+      each<R>([&](auto r) INLINE_LAMBDA {
+        tiles::load<Shape::kWeight + r>(weights + r * tiles::kRows * kPairs, kPairs * 4);
+      });
+      each<C>([&](auto c) INLINE_LAMBDA {
+        constexpr int kColumn = c, kValue = Shape::kValue + kColumn % Shape::kLoadedColumns;
+        tiles::load<kValue>(tile.values[group] + d + c * kLanes, tile.value_stride * 4);
+        if (ahead) fetch(ahead->values[group] + d + c * kLanes, ahead->value_stride, kGroupPairs);
+        each<R>([](auto r) INLINE_LAMBDA { tiles::multiply_bf16<r * C + kColumn, Shape::kWeight + r, kValue>(); });
       });
     }
-    each<V>([&](auto v) INLINE_LAMBDA { tiles::store<v>(acc + v * kLanes, s.padded_dim * 4); });
-  }
-
-  template <bool kAhead>
-  static void add_values(PairedScratch& s, int r, const PairedTile& tile, const PairedTile& ahead) {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= s.padded_dim; d += 4 * kLanes) add_dims<4, kAhead>(s, r, tile, ahead, d);
-    if (d + 2 * kLanes <= s.padded_dim) {
-      add_dims<2, kAhead>(s, r, tile, ahead, d);
-      d += 2 * kLanes;
-    }
-    if (d < s.padded_dim) add_dims<1, kAhead>(s, r, tile, ahead, d);
+    each<R * C>([&](auto i) INLINE_LAMBDA { tiles::store<i>(sum(i), s.padded_dim * 4); });
   }
 };
 

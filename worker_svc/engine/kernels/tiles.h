@@ -51,7 +51,8 @@ inline State& used_state() {
 
 class Scope {
  public:
-  explicit Scope(const Config& config = kWhole) { state.config = &config; }
+  explicit Scope(const Config& config = kWhole) { change(config); }
+  void change(const Config& config) { state.config = &config; }
   ~Scope() { state.config = nullptr; }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
@@ -127,7 +128,9 @@ template <int kSum, int kRow, int kWeight> void multiply_int8() {
 // with unused tiles sleeps more deeply. Both take about 140 ns together. Scopes do not nest.
 class Scope {
  public:
-  explicit Scope(const Config& config = kWhole) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+  explicit Scope(const Config& config = kWhole) { change(config); }
+  // The tiles lose their content.
+  void change(const Config& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
   ~Scope() { asm volatile("tilerelease" ::: "memory"); }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
