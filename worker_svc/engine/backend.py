@@ -134,8 +134,13 @@ class Backend(Protocol):
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
     features: frozenset[str]  # see features.py
 
+    @property
+    def copies_weights(self) -> bool:
+        """`make_linear` keeps a copy of the weight, not of the bias."""
+        ...
+
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepares a weight [out, in]. The caller must not change it afterwards, because the result may refer to it."""
+        """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
         ...
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:

@@ -103,6 +103,7 @@ class CpuBackend:
     """The compiled kernels. Raises KernelBuildError where they cannot be compiled."""
 
     name = "cpu"
+    copies_weights = True
     features = features.CPU
 
     def __init__(self, threads: int, quantize: Quantization | None = None) -> None:

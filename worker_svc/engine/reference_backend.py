@@ -39,6 +39,7 @@ class ReferenceBackend:
     """Plain torch operations; see `Backend` for the contracts."""
 
     name = "reference"
+    copies_weights = False
     arithmetic = "fixed point"
     features = features.REFERENCE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,7 +49,12 @@ class Layer:
 
 
 class LinearMaker(Protocol):
-    """Prepares weights for use. Every backend implements it."""
+    """Prepares weights for use. Every backend implements it. `copies_weights`: a weight may be overwritten after
+    `make_linear`.
+    """
+
+    @property
+    def copies_weights(self) -> bool: ...
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
@@ -80,6 +86,7 @@ class WeightLoader:
         self._names = config.names
         self._backend = backend
         self._dtype = dtype
+        self._scratch = torch.empty(0, dtype=dtype)  # joined matrices, if the backend copies them
 
     def check(self) -> None:
         """Raises CheckpointError unless the checkpoint has all tensors and no others."""
@@ -196,7 +203,8 @@ class WeightLoader:
             weights += self._parts(roles, self._matrix(f"{name}.weight", shape))
             if stored.has_bias:
                 biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", shape[:1], None))
-        return self._backend.make_linear(self._join(weights), self._join(biases) if biases else None)
+        joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
+        return self._backend.make_linear(joined, self._join(biases) if biases else None)
 
     def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
         """The part of each role that is kept, of a tensor with the outputs of `roles`."""
@@ -229,3 +237,13 @@ class WeightLoader:
         if len(parts) == 1:
             return parts[0].to(self._dtype)
         return torch.cat([part.to(self._dtype) for part in parts])
+
+    def _join_in_scratch(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """As `_join`, in memory that the next call overwrites: new pages cost more than the copy."""
+        if len(parts) == 1:
+            return self._join(parts)
+        shape = sum(len(part) for part in parts), parts[0].shape[1]
+        if self._scratch.numel() < math.prod(shape):
+            self._scratch = torch.empty(math.prod(shape), dtype=self._dtype)
+        joined = self._scratch[: math.prod(shape)].view(shape)
+        return torch.cat([part.to(self._dtype) for part in parts], out=joined)

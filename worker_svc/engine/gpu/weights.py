@@ -27,6 +27,8 @@ ROW_PARALLEL = ("o", "down")  # each rank multiplies a shard of the input; outpu
 class DeviceLinears:
     """Linear layers on the device: cuBLAS, or in exact mode the Triton kernel, whose rows are independent."""
 
+    copies_weights = False
+
     def __init__(self, determinism: Determinism) -> None:
         self._product = linear.linear if determinism == "exact" else F.linear
 
