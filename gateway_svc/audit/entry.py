@@ -41,6 +41,10 @@ class Entry:
     code: str = ""  # name of a gRPC status; empty: not known yet
     http_status: int | None = None
     meters: list[Meter] = field(default_factory=list)  # a request over HTTP may have several generations
+    num_prompt_tokens: int = 0  # this and the next three are known at the end
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str = ""
     began_at: float = field(default_factory=time.time)
     started_at: float = field(default_factory=time.monotonic)
     duration_s: float = 0.0
@@ -49,6 +53,12 @@ class Entry:
         """Write the line. `code` is the result, unless another one was noted."""
         self.duration_s = time.monotonic() - self.started_at
         self.code = self.code or code
+        for meter in self.meters:
+            self.num_prompt_tokens += meter.num_prompt_tokens
+            self.num_output_tokens += meter.num_output_tokens
+            self.num_cached_tokens += meter.num_cached_tokens
+            self.finish_reason = meter.finish_reason if self.code == OK else ""
+        self.meters.clear()  # many entries may wait for a disk
         self.write(self)
 
     def fork(self, method: str) -> Entry:
@@ -73,11 +83,11 @@ class Entry:
             "credential": self.caller.credential,
             "request_id": self.request_id,
             "model": self.model,
-            "prompt_tokens": sum(meter.num_prompt_tokens for meter in self.meters),
-            "output_tokens": sum(meter.num_output_tokens for meter in self.meters),
-            "cached_tokens": sum(meter.num_cached_tokens for meter in self.meters),
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "cached_tokens": self.num_cached_tokens,
             "code": self.code,
-            "finish_reason": self.meters[-1].finish_reason if self.meters and self.code == OK else "",
+            "finish_reason": self.finish_reason,
             "duration_s": round(self.duration_s, 4),
         }
         optional = {"http_status": self.http_status, "http_request_id": self.http_request_id, "target": self.target}

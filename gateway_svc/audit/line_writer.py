@@ -18,7 +18,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 65_536  # lines, about 30 MB
+MAX_WAITING = 65_536  # lines, up to 60 MB
 MAX_WRITE_BYTES = 4096  # a pipe accepts this many bytes at once or not at all
 BATCH_S = 0.05
 RETRY_S = 1.0
