@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from svc_common.config import OFF
+from svc_common.connections import ConnectionLimits
 from svc_common.errors import ErrorInterceptor, NotFoundError, UnimplementedError
 from svc_common.serve import SERVER_OPTIONS, BindError
 
@@ -101,7 +102,8 @@ class AdminServer:
 
     async def _start_grpc(self, listen: str) -> str:
         # A probe is small. Without the limit, any caller could send 64 MiB.
-        options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": MAX_PROBE_BYTES}
+        options = dict(SERVER_OPTIONS) | ConnectionLimits().options()
+        options["grpc.max_receive_message_length"] = MAX_PROBE_BYTES
         self._grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=list(options.items()))
         checks = {"": self._is_ready, "liveness": self._is_alive, "readiness": self._is_ready}
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(checks), self._grpc)

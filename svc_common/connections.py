@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frames of HTTP/2
 IDLE_TIMEOUT_S = 600.0  # without a call; gRPC clients connect again by themselves
@@ -27,7 +30,7 @@ class ConnectionLimits:
     def options(self) -> dict[str, Any]:
         """As options of a grpc.aio server."""
         options: dict[str, Any] = {
-            "grpc.max_allowed_incoming_connections": self.max_connections,
+            "grpc.max_allowed_incoming_connections": _within_file_limit(self.max_connections),
             "grpc.max_concurrent_streams": self.max_streams,
             "grpc.server_handshake_timeout_ms": int(HANDSHAKE_TIMEOUT_S * 1000),
             "grpc.max_connection_idle_ms": int(IDLE_TIMEOUT_S * 1000),
@@ -38,6 +41,21 @@ class ConnectionLimits:
             # GOAWAY: open calls may finish on the connection, new calls use another one.
             options["grpc.max_connection_age_ms"] = int(self.max_age_s * 1000)
         return options
+
+
+def _within_file_limit(max_connections: int) -> int:
+    """The number of connections that leaves a quarter of the files that this process may open for other uses."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    possible = max_connections if hard == resource.RLIM_INFINITY else max(1, hard * 3 // 4)
+    if possible < max_connections:
+        log.warning(
+            "at most %d of %d connections are accepted, because this process may open %d files; raise its hard limit "
+            "(ulimit -Hn, LimitNOFILE)",
+            possible,
+            max_connections,
+            hard,
+        )
+    return min(possible, max_connections)
 
 
 def raise_file_limit() -> None:

@@ -159,6 +159,15 @@ async def test_headers_above_the_limit_are_refused(serve: Serve) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_connections_leave_files_for_other_uses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for hard, expected in ((100, 75), (10_000, 4096), (resource.RLIM_INFINITY, 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (64, hard))
+        assert ConnectionLimits().options()["grpc.max_allowed_incoming_connections"] == expected
+    assert [record.message[:43] for record in caplog.records] == ["at most 75 of 4096 connections are accepted"]
+
+
 def test_a_service_may_open_as_many_files_as_the_hard_limit() -> None:
     code = "; ".join(
         (

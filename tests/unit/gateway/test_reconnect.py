@@ -14,6 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc import scheduler_client
+from svc_common import errors
 from svc_common.serve import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
     ABORTED,
@@ -263,6 +264,34 @@ async def test_a_request_too_large_to_move_affects_no_other(
     assert ids_of(await rest(other)) == [10]
     assert scheduler.num_attached == 2
     await until(lambda: not gateway.dispatcher.num_open)
+
+
+async def test_a_message_with_too_many_fields_ends_the_link_of_its_scheduler_only(
+    bundle: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request moves to the other scheduler, whose own request is not affected."""
+    monkeypatch.setattr(errors, "MAX_STREAM_FIELDS", 1000)
+    pair = [FakeScheduler(make_info(bundle), bundle) for _ in range(2)]
+    for epoch, fake in enumerate(pair):
+        fake.scheduler_epoch = 100 + epoch
+        await fake.start()
+    async with TestGateway([fake.address for fake in pair]) as gateway:
+        await gateway.ready()
+        prompts = [pb.Prompt(tokens=types.TokenIds(ids=[i])) for i in range(20)]
+        calls = [gateway.generate(prompt=prompt) for prompt in prompts]
+        await until(lambda: sum(len(fake.submits) for fake in pair) == 20 and all(fake.submits for fake in pair))
+        hostile, good = pair
+        num_moved = len(hostile.submits)
+        hostile.say(deltas=scheduler_pb2.Deltas(finished=[scheduler_pb2.SampleFinished()] * 40_000))
+        await until(lambda: len(good.submits) + len(hostile.submits) == 20 + num_moved)
+        for fake in pair:
+            for submit in fake.submits[num_moved:] if fake is hostile else fake.submits:
+                fake.finish(submit.handle, ids=[7])
+        assert [ids_of(await rest(call)) for call in calls] == [[7]] * 20
+        await until(lambda: hostile.num_attached == 2)
+        assert good.num_attached == 1
+    for fake in pair:
+        await fake.stop()
 
 
 class GarblingScheduler:
