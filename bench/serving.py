@@ -110,7 +110,7 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
     best = fastest(stack)
     inproc_tok_s = max(speed["tok_s"] for speed in inproc)
     inproc_per_cpu_s = max(speed["tok_per_cpu_s"] for speed in inproc)
-    figures = {
+    figures: dict[str, Any] = {
         "stack_tok_s": round(best["output_tokens_per_s"], 1),
         "inproc_tok_s": inproc_tok_s,
         "ratio": round(best["output_tokens_per_s"] / inproc_tok_s, 3),
@@ -124,16 +124,19 @@ def measure(name: str, args: argparse.Namespace, peers: Sequence[str], scratch: 
     if workload.shared_len:
         cold = another_stack(model, requests, args, scratch, "--no-prefix-caching")
         figures["no_cache_tok_s"] = round(cold["output_tokens_per_s"], 1)
+        figures["steal_pct"]["no_cache"] = cold["steal_pct"]
         figures["no_cache_ttft_p50_ms"] = cold["ttft_ms"]["p50"]
         figures["ttft_gain"] = round(cold["ttft_ms"]["p50"] / best["ttft_ms"]["p50"], 2)
     if name == INT8_WORKLOAD:
         int8 = another_stack(model, requests, args, scratch, "--quantize", "int8")
         figures["int8_tok_s"] = round(int8["output_tokens_per_s"], 1)
+        figures["steal_pct"]["int8"] = int8["steal_pct"]
     for key, value in figures.items():
         report(f"  {key:24} {value}")
     for peer in [*peers, *(["llama_q8"] if name == INT8_WORKLOAD and "llama" in peers else [])]:
-        figures[PEER_KEYS[peer]] = peer_tok_s(peer, model, requests, args)
-        report(f"  {PEER_KEYS[peer]:24} {figures[PEER_KEYS[peer]]}")
+        found = peer_run(peer, model, requests, args)
+        figures[PEER_KEYS[peer]], figures["steal_pct"][peer] = found["tok_s"], found.get("steal_pct")
+        report(f"  {PEER_KEYS[peer]:24} {found['tok_s']}, steal {found.get('steal_pct')} %")
     return figures
 
 
@@ -251,13 +254,13 @@ def engine_speed(name: str, args: argparse.Namespace) -> dict[str, float]:
     return dict(last_json([sys.executable, "bench/worker.py", *flags], cores=args.places.model)[name]["bfloat16"])
 
 
-def peer_tok_s(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> float | None:
-    """Output tokens per second of a peer. None if it is not installed or fails; the reason goes to stderr."""
+def peer_run(peer: str, model: Path, requests: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """tok_s of a peer: None if it is not installed or fails; the reason goes to stderr."""
     try:
-        return float(RUN_PEER[peer](model, requests, args))
+        return quiet(lambda: {"tok_s": float(RUN_PEER[peer](model, requests, args))})
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         report(f"  {peer} is not measured: {error}")
-        return None
+        return {"tok_s": None}
 
 
 def vllm_tok_s(model: Path, requests: Path, args: argparse.Namespace) -> float:
