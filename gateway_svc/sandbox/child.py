@@ -11,18 +11,24 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gateway_svc.sandbox.frames import read_frame, to_frame
 
+OOM_SCORE = Path("/proc/self/oom_score_adj")
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def limit_process(memory_bytes: int) -> None:
     """Set the limits of the whole process. Memory is address space.
 
-    The process cannot open files or sockets and, unless it runs as root, cannot start processes.
+    The process cannot open files or sockets and, unless it runs as root, cannot start processes. If the machine is out
+    of memory, the kernel ends this process before the gateway.
     """
+    with suppress(OSError):  # not Linux
+        OOM_SCORE.write_text("1000")
     if sys.platform == "linux":
         _limit(resource.RLIMIT_AS, memory_bytes)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):

@@ -144,6 +144,7 @@ async def test_the_process_cannot_open_files_and_has_no_passwords(
     await reader.token_ids(CHAT, model_with(GOOD))
     (pid,) = pids(templates)
     assert limit_of(pid, "Max open files") == limit_of(pid, "Max file size") == 0
+    assert oom_score_of(pid) == 1000
     assert limit_of(pid, "Max address space") == template_process.MAX_MEMORY_BYTES
     names = {entry.split("=")[0] for entry in environment_of(pid)}
     assert names <= {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ"}
@@ -153,6 +154,10 @@ def limit_of(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(name)]
     return int(line.split()[3])
+
+
+def oom_score_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 def environment_of(pid: int) -> list[str]:
