@@ -113,6 +113,20 @@ class Target:
         expected = {worker.name for worker in self.workers[index :: len(self.schedulers)]}
         return expected <= await ready_workers(self.schedulers[index])
 
+    def start_worker(self, module: str, *arguments: str) -> Service:
+        """Start one more worker of the first scheduler with another entry point, for a test."""
+        first = self.workers[0].command
+        at = first.index("-m") + 2
+        address = f"127.0.0.1:{free_port()}"
+        flags = ["--listen", address, "--scheduler", self.schedulers[0].address, "--worker-id", "another"]
+        flags += ["--model", str(self.model_dir), "--threads", "1", *SIM, "--token-file", str(self._folder / "tokens")]
+        service = Service(
+            "another", [*first[: at - 1], module, *arguments, *flags], address, self._folder / "another.log"
+        )
+        self.services.append(service)
+        service.start()
+        return service
+
     # -- start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from quire_client import AsyncClient, QuireError
 
 from tests.hostile import attacks
 from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, one_of_each_code, takes_messages
 from tests.hostile.target import Target
+from tests.hostile.watch import Watch
 
 SIZE = attacks.Size(frames=2_000, connections=200, open_calls=400, slow_s=1.0, bomb_bytes=4 << 20)
 COUNT = 600
 KEPT_MIB = 64.0
 PEAK_MIB = 200.0
+NUM_LIED_TO = 80
 
 
 @pytest.fixture
@@ -23,17 +28,55 @@ async def target(tmp_path: Path) -> AsyncIterator[Target]:
         yield target
 
 
-@pytest.mark.timeout(240)
-async def test_attacks_harm_neither_processes_nor_other_streams(target: Target) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(COUNT, SIZE), pytest.param(10_000, attacks.FULL, marks=pytest.mark.deep)],
+    ids=["short", "full"],
+)
+async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, count: int, size: attacks.Size) -> None:
     client = await target.connect()
     ports = one_of_each_code(target)
+    is_short = size is SIZE
+    bounds = {"kept_mib": KEPT_MIB, "peak_mib": PEAK_MIB} if is_short else {"kept_mib": 256.0, "peak_mib": 800.0}
     async with client, good_streams(target, client) as streams:
-        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB)
+        suite = Suite(target, streams, **bounds)
         spoken = [port for port in ports if takes_messages(port)]
-        await suite.mutate(spoken, count=COUNT, seed=0, is_insider=False)
-        await suite.mutate(spoken, count=COUNT, seed=0, is_insider=True)
+        await suite.mutate(spoken, count=count, seed=0, is_insider=False)
+        await suite.mutate(spoken, count=count, seed=0, is_insider=True)
         for number, (attack, places) in enumerate(all_attacks(ports).items()):
-            await suite.launch(attack, [as_stranger(port) for port in places] if number % 2 else places, SIZE)
+            await suite.launch(attack, [as_stranger(port) for port in places] if number % 2 else places, size)
     assert [str(finding) for finding in suite.findings] == []
     assert streams.wrong() == []
     assert streams.num_ended >= 8
+
+
+@pytest.mark.timeout(120)
+async def test_a_worker_that_lies_ends_no_scheduler(tmp_path: Path) -> None:
+    """It answers a tenth of all calls with mutated messages, and registers again whenever its lease is taken away."""
+    with Target(tmp_path, gateways=1, schedulers=1, workers=1) as target:
+        async with await target.connect() as client:
+            (worker,) = target.workers
+            worker.kill()
+            async with Watch("a worker that lies", [*target.schedulers, *target.gateways], []) as watch:
+                module = "tests.hostile.hostile_worker"
+                liar = target.start_worker(module, "1", "0.1")
+                results = await asyncio.gather(*(_ended(client, number) for number in range(NUM_LIED_TO)))
+                liar.kill()
+            worker.start()
+            await target.wait_leased()
+            answer = await client.generate(token_ids=[5, 6, 7], max_tokens=20, ignore_eos=True)
+    assert len(answer.token_ids) == 20
+    assert True in results
+    assert [str(finding) for finding in watch.findings] == []
+
+
+async def _ended(client: AsyncClient, number: int) -> bool:
+    """Whether a request got an answer. With a worker that lies it may fail, and its tokens may be wrong."""
+    options: list[dict[str, Any]] = [{}, {"beam_width": 3, "n": 2}, {"n": 3, "temperature": 1.0, "logprobs": 2}]
+    try:
+        async with asyncio.timeout(10.0):
+            await client.generate(token_ids=[5 + number, 6, 7], max_tokens=20, **options[number % 3])
+    except (QuireError, TimeoutError):
+        return False
+    return True

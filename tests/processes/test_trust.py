@@ -14,6 +14,7 @@ import trustme
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire_client.demo import demo_model_dir
 
+from tests.hostile import examples
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
 
@@ -27,6 +28,10 @@ SERVICES = {
     "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 }
 CALLS = [(kind, method.name) for kind, service in SERVICES.items() for method in service.methods]
+CALLERS = {"scheduler": "gateway", "worker": "scheduler"}  # the role of most methods of a service
+OTHER_CALLERS = {"Register": "worker", "CountWorkers": "worker"}
+# Words in the logs that show an effect of a call.
+EFFECTS = ("registered from", "leased", "attached", "draining", "is ready", "is lost", "left", "aborted")
 
 
 class Certificates:
@@ -103,19 +108,14 @@ def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def refusal(channel: grpc.Channel, kind: str, name: str, token: str | None = None) -> tuple[str, str]:
-    """Calls a method with an empty message. Returns code and message of the error."""
+    """Makes a valid call of a method. Returns code and message of the error; no answer may come before it."""
     service = SERVICES[kind]
     method = service.methods_by_name[name]
     metadata = None if token is None else [("authorization", f"Bearer {token}")]
-    path = f"/{service.full_name}/{name}"
+    messages = [message.SerializeToString() for message in examples.calls_of(method)[0]]
+    call = channel.stream_stream(f"/{service.full_name}/{name}")(iter(messages), timeout=TIMEOUT_S, metadata=metadata)
     try:
-        if method.client_streaming:
-            answers = channel.stream_stream(path)(iter([b""]), timeout=TIMEOUT_S, metadata=metadata)
-            next(answers)
-        elif method.server_streaming:
-            next(channel.unary_stream(path)(b"", timeout=TIMEOUT_S, metadata=metadata))
-        else:
-            channel.unary_unary(path)(b"", timeout=TIMEOUT_S, metadata=metadata)
+        next(call)
     except grpc.RpcError as error:
         return error.code().name, error.details()
     raise AssertionError(f"{name} was accepted")
@@ -125,7 +125,7 @@ def refusal(channel: grpc.Channel, kind: str, name: str, token: str | None = Non
 def test_only_the_right_certificate_may_call(with_tls: System, tmp_path: Path, kind: str, name: str) -> None:
     assert with_tls.certificates is not None
     address = with_tls.services[kind].address
-    caller = "worker" if name == "Register" else "gateway" if kind == "scheduler" else "scheduler"
+    caller = OTHER_CALLERS.get(name, CALLERS[kind])
     others = [role for role in (*ROLES, STRANGER) if role != caller]
     options = [("grpc.ssl_target_name_override", f"quire-{kind}")]
     for role in others:
@@ -153,7 +153,7 @@ def test_only_the_right_certificate_may_call(with_tls: System, tmp_path: Path, k
 
 @pytest.mark.parametrize(("kind", "name"), CALLS)
 def test_only_the_right_token_may_call(with_tokens: System, kind: str, name: str) -> None:
-    caller = "worker" if name == "Register" else "gateway" if kind == "scheduler" else "scheduler"
+    caller = OTHER_CALLERS.get(name, CALLERS[kind])
     with grpc.insecure_channel(with_tokens.services[kind].address) as channel:
         assert refusal(channel, kind, name) == (
             "UNAUTHENTICATED",
@@ -166,6 +166,39 @@ def test_only_the_right_token_may_call(with_tokens: System, kind: str, name: str
         for role in ROLES:
             if role != caller:
                 assert refusal(channel, kind, name, TOKENS[role])[0] == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+@pytest.mark.parametrize("mode", ["with_tls", "with_tokens"])
+async def test_a_stranger_changes_and_reads_nothing(mode: str, kind: str, request: pytest.FixtureRequest) -> None:
+    """Valid calls of all methods by a process of another role, and reflection: only health answers."""
+    system: System = request.getfixturevalue(mode)
+    service = system.services[kind]
+    async with await system.stack.connect(system.services["gateway"]):
+        pass
+    num_effects = count_effects(system)
+    certificates = system.certificates
+    options = [("grpc.ssl_target_name_override", f"quire-{kind}")]
+    with (
+        grpc.insecure_channel(service.address)
+        if certificates is None
+        else grpc.secure_channel(service.address, certificates.credentials(STRANGER), options)
+    ) as channel:
+        for method in SERVICES[kind].methods:
+            assert refusal(channel, kind, method.name)[0] in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+        list_services = examples.calls_of(examples.REFLECTION.methods[0])[0][0].SerializeToString()
+        reflect = channel.stream_stream(examples.path_of(examples.REFLECTION.methods[0]))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(reflect(iter([list_services]), timeout=TIMEOUT_S))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=TIMEOUT_S)
+    assert count_effects(system) == num_effects
+
+
+def count_effects(system: System) -> dict[str, int]:
+    """How often each kind of effect is in the logs of the services."""
+    log = system.stack.logs()
+    return {words: log.count(words) for words in EFFECTS}
 
 
 @pytest.mark.parametrize("kind", ["with_tls", "with_tokens"])
