@@ -61,6 +61,21 @@ def test_add_norm(backends, randn, dtype, dim, has_residual, kind):
     assert_close(results[0][1], results[1][1], dtype)
 
 
+def test_any_number_is_rounded_to_the_nearest_bfloat16(backends):
+    """Sums of any two bfloat16 numbers, also where a result is a denormal, infinite or NaN."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randint(-(1 << 15), 1 << 15, (500, 64), generator=generator).short() for _ in range(2))
+    x[:250], residual[:250] = x[:250] & ~0x7E00, residual[:250] & ~0x7E00  # small numbers
+    x, residual = x.view(torch.bfloat16), residual.view(torch.bfloat16)
+    expected = (x.float() + residual.float()).bfloat16()
+    backends[0].add_norm(x, residual, Norm(torch.ones(64).bfloat16(), None, 1e-6), torch.empty_like(x))
+    is_nan = expected.isnan()
+    assert 0 < is_nan.sum() < is_nan.numel() // 10
+    assert (expected.abs() < 2.0**-126).sum() > 1000
+    assert torch.equal(x.isnan(), is_nan)
+    assert torch.equal(x[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [7, 32])
 def test_activation_and_soft_cap(backends, randn, dtype, dim):

@@ -22,7 +22,7 @@ from worker_svc.engine.kernels import build
 
 SEEDS = range(20)
 ROWS = (*range(1, 70), 95, 96, 97, 127, 128, 129, 255, 256, 257, 272, 300, 500, 513)
-FEW_ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 257, 513)  # in software
+FEW_ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 257, 513)  # in software, and for large outputs
 
 
 @pytest.fixture(scope="module", params=["native", "tiles"])
@@ -132,7 +132,7 @@ def test_a_row_depends_on_no_other_row(request, make_linear, out_size, in_size, 
     whole = linears[0](x)
     assert not torch.isnan(whole[:334]).any()
     assert torch.isnan(whole[334]).all()
-    for n in ROWS if is_native else FEW_ROWS:
+    for n in ROWS if is_native and out_size < 2048 else FEW_ROWS:
         for start in (0, 1, 100) if n < 257 else (100,):
             for linear in linears:
                 found = linear(x[start : start + n].contiguous())

@@ -99,12 +99,25 @@ INLINE v16 load16(const uint16_t* p) {
   return (v16)bits;
 }
 INLINE void store16(float* p, v16 x) { memcpy(p, &x, sizeof x); }
-INLINE void store16(uint16_t* p, v16 x) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+// Numbers that vcvtneps2bf16 does not round as from_float does: it flushes denormals and keeps the payload of a NaN.
+INLINE int rounds_otherwise(v16 x) {
+  constexpr int kDenormalOrNan = 0x20 | 0x80 | 0x01;
+  return _mm512_fpclass_ps_mask((__m512)x, kDenormalOrNan);
+}
+#endif
+INLINE h16 narrow16(v16 x) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+  if (__builtin_expect(rounds_otherwise(x) == 0, 1)) return (h16)_mm512_cvtneps_pbh((__m512)x);
+#endif
   u16v bits = (u16v)x;
   u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   i16 is_number = x == x;
   u16v result = (rounded & (u16v)is_number) | (0x7fc0u & ~(u16v)is_number);
-  h16 h = __builtin_convertvector(result, h16);
+  return __builtin_convertvector(result, h16);
+}
+INLINE void store16(uint16_t* p, v16 x) {
+  const h16 h = narrow16(x);
   memcpy(p, &h, sizeof h);
 }
 
@@ -116,10 +129,7 @@ INLINE void store32(float* p, v16 low, v16 high, bool) {
 }
 INLINE void store32(uint16_t* p, v16 low, v16 high, [[maybe_unused]] bool is_streamed) {
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-  // The instruction rounds as store16 does, except that it flushes denormals and keeps the payload of a NaN.
-  constexpr int kDenormalOrNan = 0x20 | 0x80 | 0x01;
-  const int rare = _mm512_fpclass_ps_mask((__m512)low, kDenormalOrNan) | _mm512_fpclass_ps_mask((__m512)high, kDenormalOrNan);
-  if (__builtin_expect(rare == 0, 1)) {
+  if (__builtin_expect((rounds_otherwise(low) | rounds_otherwise(high)) == 0, 1)) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     if (is_streamed && uintptr_t(p) % sizeof both == 0)
       _mm512_stream_si512((__m512i*)p, both);
