@@ -217,8 +217,8 @@ class LeastBacklog(Fleet):
     """Late binding to the worker that has the fewest tokens to prefill, in steps in flight and after them."""
 
     def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
-        uncached = entry.seq.data.num_tokens - self._update_cached(entry, now)
-        room = self._room(entry)
+        self._update_cached(entry, now)
+        room, uncached = self._room(entry), entry.uncached_at
         scores = self._load + uncached
         i = int(np.where(room, scores, np.inf).argmin() if room.any() else scores.argmin())
         self._count_in(i, int(uncached[i]), entry.num_rows)

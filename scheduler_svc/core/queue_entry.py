@@ -12,6 +12,7 @@ from scheduler_svc.core.sequence import Sequence
 
 I64 = npt.NDArray[np.int64]
 NEVER = sys.maxsize
+NO_WORKERS: I64 = np.empty(0, dtype=np.int64)
 Key = tuple[int, bool, float, int]  # priority, is_new, virtual arrival, seq_id
 
 
@@ -34,9 +35,17 @@ class QueueEntry:
     blocked_since: float | None = None  # first time it was passed over for lack of room
     held_since: float | None = None  # first time it waited for its best worker while others had room
     refusals: dict[str, Refusal] = field(default_factory=dict)  # worker id -> its newest refusal
-    num_cached_at: I64 | None = None  # number of leading tokens cached on each worker, in the fleet's order
+    num_cached_at: I64 = field(
+        default_factory=lambda: NO_WORKERS
+    )  # number of leading tokens cached on each worker, in the fleet's order
+    uncached_at: I64 = field(default_factory=lambda: NO_WORKERS)  # number of tokens to compute on each worker
     most_cached: int = 0  # the largest value in `num_cached_at`
     cached_as_of: tuple[int, int, float] = (0, 0, 0.0)  # fleet version, fleet pass and time of the newest lookup
+
+    def set_cached(self, num_cached_at: I64) -> None:
+        """Set the number of leading tokens cached on each worker."""
+        self.num_cached_at, self.uncached_at = num_cached_at, self.seq.data.num_tokens - num_cached_at
+        self.most_cached = int(num_cached_at.max())
 
     def forget_refusals(self, worker_id: str) -> None:
         """Drop the refusal of an earlier worker process with the same id."""

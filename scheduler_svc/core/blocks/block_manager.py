@@ -115,16 +115,18 @@ class BlockManager:
             return blocks
         return blocks[: int((tokens != wanted).any(axis=1).argmax())]
 
-    def match_len(self, digests: Sequence[bytes], max_blocks: int) -> int:
+    def match_len(self, digests: Sequence[bytes], max_blocks: int, before: int = 0) -> int:
         """Number of leading digests that blocks hold: an estimate for placement, exact unless a step has failed.
 
         A block is evicted after the blocks that continue it. So the held digests are a prefix, and bisection finds its
-        end.
+        end. `before`: the result of an earlier call, which is checked first.
         """
         end = min(max_blocks, len(digests))
         held = self.held
         if not end or digests[0] not in held:
             return 0
+        if 0 < before <= end and digests[before - 1] in held and (before == end or digests[before] not in held):
+            return before
         return bisect_left(range(end), True, lo=1, key=lambda i: digests[i] not in held)
 
     def register(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> list[Fill]:

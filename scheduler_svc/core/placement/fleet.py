@@ -6,8 +6,8 @@ costs about the same for 8 workers and for 64.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,7 @@ MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on 
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The decision for one waiting sequence."""
 
     worker: WorkerBooks
@@ -95,6 +94,8 @@ class Fleet:
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
         self._load, self._free_rows, self._accepts = self._expected_prefill, self._rows, self._is_open
+        self._has_room = self._is_open  # free rows and little expected prefill
+        self._ready: list[int] = []  # positions of the ready workers
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
         self.changed = set(self._position)  # workers that may have work; the caller removes idle workers
@@ -128,6 +129,7 @@ class Fleet:
         self._is_ready.fill(len(ready) == len(self._workers))
         if len(ready) < len(self._workers):
             self._is_ready[[self._position[name] for name in ready]] = True
+        self._ready = self._is_ready.nonzero()[0].tolist()
         if is_mixed and not self._is_mixed:
             self._stale = dict(zip(self._position, self._workers, strict=True))
         self._is_mixed = is_mixed
@@ -136,8 +138,11 @@ class Fleet:
         self._stale = {}
         self._reserved = None
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
-        has_rows = (self._free_rows > 0) | (self._least_urgent > NOTHING_RUNS) if is_mixed else self._free_rows > 0
-        self._accepts = self._is_ready & self._is_open & has_rows & (self._load < self._max_pending)
+        has_rows, is_little = self._free_rows > 0, self._load < self._max_pending
+        self._has_room = has_rows & is_little
+        if is_mixed:
+            has_rows = has_rows | (self._least_urgent > NOTHING_RUNS)
+        self._accepts = self._is_ready & self._is_open & has_rows & is_little
         self.num_accepting = int(np.count_nonzero(self._accepts))
 
     def _read(self, i: int, worker: WorkerBooks) -> None:
@@ -154,7 +159,8 @@ class Fleet:
         """
         seq = entry.seq
         eligible = self._eligible(seq)
-        uncached = seq.data.num_tokens - self._update_cached(entry, now)
+        self._update_cached(entry, now)
+        uncached = entry.uncached_at
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
         best = best_place(scores, slack, self._pressure, eligible)
@@ -176,12 +182,12 @@ class Fleet:
         self.num_accepting = int(np.count_nonzero(self._accepts))
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
-        self._load[i] += num_tokens
-        self._free_rows[i] -= num_rows
-        if not self._accepts[i]:
-            return
-        has_rows = self._free_rows[i] > 0 or self._least_urgent[i] > NOTHING_RUNS
-        if not has_rows or self._load[i] >= self._max_pending[i]:
+        load, free_rows = self._load[i] + num_tokens, self._free_rows[i] - num_rows
+        self._load[i], self._free_rows[i] = load, free_rows
+        is_full = load >= self._max_pending[i]
+        if is_full or free_rows <= 0:
+            self._has_room[i] = False
+        if self._accepts[i] and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
             self._accepts[i] = False
             self.num_accepting -= 1
 
@@ -208,6 +214,8 @@ class Fleet:
         """Workers that have a row for the sequence (or a less urgent row to preempt), have not refused it, and have
         little expected prefill.
         """
+        if not entry.refusals and not self._is_mixed and self._reserved is None:
+            return self._has_room
         refusals = self._refusals(entry) if entry.refusals else []
         room: Bools = self._free_rows > 0
         for i, _ in refusals:
@@ -234,29 +242,39 @@ class Fleet:
         if self._workers:
             self._update_cached(entry, now)
 
-    def _update_cached(self, entry: QueueEntry, now: float) -> I64:
-        """Number of leading tokens cached on each worker. Looks them up on all workers if the last lookup is old, else
-        only on the ready workers.
+    def _update_cached(self, entry: QueueEntry, now: float) -> None:
+        """Update the number of leading tokens cached on each worker. Looks them up on all workers if the last lookup is
+        old, else only on the ready workers.
         """
-        seq, max_cached = entry.seq, entry.seq.max_cached_tokens
+        seq = entry.seq
         version, last_pass, when = entry.cached_as_of
-        if entry.num_cached_at is None or version != self._version or now - when >= MAX_LOOKUP_AGE_S:
+        if version != self._version:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
-            entry.num_cached_at, entry.most_cached = self._num_cached(seq.digests, max_cached)
-            entry.cached_as_of = (self._version, self._pass, now)
-        elif last_pass != self._pass - 1 or when != now:  # otherwise the sequence has just joined the queue
-            for i in np.flatnonzero(self._is_ready).tolist():
-                entry.num_cached_at[i] = self._workers[i].num_cached(seq.digests, max_cached)
-            entry.most_cached = int(entry.num_cached_at.max())
-        return entry.num_cached_at
+            entry.set_cached(self._num_cached(seq.digests, seq.max_cached_tokens))
+        elif now - when >= MAX_LOOKUP_AGE_S:
+            self._recount(entry, range(len(self._workers)))
+        else:
+            if last_pass != self._pass - 1 or when != now:  # otherwise the sequence has just joined the queue
+                self._recount(entry, self._ready)
+            return
+        entry.cached_as_of = (self._version, self._pass, now)
 
-    def _num_cached(self, digests: list[bytes], max_cached: int) -> tuple[I64, int]:
-        """Number of cached leading tokens on each worker, and the largest of them. Most workers do not even hold the
-        first block.
-        """
+    def _recount(self, entry: QueueEntry, positions: Iterable[int]) -> None:
+        """Look up the cached tokens on these workers again. They seldom differ from those of the last lookup."""
+        found, digests, max_cached = entry.num_cached_at, entry.seq.digests, entry.seq.max_cached_tokens
+        has_changed = False
+        for i in positions:
+            before = int(found[i])
+            found[i] = count = self._workers[i].num_cached(digests, max_cached, before)
+            has_changed |= count != before
+        if has_changed:
+            entry.set_cached(found)
+
+    def _num_cached(self, digests: list[bytes], max_cached: int) -> I64:
+        """Number of cached leading tokens on each worker. Most workers do not even hold the first block."""
         first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
         counts = [worker.num_cached(digests, max_cached) if first in held else 0 for held, worker in at]
-        return np.array(counts, dtype=np.int64), max(counts)
+        return np.array(counts, dtype=np.int64)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
         """Append to `digests` the missing digests of a sequence's full blocks."""

@@ -136,10 +136,12 @@ class WorkerBooks:
             ids = np.array([block.block_id for block in listed], dtype=np.int64)
             self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
-    def num_cached(self, digests: Seq[bytes], max_tokens: int) -> int:
-        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`."""
+    def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0) -> int:
+        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`. `before`: the result of an
+        earlier call.
+        """
         bs = self.capacity.block_size
-        return bs * self.pool.match_len(digests, max_tokens // bs)
+        return bs * self.pool.match_len(digests, max_tokens // bs, before // bs)
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
