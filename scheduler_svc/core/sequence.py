@@ -111,7 +111,8 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """See `SequenceGroup.max_cached_tokens`."""
-        return self.group.max_cached_tokens(self.data.num_tokens)
+        num_tokens = len(self.data.prompt) + len(self.data.output)
+        return num_tokens - 1 if self.group.prompt_logprobs is None else self.group.max_cached_tokens(num_tokens)
 
     @property
     def is_finished(self) -> bool:
