@@ -16,7 +16,9 @@ from tests.hostile.target import Target
 from tests.hostile.watch import Watch
 
 SIZE = attacks.Size(frames=2_000, connections=200, open_calls=400, slow_s=1.0, bomb_bytes=4 << 20)
-COUNT = 600
+COUNT = 400
+# Without credentials, these end before the code that they are for. Other attacks alternate between both callers.
+FOR_INSIDERS = (attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers)
 KEPT_MIB = 64.0
 PEAK_MIB = 200.0
 NUM_LIED_TO = 80
@@ -45,7 +47,8 @@ async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, 
         await suite.mutate(spoken, count=count, seed=0, is_insider=False)
         await suite.mutate(spoken, count=count, seed=0, is_insider=True)
         for number, (attack, places) in enumerate(all_attacks(ports).items()):
-            await suite.launch(attack, [as_stranger(port) for port in places] if number % 2 else places, size)
+            is_stranger = number % 2 and attack not in FOR_INSIDERS
+            await suite.launch(attack, [as_stranger(port) for port in places] if is_stranger else places, size)
     assert [str(finding) for finding in suite.findings] == []
     assert streams.wrong() == []
     assert streams.num_ended >= 8
