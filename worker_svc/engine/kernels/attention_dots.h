@@ -49,16 +49,22 @@ struct Dots {
     v16 acc[2][R][V];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) acc[0][r][v] = load16(out + r * dim + first + v * kLanes), acc[1][r][v] = v16{};
-    for (int group = 0; group < tile.groups(); group++) {
-      const uint32_t *values = tile.values[group] + first, *next = ahead.values[group] + first;
-      for (int p = 0; p < kGroupPairs; p++, values += tile.value_stride, next += ahead.value_stride)
-        for (int v = 0; v < V; v++) {
-          if (kAhead) _mm_prefetch((const char*)(next + v * kLanes), _MM_HINT_T1);
-          const __m512i x = _mm512_loadu_si512(values + v * kLanes);
-          for (int r = 0; r < R; r++)
-            acc[p % 2][r][v] = multiply(acc[p % 2][r][v], x, probs[r * kPairs + group * kGroupPairs + p]);
-        }
-    }
+    // The parity is a constant in each call: sums with a computed index would not stay in registers.
+    auto add = [&](auto parity, int group, int p) __attribute__((always_inline)) {
+      const uint32_t* values = tile.values[group] + p * tile.value_stride + first;
+      const uint32_t* next = ahead.values[group] + p * ahead.value_stride + first;
+      for (int v = 0; v < V; v++) {
+        if (kAhead) _mm_prefetch((const char*)(next + v * kLanes), _MM_HINT_T1);
+        const __m512i x = _mm512_loadu_si512(values + v * kLanes);
+        for (int r = 0; r < R; r++)
+          acc[parity][r][v] = multiply(acc[parity][r][v], x, probs[r * kPairs + group * kGroupPairs + p]);
+      }
+    };
+    for (int group = 0; group < tile.groups(); group++)
+      for (int p = 0; p < kGroupPairs; p += 2) {
+        add(std::integral_constant<int, 0>(), group, p);
+        add(std::integral_constant<int, 1>(), group, p + 1);
+      }
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) store16(out + r * dim + first + v * kLanes, acc[0][r][v] + acc[1][r][v]);
   }
