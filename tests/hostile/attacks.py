@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import random
 import struct
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +59,11 @@ class Size:
     open_calls: int
     slow_s: float  # how long slow clients hold their connections
     bomb_bytes: int
+    repeat_s: float = 0.0  # an attack starts again until this time is over: gRPC soon closes a connection with a flood
 
 
 SHORT = Size(frames=5_000, connections=500, open_calls=1_000, slow_s=3.0, bomb_bytes=8 << 20)
-FULL = Size(frames=100_000, connections=2_000, open_calls=20_000, slow_s=60.0, bomb_bytes=32 << 20)
+FULL = Size(frames=100_000, connections=2_000, open_calls=20_000, slow_s=60.0, bomb_bytes=32 << 20, repeat_s=5.0)
 
 Attack = Callable[[Port, Size], Coroutine[Any, Any, None]]
 
@@ -531,8 +533,11 @@ HTTP_ATTACKS: tuple[Attack, ...] = (
 
 async def launch(attack: Attack, port: Port, size: Size) -> None:
     """Run an attack. A port that refuses connections is no error here: `Watch` reports it."""
+    until = time.monotonic() + size.repeat_s
     with contextlib.suppress(OSError):
         await attack(port, size)
+        while time.monotonic() < until:
+            await attack(port, size)
 
 
 def attacks_on(port: Port) -> tuple[Attack, ...]:
