@@ -77,10 +77,10 @@ def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloade
     tmp_path: Path, repository: Path
 ) -> None:
     config = json.loads((repository / "config.json").read_text())
-    (repository / "config.json").write_text(json.dumps(config | {"architectures": ["MixtralForCausalLM"]}))
+    (repository / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
     with hub_server(REPO, repository) as hub:
         said = serve(REPO, tmp_path / "cache", hub)
-    assert "its weights were not downloaded: architectures: MixtralForCausalLM is not supported" in said
+    assert "its weights were not downloaded: architectures: MambaForCausalLM is not supported" in said
     assert "model.safetensors" not in hub.downloaded
 
 

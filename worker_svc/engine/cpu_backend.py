@@ -49,7 +49,7 @@ _SIGNATURES = {
         *(_INT, _POINTER, _INT, *[_POINTER] * 4, _LONG),
         *([_POINTER] * 5 + [_LONG] * 5 + [_FLOAT, _INT]),
     ],
-    "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _INT],
+    "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _FLOAT, _LONG, _INT],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
     "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
@@ -210,6 +210,8 @@ class CpuBackend:
             heads.head_dim,
             cache[0].shape[-1],
             shape.scale,
+            shape.soft_cap or 0.0,
+            shape.window or 0,
             self._threads,
         )
 

@@ -22,7 +22,7 @@ FEATURES = {
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
 }
 REFERENCE = frozenset(FEATURES)
-CPU = REFERENCE - {"sliding_window", "soft_caps"}
+CPU = REFERENCE
 CUDA: frozenset[str] = frozenset()
 OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
 

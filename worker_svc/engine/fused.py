@@ -55,6 +55,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
         ("experts", _ExpertsStruct),
         ("rotary", _RotaryStruct),
+        ("window", _LONG),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
     )
 
@@ -66,7 +67,7 @@ class _ModelStruct(ctypes.Structure):
         ("head", LinearStruct),
         *((name, _LONG) for name in ("num_layers", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "logit_cap")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
     )
 
 
@@ -89,7 +90,7 @@ class FusedModel:
         self._kept = (parts, pool, experts)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, arrays, parts.rotary(index), pool.layer(index))
+                _describe(layer, arrays, parts.rotary(index), config.layers[index].window, pool.layer(index))
                 for index, (layer, arrays) in enumerate(zip(parts.layers, experts, strict=True))
             )
         )
@@ -116,6 +117,7 @@ class FusedModel:
             config.norm_eps,
             config.attention_scale,
             config.embedding_scale,
+            config.attention_soft_cap or 0.0,
             config.logit_soft_cap or 0.0,
         )
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
@@ -200,7 +202,11 @@ def _expert_arrays(part: FeedForward | RoutedExperts) -> tuple[Structs, Structs]
 
 
 def _describe(
-    layer: Layer, arrays: tuple[Structs, Structs], rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]
+    layer: Layer,
+    arrays: tuple[Structs, Structs],
+    rotary: RotaryTable | None,
+    window: int | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
 ) -> _LayerStruct:
     qk_norms, part = layer.qk_norms or (None, None), layer.feed_forward
     dense = (part.gate_up, part.down) if isinstance(part, FeedForward) else ()
@@ -211,6 +217,7 @@ def _describe(
         *(map(_linear_struct, dense) if dense else (LinearStruct(), LinearStruct())),
         _experts_struct(part, arrays),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
+        window or 0,
         *(part.data_ptr() for part in cache),
     )
 

@@ -15,7 +15,18 @@ from worker_svc.engine.backends import make_backend
 from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
 from worker_svc.engine.machine import instruction_sets
 
-SHAPES = [HeadShape(4, 2, 32), HeadShape(3, 1, 40), HeadShape(2, 1, 96)]
+
+def shape_of(num_q_heads, num_kv_heads, head_dim, soft_cap=None, window=None):
+    return AttentionShape(HeadShape(num_q_heads, num_kv_heads, head_dim), head_dim**-0.5, soft_cap, window)
+
+
+SHAPES = {
+    "4x2": shape_of(4, 2, 32),
+    "3x1": shape_of(3, 1, 40),
+    "2x1": shape_of(2, 1, 96),
+    "window": shape_of(4, 2, 32, window=90),
+    "cap": shape_of(2, 1, 96, 1.5, 130),
+}
 LENGTH = 300
 AMX = {"amx_tile", "amx_bf16", "amx_int8"}
 
@@ -26,9 +37,10 @@ class Sequence:
     def __init__(self, shape, length, dtype, seed=0, scale=1.0):
         generator = torch.Generator().manual_seed(seed)
         self.length = length
-        self.q = torch.randn(length, shape.num_q_heads, shape.head_dim, generator=generator).to(dtype)
+        heads = shape.heads
+        self.q = torch.randn(length, heads.num_q_heads, heads.head_dim, generator=generator).to(dtype)
         self.k, self.v = (
-            (torch.randn(length, shape.num_kv_heads, shape.head_dim, generator=generator) * scale).to(dtype)
+            (torch.randn(length, heads.num_kv_heads, heads.head_dim, generator=generator) * scale).to(dtype)
             for _ in range(2)
         )
 
@@ -36,15 +48,15 @@ class Sequence:
 def attend(backend, shape, chunks, block_size=16, shared=()):
     """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first shared[i]
     tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN."""
-    dtype = chunks[0][0].q.dtype
+    dtype, heads = chunks[0][0].q.dtype, shape.heads
     ends = [end for _, _, end in chunks]
     per_row = -(-max(ends) // block_size)
     order = np.random.default_rng(1).permutation(per_row * len(chunks)).astype(np.int32)
     tables = order.reshape(len(chunks), per_row)
     for table, num_tokens in zip(tables, shared, strict=False):
         table[: num_tokens // block_size] = tables[0, : num_tokens // block_size]
-    keys = torch.full((len(order), shape.num_kv_heads, shape.head_dim, block_size), float("nan"), dtype=dtype)
-    values = torch.full((len(order), shape.num_kv_heads, block_size, shape.head_dim), float("nan"), dtype=dtype)
+    keys = torch.full((len(order), heads.num_kv_heads, heads.head_dim, block_size), float("nan"), dtype=dtype)
+    values = torch.full((len(order), heads.num_kv_heads, block_size, heads.head_dim), float("nan"), dtype=dtype)
     for table, (sequence, _, end) in zip(tables, chunks, strict=True):
         for position in range(end):
             block, offset = int(table[position // block_size]), position % block_size
@@ -57,17 +69,21 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
     batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused)
     q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
     out = torch.empty_like(q)
-    attention = AttentionShape(shape, shape.head_dim**-0.5)
-    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, attention)
+    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, shape)
     return list(out.split([end - first for _, first, end in chunks]))
 
 
 def plain_attention(sequence, shape):
     """The same in float64."""
-    group = shape.num_q_heads // shape.num_kv_heads
+    group = shape.heads.num_q_heads // shape.heads.num_kv_heads
     q, k, v = (x.double().transpose(0, 1) for x in (sequence.q, sequence.k, sequence.v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+    scores = q @ k.mT * shape.scale
+    if shape.soft_cap is not None:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+    distance = torch.arange(sequence.length)[:, None] - torch.arange(sequence.length)
+    is_seen = (distance >= 0) & (distance < (shape.window or sequence.length))
+    return (scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -75,7 +91,7 @@ def dtype(request):
     return getattr(torch, request.param)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_q_heads}x{s.num_kv_heads}x{s.head_dim}")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_token_does_not_depend_on_its_batch(kernel_build, dtype, shape):
     backend, other_threads = make_backend("cpu", 1, "exact"), make_backend("cpu", 2, "exact")
     sequence = Sequence(shape, LENGTH, dtype)
@@ -97,7 +113,9 @@ def test_a_token_does_not_depend_on_its_batch(kernel_build, dtype, shape):
     assert torch.equal(found[4], whole[200:261])
 
 
-@pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(6, 1, 16)], ids=["4x2", "6x1"])
+@pytest.mark.parametrize(
+    "shape", [shape_of(4, 2, 32), shape_of(6, 1, 16), SHAPES["window"]], ids=["4x2", "6x1", "window"]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_that_share_blocks_compute_as_if_alone(kernel_build, dtype, shape, threads):
     backend = make_backend("cpu", threads, "exact")
@@ -120,7 +138,7 @@ def test_rows_that_share_blocks_compute_as_if_alone(kernel_build, dtype, shape, 
 def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch, dim):
     if missing := AMX - instruction_sets():
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    shape = HeadShape(4, 2, dim)
+    shape = shape_of(4, 2, dim, window=90)
     sequence = Sequence(shape, 200, torch.bfloat16, scale=2.0)
     results = []
     for kernels in (kernel_builds("native"), load_kernels_built_with(*native_flags(), "-O1", "-DQUIRE_EMULATED_TILES")):

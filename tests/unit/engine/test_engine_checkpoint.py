@@ -13,6 +13,7 @@ from transformers import MistralConfig
 
 from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
+from worker_svc.engine import features
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.settings import choose_max_model_len
 from worker_svc.engine.weights_digest import WeightsDigest
 
 
@@ -170,20 +172,24 @@ def test_max_model_len(folder, rewrite_config, caplog):
     assert load(folder, max_model_len=50).info.max_model_len == 50
     with pytest.raises(ValueError, match="max_model_len 2000 is above the model's 1024"):
         load(folder, max_model_len=2000)
-    rewrite_config(folder, use_sliding_window=True, sliding_window=70, layer_types=["sliding_attention"])
-    assert load(folder).info.max_model_len == 70
-    assert "sliding window of 70" in caplog.text
-    rewrite_config(folder, layer_types=["full_attention"])
-    assert load(folder).info.max_model_len == 128
 
 
-def test_mistral_window_caps_the_length(tmp_path):
+def test_a_window_caps_the_length_where_no_token_may_leave_it(tmp_path, caplog):
     folder = make_model(tmp_path, "mistral", sliding_window=64)
-    assert load(folder).info.max_model_len == 64
-    config = json.loads((folder / "config.json").read_text())
+    assert load(folder).info.max_model_len == 128  # the pool's limit
+    config = EngineConfig(folder, num_blocks=8)
+    model = parse_config(json.loads((folder / "config.json").read_text()))
+    assert choose_max_model_len(config, model, 8, features.CUDA) == 64
+    assert "sliding window of 64" in caplog.text
+    assert choose_max_model_len(config, model, 8, features.CPU) == 128
+
+
+def test_window_fields(tmp_path):
+    config = json.loads((make_model(tmp_path, "mistral") / "config.json").read_text())
     del config["sliding_window"]
     assert parse_config(config).window == MistralConfig.from_dict(config).sliding_window == 4096
     assert parse_config(config | {"sliding_window": None}).window is None
+    assert parse_config(config | {"sliding_window": 70}).within(70).window is None
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])

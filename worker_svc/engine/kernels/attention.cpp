@@ -49,12 +49,12 @@ template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const A
 
 void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
                      const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
-                     float scale) {
+                     const Scores& scores) {
   auto run = [&](auto type) {
     typedef decltype(type) T;
     const int64_t block_shift = __builtin_ctzll(uint64_t(shape.block_size));
     const AttentionArgs<T> args{(const T*)q,   (const T*)k_cache, (const T*)v_cache, (T*)out,     rows,
-                                shape.q_heads, shape.kv_heads,    shape.head_dim,    block_shift, scale};
+                                shape.q_heads, shape.kv_heads,    shape.head_dim,    block_shift, scores};
     attend(pass, args, plan);
   };
   is_bf16 ? run(uint16_t()) : run(float());
@@ -70,10 +70,12 @@ int quire_kv_is_paired(int is_bf16, int64_t block_size) {
 void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out,
                            const int32_t* tables, int64_t table_stride, const int32_t* rows,
                            const int32_t* query_starts, const int32_t* context_lens, int64_t num_rows, int64_t q_heads,
-                           int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, int threads) {
+                           int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, float cap,
+                           int64_t window, int threads) {
   Pass pass(threads);
   const AttentionRows all{tables, table_stride, rows, query_starts, context_lens, num_rows};
   const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
-  paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out, scale);
+  paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out,
+                  {scale, cap, window});
 }
 }

@@ -84,25 +84,25 @@ struct Dots {
 
   template <int R, bool kAhead>
   static INLINE void attend_rows(PairedScratch& s, int first, const PairedTile& tile, const PairedTile& ahead,
-                                 const int64_t* visible, float scale) {
+                                 const Sight* sights, const Scores& scores) {
     constexpr int V = R >= 8 ? 2 : 4;
     score_rows<R, V, kAhead>(s.q.data() + first * s.key_pairs, s.key_pairs, tile, ahead,
                              s.scores.data() + first * kKeyTile);
-    for (int r = 0; r < R; r++) softmax_pairs(s, first + r, visible[r], tile.groups(), scale);
+    for (int r = 0; r < R; r++) softmax_pairs(s, first + r, sights[r], tile.groups(), scores);
     value_rows<R, kAhead>(s.probs.data() + first * kPairs, tile, ahead, s.padded_dim,
                           s.acc.data() + first * s.padded_dim);
   }
 
   static void attend(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile& ahead,
-                     const int64_t* visible, float scale) {
+                     const Sight* sights, const Scores& scores) {
     int r = 0;
     auto run = [&](auto rows) {
       constexpr int R = decltype(rows)::value;
       for (; r + R <= count; r += R) {
         if (r == 0)
-          attend_rows<R, true>(s, first + r, tile, ahead, visible + r, scale);
+          attend_rows<R, true>(s, first + r, tile, ahead, sights + r, scores);
         else
-          attend_rows<R, false>(s, first + r, tile, ahead, visible + r, scale);
+          attend_rows<R, false>(s, first + r, tile, ahead, sights + r, scores);
       }
     };
     run(std::integral_constant<int, 8>());

@@ -142,19 +142,20 @@ void value_tile(const float* probs, int queries, const KeyTile<T>& tile, int cou
   for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
 }
 
-// Turns one row of scores into weights. Keys of the tile after the first `visible` get weight 0.
-INLINE void softmax_lanes(float* scores, int64_t visible, int groups, float& row_max, float& row_sum, float* acc,
-                        int64_t dim) {
-  if (visible <= 0) {
+// Turns one row of scores into weights. Keys of the tile outside `sight` get weight 0.
+INLINE void softmax_lanes(float* scores, Sight sight, float cap, int groups, float& row_max, float& row_sum, float* acc,
+                          int64_t dim) {
+  const int from = int(std::max<int64_t>(sight.from, 0)), to = int(std::min<int64_t>(sight.to, groups * kLanes));
+  if (from >= to) {
     for (int v = 0; v < groups; v++) store16(scores + v * kLanes, v16{});
     return;
   }
   const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int limit = int(std::min<int64_t>(visible, kKeyTile));
   v16 top = splat(row_max);
   for (int v = 0; v < groups; v++) {
     v16 s = load16(scores + v * kLanes);
-    s = lane < limit - v * kLanes ? s : splat(kNegInf);
+    if (cap != 0.f) s = soft_cap16(s, cap);
+    s = ((lane >= from - v * kLanes) & (lane < to - v * kLanes)) ? s : splat(kNegInf);
     store16(scores + v * kLanes, s);
     top = vmax(s, top);
   }
@@ -180,20 +181,22 @@ void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int6
   float *q = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
   for (int r = 0; r < queries; r++) {
     const T* x = a.q + a.query(span.row, head, first + r);
-    for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scale;
+    for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scores.scale;
     scratch.row_max[r] = kNegInf;
     scratch.row_sum[r] = 0.f;
   }
   std::fill(acc, acc + queries * padded_dim, 0.f);
   KeyTile<T> tile;
-  for (int64_t key = 0; key < span.num_keys; key += kKeyTile) {
+  for (int64_t key = a.first_key(span); key < span.num_keys; key += kKeyTile) {
     const int count = int(std::min<int64_t>(kKeyTile, span.num_keys - key));
     const int groups = (count + kLanes - 1) / kLanes;
     gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
     score_tile(q, queries, dim, tile, groups, scores);
-    for (int r = 0; r < queries; r++)
-      softmax_lanes(scores + r * kKeyTile, a.visible(span.row, first + r) - key, groups, scratch.row_max[r],
-                  scratch.row_sum[r], acc + r * padded_dim, padded_dim);
+    for (int r = 0; r < queries; r++) {
+      const Sight sight = a.sight(span.row, first + r);
+      softmax_lanes(scores + r * kKeyTile, {sight.from - key, sight.to - key}, a.scores.cap, groups, scratch.row_max[r],
+                    scratch.row_sum[r], acc + r * padded_dim, padded_dim);
+    }
     value_tile(scores, queries, tile, count, padded_dim, acc);
   }
   for (int r = 0; r < queries; r++) {

@@ -173,14 +173,17 @@ INLINE v16 store_weights(v16 low, v16 high, uint32_t* probs, v16 sum) {
 #endif
 }
 
-// Turns row `r` of the scores of a tile into weights, of which the first `limit` (at least 1) are not 0.
-template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, int limit, int groups, float scale) {
+// Turns row `r` of the scores of a tile into weights. If masked, those of keys outside `sight`, which holds at least one,
+// become 0.
+template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, Sight sight, int groups, float scale) {
   const float* scores = s.scores.data() + r * kKeyTile;
   uint32_t* probs = s.probs.data() + r * kPairs;
   const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   auto score = [&](int v) __attribute__((always_inline)) {
     const v16 x = load16(scores + v * kLanes);
-    return kMasked ? (lane < limit - v * kLanes ? x : splat(kNegInf)) : x;
+    if (!kMasked) return x;
+    const int from = int(sight.from) - v * kLanes, to = int(sight.to) - v * kLanes;
+    return ((lane >= from) & (lane < to)) ? x : splat(kNegInf);
   };
   const float old_max = s.row_max[r];
   v16 top = splat(old_max);
@@ -200,14 +203,23 @@ template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, int lim
   for (int64_t d = 0; d < s.padded_dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
 }
 
-// `visible` keys of the tile are seen by row `r`, if any.
-INLINE void softmax_pairs(PairedScratch& s, int r, int64_t visible, int groups, float scale) {
-  if (visible >= groups * kLanes)
-    softmax_row<false>(s, r, 0, groups, scale);
-  else if (visible > 0)
-    softmax_row<true>(s, r, int(visible), groups, scale);
+INLINE void cap_row(PairedScratch& s, int r, int groups, const Scores& scores) {
+  float* row = s.scores.data() + r * kKeyTile;
+  for (int v = 0; v < groups; v++)
+    store16(row + v * kLanes, soft_cap16(load16(row + v * kLanes) * scores.scale, scores.cap));
+}
+
+// Row `r` sees the keys `sight` of the tile, if any.
+INLINE void softmax_pairs(PairedScratch& s, int r, Sight sight, int groups, const Scores& scores) {
+  constexpr float kLog2E = 1.44269504088896341f;  // exp(x) = 2^(x log2 e)
+  const Sight inside{std::max<int64_t>(sight.from, 0), std::min<int64_t>(sight.to, groups * kLanes)};
+  if (inside.from >= inside.to) return (void)std::fill_n(s.probs.data() + r * kPairs, groups * kGroupPairs, 0u);
+  if (scores.cap != 0.f) cap_row(s, r, groups, scores);
+  const float scale = scores.cap != 0.f ? kLog2E : scores.scale * kLog2E;
+  if (inside.to - inside.from == groups * kLanes)
+    softmax_row<false>(s, r, inside, groups, scale);
   else
-    std::fill_n(s.probs.data() + r * kPairs, groups * kGroupPairs, 0u);
+    softmax_row<true>(s, r, inside, groups, scale);
 }
 
 // An output as it is stored: sums of zeros and denormals are 0, whatever zeros were added to them.
@@ -219,22 +231,21 @@ INLINE v16 finished(v16 sum, float scale) {
 // ---------------------------------------------------------------------------------------------------------------
 // Tasks.
 
-// Rows `first` to first + count - 1 of the scratch memory over a range of keys; row first + i sees visible[i] keys.
+// Rows `first` to first + count - 1 of the scratch memory over a range of keys; row first + i sees the keys sights[i].
 // Prefetches the first tile of `next`. `products` computes one tile.
 template <typename Products>
 void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& next, int first, int count,
-                  const int64_t* visible, Products& products, PairedScratch& s) {
+                  const Sight* sights, Products& products, PairedScratch& s) {
   const bool in_place = are_keys_in_place(a, s);
-  const float scale = a.scale * 1.44269504088896341f;  // exp(x) = 2^(x log2 e)
   PairedTile tile = gather_pairs(a, range, range.from, s);
   for (int64_t key = range.from; key < range.to; key += kKeyTile) {
     const bool is_last = key + kKeyTile >= range.to;
     PairedTile ahead = tile;
     if (in_place) ahead = is_last ? gather_pairs(a, next, next.from, s) : gather_pairs(a, range, key + kKeyTile, s);
     zero_tail(tile, s);
-    int64_t left[kQueryTile];
-    for (int i = 0; i < count; i++) left[i] = visible[i] - key;
-    products.attend(s, first, count, tile, ahead, left, scale);
+    Sight of_tile[kQueryTile];
+    for (int i = 0; i < count; i++) of_tile[i] = {sights[i].from - key, sights[i].to - key};
+    products.attend(s, first, count, tile, ahead, of_tile, a.scores);
     if (!is_last) tile = in_place ? ahead : gather_pairs(a, range, key + kKeyTile, s);
   }
 }
@@ -269,42 +280,57 @@ KeyRange keys_of(const PairedArgs& a, const Span& span, const Task& task, int64_
 }
 
 KeyRange first_keys(const PairedArgs& a, const AttentionPlan& plan, const Task& task) {
-  const KeyRange own = keys_of(a, plan.spans[task.first_span], task, 0);
-  return task.shared_keys ? KeyRange{own.table, own.head, 0, task.shared_keys} : own;
+  const Span& span = plan.spans[task.first_span];
+  const KeyRange own = keys_of(a, span, task, a.first_key(span));
+  return task.shared_keys && !a.scores.window ? KeyRange{own.table, own.head, 0, task.shared_keys} : own;
 }
 
-// Rows `first` on of the scratch memory, which hold the query vectors of a span, over the keys after the shared ones.
+// Rows `first` on of the scratch memory, which hold the query vectors of a span, over its keys from `from` on.
 template <typename Products>
-void attend_span(const PairedArgs& a, const Span& span, const Task& task, const KeyRange& next, int first,
+void attend_span(const PairedArgs& a, const Span& span, const Task& task, int64_t from, const KeyRange& next, int first,
                  Products& products, PairedScratch& s) {
-  int64_t visible[kQueryTile];
-  for (int i = 0; i < span.queries; i++) visible[i] = a.visible(span.row, span.first + i);
-  attend_range(a, keys_of(a, span, task, task.shared_keys), next, first, span.queries, visible, products, s);
+  Sight sights[kQueryTile];
+  for (int i = 0; i < span.queries; i++) sights[i] = a.sight(span.row, span.first + i);
+  attend_range(a, keys_of(a, span, task, from), next, first, span.queries, sights, products, s);
   for (int i = 0; i < span.queries; i++)
     finish_row(a, first + i, a.out + a.query(span.row, task.head, span.first + i), s);
+}
+
+// The spans of a task one by one.
+template <typename Products>
+void attend_spans(const PairedArgs& a, const Span* spans, const Task& task, const KeyRange& after, Products& products,
+                  PairedScratch& s) {
+  for (int64_t i = 0; i < task.num_spans; i++) {
+    for (int j = 0; j < spans[i].queries; j++)
+      start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), j, s);
+    const bool is_last = i + 1 == task.num_spans;
+    const KeyRange next = is_last ? after : keys_of(a, spans[i + 1], task, a.first_key(spans[i + 1]));
+    attend_span(a, spans[i], task, a.first_key(spans[i]), next, 0, products, s);
+  }
 }
 
 template <typename Products>
 void paired_task(const PairedArgs& a, const AttentionPlan& plan, const Task& task, const Task& following,
                  Products& products, PairedScratch& s) {
   const Span* spans = plan.spans.data() + task.first_span;
+  const KeyRange after = first_keys(a, plan, following);
+  // Windows begin at other keys in each row, so they share none.
+  if (!task.shared_keys || a.scores.window) return attend_spans(a, spans, task, after, products, s);
   int count = 0;
   for (int64_t i = 0; i < task.num_spans; i++)
     for (int j = 0; j < spans[i].queries; j++)
       start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), count++, s);
-  const KeyRange after = first_keys(a, plan, following);
-  if (!task.shared_keys) return attend_span(a, *spans, task, after, 0, products, s);
-  int64_t visible[kSharingQueries];
-  std::fill_n(visible, count, task.shared_keys);
+  Sight sights[kSharingQueries];
+  std::fill_n(sights, count, Sight{0, task.shared_keys});
   const KeyRange own = keys_of(a, *spans, task, task.shared_keys);
-  attend_range(a, first_keys(a, plan, task), own, 0, count, visible, products, s);
+  attend_range(a, first_keys(a, plan, task), own, 0, count, sights, products, s);
   int row = 0;
   for (int64_t i = 0; i < task.num_spans; i++) {
     // In rows of their own: products may write to the rows after those of a span.
     for (int j = 0; j < spans[i].queries; j++) move_row(row++, kQueryTile + j, s);
     const bool is_last = i + 1 == task.num_spans;
     const KeyRange next = is_last ? after : keys_of(a, spans[i + 1], task, task.shared_keys);
-    attend_span(a, spans[i], task, next, kQueryTile, products, s);
+    attend_span(a, spans[i], task, task.shared_keys, next, kQueryTile, products, s);
   }
 }
 

@@ -49,15 +49,15 @@ class TileProducts {
   static int64_t key_pairs(int64_t dim) { return (dim / 2 + tiles::kGroups - 1) / tiles::kGroups * tiles::kGroups; }
 
   void attend(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile& ahead,
-              const int64_t* visible, float scale) {
+              const Sight* sights, const Scores& scores) {
     const int most = s.padded_dim > kSmallDim ? kQueryTile : tiles::kRows;
     for (int r = 0; r < count; r += most) {
       const int n = std::min(most, count - r);
       const PairedTile* next = r ? nullptr : &ahead;
       if (n > tiles::kRows)
-        attend_with<ManyQueries>(s, first + r, n, tile, next, visible + r, scale);
+        attend_with<ManyQueries>(s, first + r, n, tile, next, sights + r, scores);
       else
-        attend_with<FewQueries>(s, first + r, n, tile, next, visible + r, scale);
+        attend_with<FewQueries>(s, first + r, n, tile, next, sights + r, scores);
     }
   }
 
@@ -75,12 +75,12 @@ class TileProducts {
   // while all rows use it.
   template <typename Shape>
   void attend_with(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile* ahead,
-                   const int64_t* visible, float scale) {
+                   const Sight* sights, const Scores& scores) {
     use(Shape::kScores);
     over_blocks<Shape>(count, tile.groups(), [&](auto rows, auto columns, int r, int group) INLINE_LAMBDA {
       score_block<Shape, rows, columns>(s, first + r, tile, group, r ? nullptr : ahead);
     });
-    for (int i = 0; i < count; i++) softmax_pairs(s, first + i, visible[i], tile.groups(), scale);
+    for (int i = 0; i < count; i++) softmax_pairs(s, first + i, sights[i], tile.groups(), scores);
     use(Shape::kValues);
     over_blocks<Shape>(count, int(s.padded_dim / kLanes), [&](auto rows, auto columns, int r, int d) INLINE_LAMBDA {
       value_block<Shape, rows, columns>(s, first + r, tile, d * kLanes, r ? nullptr : ahead);

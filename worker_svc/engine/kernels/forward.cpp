@@ -14,6 +14,7 @@ struct Layer {
   Linear qkv, o, gate_up, down;                                // gate_up: `up` alone if there is no gate
   Experts experts;                                             // count 0: gate_up and down
   Rotary rotary;
+  int64_t window;  // 0: none
   void *k_cache, *v_cache;
 };
 
@@ -27,7 +28,7 @@ struct Model {
   int64_t experts;  // the most experts of a layer
   int64_t q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
-  float eps, scale, embedding_scale, logit_cap;  // logit_cap 0: none
+  float eps, scale, embedding_scale, attention_cap, logit_cap;  // caps 0: none
 
   Norm norm(void* x, const void* residual, const NormWeights& weights) const {
     return {x, residual, weights, NormKind(norm_kind), eps};
@@ -106,7 +107,8 @@ struct Forward {
     linear_of_norm(pass, is_bf16, layer.qkv, m.norm(p.x, added, layer.input_norm), p.qkv, b.num_tokens);
     qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, layer.rotary,
                        b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
-    paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended, m.scale);
+    paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended,
+                    {m.scale, m.attention_cap, layer.window});
   }
 
   void feed_forward(const Layer& layer, int64_t n) {

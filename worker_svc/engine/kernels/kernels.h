@@ -135,7 +135,14 @@ AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, i
 AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
                              int64_t num_tokens);
 
+// How products of queries and keys become scores, and which keys a token sees.
+struct Scores {
+  float scale;
+  float cap;       // scores become cap * tanh(score / cap); 0: they stay
+  int64_t window;  // a token sees this many keys, its own included; 0: all up to its own
+};
+
 // Writes the outputs of the tokens of `plan` only.
 void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
                      const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
-                     float scale);
+                     const Scores& scores);
