@@ -1,4 +1,4 @@
-"""Checkpoints with random weights for the four architectures, and their reference outputs from transformers."""
+"""Checkpoints with random weights for several architectures, and their reference outputs from transformers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,17 @@ SHAPES = (
     Shape("qwen2", 4, 4, 16),
     Shape("llama", 8, 2, 16, is_tied=True, extra={"rope_theta": 10_000.0, "rope_scaling": LLAMA3_ROPE}),
     Shape("llama", 8, 1, 8),
-    Shape("mistral", 8, 2, 32, extra={"sliding_window": None}),
+    Shape("mistral", 8, 2, 32, extra={"sliding_window": 90}),
     Shape("mistral", 4, 4, 16, is_tied=True, extra={"sliding_window": None}),
+    Shape(
+        "gemma2",
+        4,
+        2,
+        16,
+        is_tied=True,
+        extra={"sliding_window": 40, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    Shape("qwen3_moe", 4, 2, 16, extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 )
 DEFAULT_SHAPE = SHAPES[0]
 
