@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 from quire_client import AsyncClient
 
@@ -45,11 +47,28 @@ class Row:
         return name, growth[name]
 
 
+class Counted(Protocol):
+    """Streams whose speed is measured."""
+
+    async def count(self) -> tuple[int, float]:
+        """The number of tokens so far, and the time in seconds."""
+        ...
+
+
+def _speed(before: tuple[int, float], after: tuple[int, float]) -> float:
+    """Tokens per second."""
+    return (after[0] - before[0]) / max(after[1] - before[1], 0.1)
+
+
 class GoodStreams:
     """Eight streams at a time, from start to `stop`."""
 
     def __init__(self, load: StreamLoad) -> None:
         self._load = load
+
+    async def count(self) -> tuple[int, float]:
+        """The number of tokens so far, and the time in seconds."""
+        return self.num_tokens, time.monotonic()
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +84,9 @@ class GoodStreams:
 
 
 @contextlib.asynccontextmanager
-async def good_streams(target: Target, client: AsyncClient) -> AsyncIterator[GoodStreams]:
+async def good_streams(model_dir: Path, client: AsyncClient) -> AsyncIterator[GoodStreams]:
     """Run good streams. When the block ends, wait for the running ones."""
-    source = SimRule(client, target.model_dir)
+    source = SimRule(client, model_dir)
     catalogue = await Catalogue.build(source, seed=1, count=NUM_REQUESTS, vocab_size=(await client.model()).vocab_size)
     load = StreamLoad(client, catalogue, seed=1, lanes=LANES, at_least=LANES)
     running = asyncio.create_task(load.run(asyncio.get_running_loop().time() + 86_400))
@@ -82,7 +101,7 @@ async def good_streams(target: Target, client: AsyncClient) -> AsyncIterator[Goo
 class Suite:
     """Attacks the ports of a target and keeps the figures."""
 
-    def __init__(self, target: Target, streams: GoodStreams, *, kept_mib: float, peak_mib: float) -> None:
+    def __init__(self, target: Target, streams: Counted, *, kept_mib: float, peak_mib: float) -> None:
         self._target = target
         self._streams = streams
         self._bounds = {"kept_mib": kept_mib, "peak_mib": peak_mib}
@@ -94,9 +113,9 @@ class Suite:
 
     async def rest(self, seconds: float) -> float:
         """The tokens per second of the good streams without an attack."""
-        before = self._streams.num_tokens
+        before = await self._streams.count()
         await asyncio.sleep(seconds)
-        return (self._streams.num_tokens - before) / seconds
+        return _speed(before, await self._streams.count())
 
     async def launch(self, attack: Attack, ports: Sequence[Port], size: Size) -> None:
         """One attack on some ports at once, with credentials."""
@@ -109,11 +128,11 @@ class Suite:
 
     async def _run(self, attack: str, ports: Sequence[Port], runs: Sequence[object]) -> None:
         place = ", ".join(port.name for port in ports)
-        tokens, began = self._streams.num_tokens, time.monotonic()
+        before, began = await self._streams.count(), time.monotonic()
         async with Watch(attack, self._target.services, self._target.ports, **self._bounds) as watch:
             results = await asyncio.gather(*runs)  # type: ignore[call-overload]
             seconds = time.monotonic() - began
-            speed = (self._streams.num_tokens - tokens) / max(seconds, 0.1)
+            speed = _speed(before, await self._streams.count())
         row = Row(attack, place, seconds, speed, watch.slowest_probe_s, watch.memory, watch.findings)
         for port, outcomes in zip(ports, results, strict=True):
             if isinstance(outcomes, Outcomes):

@@ -41,7 +41,7 @@ async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, 
     ports = one_of_each_code(target)
     is_short = size is SIZE
     bounds = {"kept_mib": KEPT_MIB, "peak_mib": PEAK_MIB} if is_short else {"kept_mib": 256.0, "peak_mib": 800.0}
-    async with client, good_streams(target, client) as streams:
+    async with client, good_streams(target.model_dir, client) as streams:
         suite = Suite(target, streams, **bounds)
         spoken = [port for port in ports if takes_messages(port)]
         await suite.mutate(spoken, count=count, seed=0, is_insider=False)
